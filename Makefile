@@ -1,0 +1,48 @@
+# Works with GNU make 3.81 (macOS) and later. `make demo` and `make test` install what they need into .venv by themselves.
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.installed-demo
+	@out=runs/quickstart; n=2; \
+	while [ -e "$$out" ]; do out=runs/quickstart-$$n; n=$$((n + 1)); done; \
+	$(BIN)/et train quickstart --rule expert_threshold --out "$$out"
+
+# Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV): $(BIN)/python
+
+# A name on the PATH may be a stub or too old, so each candidate is run.
+$(BIN)/python:
+	@for python in $(PYTHON) python3 python3.13 python3.12 python3.11 python3.14; do \
+		if "$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "making $(VENV) with $$python"; \
+			exec "$$python" -m venv --clear $(VENV); \
+		fi; \
+	done; \
+	echo "No Python 3.11 or newer was found: install it (https://www.python.org/downloads/) or name it: make PYTHON=/path/to/python3" >&2; \
+	exit 1
+
+$(VENV)/.installed-demo: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing the package and its dependencies (PyTorch is large: minutes on a slow network)"
+	@$(PIP_INSTALL) -e '.[viz]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing the package, its dependencies and the test tools (PyTorch is large: minutes on a slow network)"
+	@$(PIP_INSTALL) -e '.[dev,viz]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
