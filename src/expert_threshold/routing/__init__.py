@@ -1,0 +1,30 @@
+"""Routing rules: pure functions of a score matrix."""
+
+from .expert_choice import ExpertChoice
+from .expert_threshold import ExpertThreshold
+from .observation import Observation, Routing
+from .pools import CutoffState, Pool, bounds, cutoff
+from .rule import RULES, Rule, rule_from_dict, rule_name, rule_to_dict
+from .selection import Cut, kth_largest, take
+from .token_choice import BiasState, TokenChoice
+
+__all__ = [
+    "RULES",
+    "BiasState",
+    "Cut",
+    "CutoffState",
+    "ExpertChoice",
+    "ExpertThreshold",
+    "Observation",
+    "Pool",
+    "Routing",
+    "Rule",
+    "TokenChoice",
+    "bounds",
+    "cutoff",
+    "kth_largest",
+    "rule_from_dict",
+    "rule_name",
+    "rule_to_dict",
+    "take",
+]

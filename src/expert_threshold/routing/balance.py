@@ -1,0 +1,42 @@
+"""Ways to balance token choice: auxiliary losses, and biases that a controller moves."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observation import Observation
+
+
+def auxiliary_loss(scores: Tensor, load: Tensor, *, strength: float) -> Tensor:
+    """α Σ_i f_i P_i (paper, Related Work, Load Balancing); differentiable through the gates alone.
+
+    scores: (batch, time, experts); load: (experts,) of the batch over which f is taken; the mean gate
+    P_i is this batch's own. Equals α Σ_i P_i under perfect balance.
+    """
+    experts = scores.shape[-1]
+    gates = scores.sigmoid().reshape(-1, experts)
+    mean_gate = gates.sum(0) / max(len(gates), 1)
+    return strength * (normalised_load(load) * mean_gate).sum()
+
+
+def normalised_load(load: Tensor) -> Tensor:
+    """f_i: each expert's load over the mean load, 1 under balance; all 1 where nothing was routed."""
+    mean = load.sum() / len(load)
+    return torch.where(mean > 0, load / mean, 1.0)
+
+
+def over_ranks(load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The load summed over the group's ranks, for `global_aux` (Global LBL)."""
+    if group is None:
+        return load
+    load = load.clone()
+    dist.all_reduce(load, group=group)
+    return load
+
+
+def move_bias(bias: Tensor, observation: Observation, *, rate: float, proportional: bool) -> Tensor:
+    """b_i ← b_i + u · sign(1 − f_i), or + u · (1 − f_i) (paper, Related Work, Load Balancing)."""
+    error = 1 - normalised_load(observation.load)
+    return bias + rate * (error if proportional else error.sign())

@@ -1,0 +1,130 @@
+"""What a rule returns: the assignment, and the sums that updates, metrics and figures are made of."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Observation(NamedTuple):
+    """What one forward saw. Every field is a sum, so `a + b` joins micro-batches and an all-reduce joins ranks.
+
+    Counts are int64, moments and cutoffs float32; `(experts,)` unless said otherwise.
+    """
+
+    tokens: Tensor  # ()
+    pools: Tensor  # () selections made; 0 where none was (inference, token choice)
+    target: Tensor  # () float32, tokens per expert aimed at
+    cutoff_sum: Tensor  # batch cutoffs, summed over pools
+    load: Tensor  # tokens per expert as assigned
+    raw_load: Tensor  # tokens per expert above the cutoff, before any bound
+    dropped: Tensor  # tokens above the cutoff that a bound turned away
+    filled: Tensor  # tokens not above the cutoff that a bound took in
+    score_sum: Tensor
+    score_sq_sum: Tensor
+    gate_sum: Tensor
+    gate_sq_sum: Tensor
+    fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
+
+    def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
+        return Observation(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def batch_cutoff(self) -> Tensor:
+        """Mean over pools of the k-th largest score; NaN where no pool was formed."""
+        return self.cutoff_sum / self.pools
+
+    @property
+    def usage(self) -> Tensor:
+        """Load over tokens, per expert."""
+        return self.load / self.tokens
+
+    @property
+    def raw_usage(self) -> Tensor:
+        """Share of tokens above the cutoff, per expert, before any bound."""
+        return self.raw_load / self.tokens
+
+    @property
+    def saturation(self) -> Tensor:
+        """Tokens dropped by the upper bound / tokens above the cutoff, of all experts (paper, Capacity Constraints)."""
+        return self.dropped.sum() / self.raw_load.sum().clamp(min=1)
+
+    @property
+    def starvation(self) -> Tensor:
+        """Tokens filled in by the lower bound / (num_experts · k), over all experts (paper, Capacity Constraints)."""
+        return self.filled.sum() / (self.target * len(self.load)).clamp(min=1)
+
+    @property
+    def load_spread(self) -> Tensor:
+        """Largest load over mean load; 1 is perfect balance."""
+        return self.load.max() / self.load.float().mean()
+
+    @property
+    def fanout_mean(self) -> Tensor:
+        """Routed experts per token, on average."""
+        return self.load.sum() / self.tokens
+
+    @property
+    def fanout_std(self) -> Tensor:
+        """Spread of the routed experts per token."""
+        share = self.fanout_counts / self.tokens
+        fanout = torch.arange(len(share), device=share.device)
+        return (share * (fanout - self.fanout_mean) ** 2).sum().sqrt()
+
+    @property
+    def score_std(self) -> Tensor:
+        """Standard deviation of all scores over tokens and experts."""
+        return _std(self.score_sum, self.score_sq_sum, self.tokens)
+
+    @property
+    def gate_std(self) -> Tensor:
+        """Standard deviation of all gates over tokens and experts."""
+        return _std(self.gate_sum, self.gate_sq_sum, self.tokens)
+
+
+def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
+    count = tokens * len(total)
+    mean = total.sum() / count
+    return (square_total.sum() / count - mean**2).clamp(min=0).sqrt()
+
+
+class Routing(NamedTuple):
+    """A rule's answer for one batch of scores.
+
+    scores: (batch, time, experts) float32, as given; assignment: the boolean z, same shape;
+    loss: None, or a differentiable scalar to be added to the training loss.
+    """
+
+    scores: Tensor
+    assignment: Tensor
+    observation: Observation
+    loss: Tensor | None
+
+
+@torch.no_grad()
+def observe(scores: Tensor, assignment: Tensor, *, target: float) -> Observation:
+    """Sum up an assignment of `scores` (batch, time, experts) that neither pool nor bound had a part in.
+
+    target: tokens per expert aimed at.
+    """
+    experts = scores.shape[-1]
+    scores, assignment = scores.detach().reshape(-1, experts), assignment.reshape(-1, experts)
+    gates = scores.sigmoid()
+    load, fanout = assignment.sum(0), assignment.sum(1)
+    return Observation(
+        tokens=load.new_full((), len(scores)),
+        pools=load.new_zeros(()),
+        target=scores.new_full((), target),
+        cutoff_sum=scores.new_zeros(experts),
+        load=load,
+        raw_load=load.clone(),  # no two fields share memory: each may be reduced over ranks in place
+        dropped=torch.zeros_like(load),
+        filled=torch.zeros_like(load),
+        score_sum=scores.sum(0),
+        score_sq_sum=scores.square().sum(0),
+        gate_sum=gates.sum(0),
+        gate_sq_sum=gates.square().sum(0),
+        fanout_counts=load.new_zeros(experts + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),
+    )

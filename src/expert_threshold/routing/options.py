@@ -1,0 +1,49 @@
+"""Checks of the rules' options: what is nonsense is refused with a ValueError that names option, value and remedy."""
+
+from __future__ import annotations
+
+import math
+
+
+def require(holds: bool, name: str, value: object, remedy: str) -> None:
+    """Raise ValueError `name=value remedy` unless `holds`."""
+    if not holds:
+        raise ValueError(f"{name}={value!r} {remedy}")
+
+
+def is_whole(value: object, *, at_least: int) -> bool:
+    """A whole number of at least so much; True and False are none."""
+    return type(value) is int and value >= at_least
+
+
+def is_number(value: object, *, at_least: float) -> bool:
+    """A finite number of at least so much; True and False are none."""
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= at_least
+
+
+def check_experts(num_experts: int, experts_per_token: float) -> None:
+    """What every rule has."""
+    require(is_whole(num_experts, at_least=1), "num_experts", num_experts, "must be a whole number of at least 1")
+    require(
+        is_number(experts_per_token, at_least=0) and 0 < experts_per_token <= num_experts,
+        "experts_per_token",
+        experts_per_token,
+        f"must be a number above 0 and at most num_experts={num_experts}",
+    )
+
+
+def check_cutoff(pool: object, decay: float, debias: bool) -> None:
+    """What rules with a running cutoff have."""
+    require(
+        pool in ("sequence", "batch", "global") or is_whole(pool, at_least=1),
+        "pool",
+        pool,
+        "is unknown; use 'sequence', 'batch', 'global' or a number of tokens",
+    )
+    require(
+        is_number(decay, at_least=0) and decay < 1,
+        "decay",
+        decay,
+        "must lie in [0, 1): it is the share of the old mean kept per optimizer step",
+    )
+    require(isinstance(debias, bool), "debias", debias, "must be True or False")

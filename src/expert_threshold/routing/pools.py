@@ -1,0 +1,136 @@
+"""Pools and cutoffs: what expert choice and expert threshold share.
+
+Both follow the k-th largest score of their pools with a running mean, the cutoff, and by it both route in inference.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observation import Observation, Routing, observe
+from .selection import Cut, take
+
+Pool = Literal["sequence", "batch", "global"] | int
+
+
+class CutoffState(NamedTuple):
+    """Running mean of the batch cutoffs, debiased like Adam's moments: the cutoff is mean / weight."""
+
+    mean: Tensor  # (experts,) float32
+    weight: Tensor  # () float32, the share of the mean that is made of data; 1 when not debiased
+    step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
+
+
+def init_cutoff(num_experts: int, debias: bool) -> CutoffState:
+    """Before the first update the cutoff is 0."""
+    weight = torch.tensor(0.0 if debias else 1.0, dtype=torch.float32)
+    return CutoffState(torch.zeros(num_experts, dtype=torch.float32), weight, torch.tensor(0))
+
+
+def cutoff(state: CutoffState) -> Tensor:
+    """The number scores are compared with, (experts,)."""
+    return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
+
+
+@torch.no_grad()
+def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
+    """c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
+
+    A step that formed no pool changes nothing.
+    """
+    seen = observation.pools > 0
+    mean = decay * state.mean + (1 - decay) * observation.batch_cutoff
+    weight = decay * state.weight + (1 - decay) if debias else state.weight
+    return CutoffState(mean.where(seen, state.mean), weight.where(seen, state.weight), state.step + seen)
+
+
+class Pools(NamedTuple):
+    """Scores by the tokens that compete with each other."""
+
+    scores: Tensor  # (pools, tokens, experts), detached: selection carries no gradient; this rank's tokens alone
+    tokens: int  # of one pool, over all ranks
+    group: dist.ProcessGroup | None  # the ranks that share the one pool; None where pools are this rank's own
+
+
+def form_pools(scores: Tensor, pool: Pool, group: dist.ProcessGroup | None) -> Pools:
+    """Split scores (batch, time, experts) into pools; no tokens at all form no pool.
+
+    Raises ValueError if a pool of a number of tokens does not divide the batch.
+    """
+    batch, time, experts = scores.shape
+    if isinstance(pool, int) and (batch * time) % pool:
+        raise ValueError(
+            f"pool={pool} does not divide the batch of {batch} × {time} = {batch * time} tokens; "
+            f"use a divisor of {batch * time}, 'sequence', 'batch' or 'global'"
+        )
+    size = pool if isinstance(pool, int) else time if pool == "sequence" else batch * time
+    group = group if pool == "global" else None
+    tokens = _over_ranks(size if batch * time else 0, group, scores.device)
+    if tokens == 0:
+        return Pools(scores.detach().reshape(0, 0, experts), 0, None)
+    pools = 1 if pool in ("batch", "global") else batch * time // size
+    return Pools(scores.detach().reshape(pools, size, experts), tokens, group)
+
+
+def _over_ranks(tokens: int, group: dist.ProcessGroup | None, device: torch.device) -> int:
+    if group is None:
+        return tokens
+    total = torch.tensor(tokens, device=device)
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float | None) -> tuple[int, int, int]:
+    """(k, k_min, k_max) of a pool: k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋, k_max = ⌊k(1+s)⌋.
+
+    Floors are those of the decimal numbers written, not of their binary neighbours. Raises ValueError if k = 0, unless
+    there are no tokens.
+    """
+    numerator, denominator = _decimal(experts_per_token)
+    k = tokens * numerator // (denominator * num_experts)
+    if k == 0 and tokens > 0:
+        raise ValueError(
+            f"pool of {tokens} tokens: k = ⌊{tokens} · {experts_per_token} / {num_experts}⌋ = 0, experts would get no "
+            f"token; use a pool of at least {-(-num_experts * denominator // numerator)} tokens, more "
+            f"experts_per_token or fewer experts"
+        )
+    if slack is None:
+        return k, 0, tokens
+    s, unit = _decimal(slack)
+    return k, max(k * (unit - s) // unit, 0), min(k * (unit + s) // unit, tokens)
+
+
+def _decimal(number: float) -> tuple[int, int]:
+    """Numerator and denominator of the number as it is written: 0.1 is (1, 10)."""
+    return Fraction(str(number)).as_integer_ratio()
+
+
+def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
+    """z = 1{r > c}: nothing but the token's own score is looked at (paper, Eq. 6; Algorithm 1, line 3)."""
+    assignment = scores > cutoff
+    target = scores[..., 0].numel() * experts_per_token / scores.shape[-1]
+    return Routing(scores, assignment, observe(scores, assignment, target=target), None)
+
+
+def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
+    """The assignment that takes the tokens of `pools` at the cut or before it, observed beside the running cutoff.
+
+    scores: (batch, time, experts), which the pools were formed of; kth: the pools' cuts of the k largest.
+    """
+    taken = take(pools.scores, cut)
+    above = (pools.scores > cutoff).sum(1)
+    excess = above - taken.sum(1)  # (pools, experts): turned away or, where negative, filled in
+    target = k * scores[..., 0].numel() / max(pools.tokens, 1)
+    observation = observe(scores, taken, target=target)._replace(
+        pools=above.new_full((), len(pools.scores)),
+        cutoff_sum=kth.score.sum(0),
+        raw_load=above.sum(0),
+        dropped=excess.clamp(min=0).sum(0),
+        filled=(-excess).clamp(min=0).sum(0),
+    )
+    return Routing(scores, taken.reshape(scores.shape), observation, None)

@@ -1,0 +1,167 @@
+"""Exact order statistics of a score matrix, ties included, over one rank or many.
+
+Tokens of one expert are ordered by score, highest first, ties to the lower token index. A `Cut` is a place in that
+order; a token is taken if it stands at the cut or before it. The k-th largest score with its index is the cut that
+takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens with score > c and no tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Cut(NamedTuple):
+    """Places in the order of tokens, (…, experts)."""
+
+    score: Tensor  # float32
+    last: Tensor  # int64, index of the last token taken among those with this very score; -1 takes none of them
+
+    def where(self, condition: Tensor, other: Cut) -> Cut:
+        """This cut where the condition holds, else the other."""
+        return Cut(self.score.where(condition, other.score), self.last.where(condition, other.last))
+
+
+def take(scores: Tensor, cut: Cut) -> Tensor:
+    """Mask of the tokens at the cut or before it. scores: (pools, tokens, experts), cut: (pools or 1, experts)."""
+    index = torch.arange(scores.shape[1], device=scores.device)[:, None]
+    score, last = cut.score[:, None], cut.last[:, None]
+    return (scores > score) | ((scores == score) & (index <= last))
+
+
+def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
+    """The cut of n = clamp(#{score > cutoff}, k_min, k_max) tokens.
+
+    cutoff: (experts,); at_least, at_most: the cuts of the k_min and the k_max largest, (pools, experts).
+    """
+    too_many, too_few = at_most.score > cutoff, at_least.score <= cutoff
+    unclamped = Cut(cutoff, torch.full_like(at_most.last, -1))
+    return at_most.where(too_many, at_least.where(too_few, unclamped))
+
+
+def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Cut]:
+    """The cuts that take exactly k tokens, one for every k in `ks`; ties to the lower (rank, index).
+
+    scores: (pools, tokens, experts) float32 without NaN; every k between 0 and the pool's tokens. With a `group` there
+    is one pool, spread over the group's ranks, uneven if need be. The cuts are (pools, experts); indices are local.
+    """
+    assert scores.dtype == torch.float32, f"scores are float32, not {scores.dtype}"
+    if group is not None:
+        assert len(scores) == 1, "a pool across ranks is one pool"
+        score, last = _radix_select(scores[0], ks, group)
+        return [Cut(s[None], i[None]) for s, i in zip(score, last, strict=True)]
+    return [Cut(*cut) for cut in zip(*_kth_largest(scores, list(ks)), strict=True)]
+
+
+@torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
+def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
+    """Scores and indices of the k-th largest, both (ks, pools, experts): one opaque step for the compiler."""
+    if scores.device.type != "cpu":
+        return _kth_largest_by_sorting(scores, ks)
+    return _kth_largest_by_partition(scores, ks)
+
+
+@_kth_largest.register_fake
+def _(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
+    shape = (len(ks), scores.shape[0], scores.shape[2])
+    return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The definition: sort all tokens of an expert, stably, and look at place k."""
+    ordered, order = scores.sort(dim=1, descending=True, stable=True)
+    shape = (scores.shape[0], scores.shape[2])
+    nothing = Cut(scores.new_full(shape, torch.inf), order.new_full(shape, -1))
+    cuts = [Cut(ordered[:, k - 1], order[:, k - 1]) if k else nothing for k in ks]
+    return torch.stack([cut.score for cut in cuts]), torch.stack([cut.last for cut in cuts])
+
+
+CACHED = 2**17  # scores partitioned at a time, few enough to stay in a core's cache
+
+
+def _kth_largest_by_partition(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The same by selection in linear time, on the CPU."""
+    columns = _columns(scores.numpy())
+    tokens = columns.shape[1]
+    score = np.full((len(ks), len(columns)), np.inf, np.float32)
+    last = np.full((len(ks), len(columns)), -1, np.int64)
+    widest_first = sorted((row for row, k in enumerate(ks) if k), key=lambda row: -ks[row])
+    width = max(CACHED // max(tokens, 1), 1)
+    for start in range(0, len(columns), width):
+        block = top = columns[start : start + width]
+        for row in widest_first:  # each k is sought among the tokens that the wider one before it left
+            below = top.shape[1] - ks[row]
+            top = np.partition(top, below)[:, below:]
+            kth = top[:, :1]
+            # Positions of all tokens with the k-th score; the extra one is for NaN, which equals nothing.
+            ties = np.append(np.flatnonzero(block == kth), -1)
+            first = np.searchsorted(ties[:-1], np.arange(len(block)) * tokens)
+            score[row, start : start + width] = kth[:, 0]
+            last[row, start : start + width] = ties[first + (top == kth).sum(1) - 1] % tokens
+    shape = (len(ks), scores.shape[0], scores.shape[2])
+    return torch.from_numpy(score).reshape(shape), torch.from_numpy(last).reshape(shape)
+
+
+def _columns(scores: np.ndarray) -> np.ndarray:
+    """(pools, tokens, experts) as (pools · experts, tokens), contiguous: copied in blocks, which caches like better."""
+    pools, tokens, experts = scores.shape
+    columns = np.empty((pools, experts, tokens), np.float32)
+    for start in range(0, tokens, 4096):
+        columns[..., start : start + 4096] = scores[:, start : start + 4096].transpose(0, 2, 1)
+    return columns.reshape(pools * experts, tokens)
+
+
+DIGITS = (11, 11, 10)  # bits of a float32 key per round, most significant first
+
+
+def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The same for scores (tokens, experts) of one pool over all ranks; only histograms travel, whatever the tokens."""
+    keys = _ordered_keys(scores)
+    experts = keys.shape[1]
+    k = torch.tensor(ks, device=keys.device)[:, None]
+    remaining = k.expand(-1, experts)  # how many tokens to take among those that share the prefix
+    prefix = torch.zeros_like(remaining)  # the leading digits of the k-th largest key, found so far
+    column = torch.arange(prefix.numel(), device=keys.device).view(len(ks), 1, experts)
+    bits_below = sum(DIGITS)
+    for bits in DIGITS:
+        shares_prefix = (keys >> bits_below) == prefix[:, None]
+        bits_below -= bits
+        digit = (keys >> bits_below) & ((1 << bits) - 1)
+        histogram = torch.zeros(prefix.numel() << bits, dtype=torch.int64, device=keys.device)
+        histogram.scatter_add_(0, ((column << bits) + digit).flatten(), shares_prefix.long().flatten())
+        dist.all_reduce(histogram, group=group)
+        histogram = histogram.view(len(ks), experts, -1)
+        at_or_above = histogram.flip(-1).cumsum(-1).flip(-1)
+        found = (at_or_above >= remaining[..., None]).sum(-1, keepdim=True) - 1  # the largest digit with enough tokens
+        above = at_or_above.gather(-1, found) - histogram.gather(-1, found)
+        prefix, remaining = (prefix << bits) + found[..., 0], remaining - above[..., 0]
+    ties = keys == prefix[:, None]
+    last = _last_tie(ties, remaining - _ties_on_lower_ranks(ties.sum(1), group))
+    return torch.where(k > 0, _scores_of(prefix), torch.inf), last
+
+
+def _ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
+    everyone = [torch.empty_like(ties) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, ties, group=group)
+    return torch.stack(everyone)[: dist.get_rank(group)].sum(0)
+
+
+def _last_tie(ties: Tensor, count: Tensor) -> Tensor:
+    """Index of the `count`-th True of ties (…, tokens, experts); -1 if count < 1, the last token if there are fewer."""
+    return (ties.cumsum(-2) < count[..., None, :]).sum(-2).clamp(max=ties.shape[-2] - 1).where(count > 0, -1)
+
+
+def _ordered_keys(scores: Tensor) -> Tensor:
+    """Integers in [0, 2³²) ordered as the float32 scores are; -0.0 and 0.0 share a key, as they compare equal."""
+    bits = torch.where(scores == 0, 0.0, scores).contiguous().view(torch.int32).long()
+    return torch.where(bits < 0, ~bits, bits + 2**31)
+
+
+def _scores_of(keys: Tensor) -> Tensor:
+    bits = torch.where(keys < 2**31, ~keys, keys - 2**31)
+    return bits.to(torch.int32).view(torch.float32)

@@ -1,0 +1,79 @@
+"""Token choice: every token takes its experts_per_token highest-scoring experts (paper, Eq. 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .balance import auxiliary_loss, move_bias, over_ranks
+from .observation import Observation, Routing, observe
+from .options import check_experts, is_number, require
+from .selection import kth_largest, take
+
+Balance = Literal["none", "aux", "global_aux", "loss_free", "loss_free_proportional"]
+
+
+class BiasState(NamedTuple):
+    """What is added to the scores for selection alone; stays 0 unless balance is loss-free."""
+
+    bias: Tensor  # (experts,) float32
+
+
+@dataclass(frozen=True)
+class TokenChoice:
+    """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
+
+    balance: 'none'; 'aux' or 'global_aux', the auxiliary loss with f over this micro-batch or over all ranks';
+    'loss_free' or 'loss_free_proportional', selection by score + bias.
+    aux_strength is α, bias_rate is u.
+    """
+
+    num_experts: int = 16
+    experts_per_token: int = 1
+    balance: Balance = "none"
+    aux_strength: float = 0.001
+    bias_rate: float = 0.005
+
+    def __post_init__(self) -> None:
+        check_experts(self.num_experts, self.experts_per_token)
+        require(
+            self.experts_per_token == int(self.experts_per_token),
+            "experts_per_token",
+            self.experts_per_token,
+            f"must be whole in token choice, since every token takes that many; use "
+            f"{max(int(self.experts_per_token), 1)}, or expert_choice or expert_threshold",
+        )
+        balances = get_args(Balance)
+        require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
+        for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):
+            require(is_number(value, at_least=0), name, value, "must be a number of at least 0")
+
+    def init(self) -> BiasState:
+        return BiasState(torch.zeros(self.num_experts, dtype=torch.float32))
+
+    def route(
+        self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """scores: (batch, time, experts) float32. z_t = Top(r_t + b), ties to the lower expert; gates know no bias."""
+        tokens, experts = scores[..., 0].numel(), self.num_experts
+        # Here experts compete for a token, as elsewhere tokens do for an expert: every token is a pool.
+        biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
+        (lowest,) = kth_largest(biased, [int(self.experts_per_token)])
+        assignment = take(biased, lowest).reshape(scores.shape)
+        observation = observe(scores, assignment, target=tokens * self.experts_per_token / experts)
+        loss = None
+        if training and self.balance in ("aux", "global_aux"):
+            load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
+            loss = auxiliary_loss(scores, load, strength=self.aux_strength)
+        return Routing(scores, assignment, observation, loss)
+
+    @torch.no_grad()
+    def update(self, state: BiasState, observation: Observation) -> BiasState:
+        if self.balance not in ("loss_free", "loss_free_proportional"):
+            return state
+        proportional = self.balance == "loss_free_proportional"
+        return BiasState(move_bias(state.bias, observation, rate=self.bias_rate, proportional=proportional))

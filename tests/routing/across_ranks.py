@@ -1,0 +1,124 @@
+"""One rank of the tests across ranks: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`; exits 0 if all is right.
+
+Every rank knows the scores of all, so that each checks its own part against the single-process result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice, kth_largest, take
+
+EXPERTS = 3
+SHARES = {2: [(7, 5), (0, 12), (12, 0), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5), (8, 3, 1)]}
+
+
+def kinds_of_scores(tokens: int) -> dict[str, Tensor]:
+    """(tokens, experts) each: distinct, tied within and across ranks, all equal, and the numbers with odd bits."""
+    generator = torch.Generator().manual_seed(tokens)
+    normal = torch.randn(tokens, EXPERTS, generator=generator)
+    odd = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0])
+    return {
+        "distinct": normal,
+        "tied": normal.round(),
+        "equal": torch.full_like(normal, -2.5),
+        "odd": odd[torch.randint(len(odd), normal.shape, generator=generator)],
+    }
+
+
+def mine(values: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
+    return values.split(shares)[rank]
+
+
+def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
+    """Taken are those that a stable sort of all ranks' tokens puts first; every k at once, and in any order."""
+    tokens = sum(shares)
+    ks = [*range(tokens, -1, -2), *range(tokens % 2 == 0, tokens, 2), 0]
+    for name, scores in kinds_of_scores(tokens).items():
+        place = scores.argsort(dim=0, descending=True, stable=True).argsort(dim=0)
+        cuts = kth_largest(mine(scores, shares, rank)[None], ks, group)
+        for k, cut in zip(ks, cuts, strict=True):
+            taken = take(mine(scores, shares, rank)[None], cut)[0]
+            assert torch.equal(taken, mine(place, shares, rank) < k), (name, shares, k)
+            best = scores.sort(dim=0, descending=True).values[k - 1] if k else torch.full((EXPERTS,), torch.inf)
+            assert torch.equal(cut.score[0], best), (name, shares, k)
+
+
+def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Observation:
+    total = Observation(*(x.clone() for x in observation))
+    for field in total:
+        dist.all_reduce(field, group=group)
+    return total
+
+
+def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
+    """Several steps of all ranks equal those of one process with the whole batch."""
+    state: Any = rule.init()
+    for step in range(4):
+        generator = torch.Generator().manual_seed(step)
+        scores = torch.randn(sum(shares), EXPERTS, generator=generator).mul(4).round().div(4)
+        # Sequences of one token, so that the batch is split between any two of them.
+        part = mine(scores, shares, rank)[:, None].requires_grad_()
+        whole = scores[:, None].clone().requires_grad_()
+        alone = rule.route(whole, state, training=True)
+        together = rule.route(part, state, training=True, group=group)
+        assert torch.equal(together.assignment, mine(alone.assignment, shares, rank)), (rule, shares, step)
+        total = added_over_ranks(together.observation, group)
+        for name, got, wanted in zip(Observation._fields, total, alone.observation, strict=True):
+            if name not in ("pools", "cutoff_sum"):  # every rank has measured the one pool
+                torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{rule} {shares} {name}: {text}")
+        if alone.loss is not None and together.loss is not None:
+            # Load over all ranks, gates of one: the loss of all is the mean by tokens of the ranks' losses.
+            loss = together.loss.detach() * len(part)
+            dist.all_reduce(loss, group=group)
+            torch.testing.assert_close(loss / len(whole), alone.loss.detach())
+            together.loss.backward()
+            assert part.grad is not None
+        state, expected = rule.update(state, total), rule.update(state, alone.observation)
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)
+
+
+def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:
+    """All ranks refuse a pool with k = 0, and none hangs; without any tokens there is nothing to refuse."""
+    rule = ExpertThreshold(EXPERTS, warmup_steps=0)
+    with pytest.raises(ValueError, match="pool of 1 tokens"):
+        rule.route(torch.zeros(int(rank == 0), 1, EXPERTS), rule.init(), training=True, group=group)
+    routing = rule.route(torch.zeros(0, 1, EXPERTS), rule.init(), training=True, group=group)
+    assert routing.assignment.shape == (0, 1, EXPERTS)
+    assert routing.observation.pools == 0
+
+
+def main(rank: int, ranks: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    rules: list[Rule] = [
+        ExpertChoice(EXPERTS, 1, pool="global"),
+        ExpertChoice(EXPERTS, 1.25, pool="global"),
+        ExpertThreshold(EXPERTS, 1, warmup_steps=0, decay=0.5),
+        ExpertThreshold(EXPERTS, 1, warmup_steps=2, decay=0.5, capacity_slack=0.25),
+        ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=None),
+        TokenChoice(EXPERTS, 1, balance="global_aux"),
+        TokenChoice(EXPERTS, 2, balance="loss_free"),
+    ]
+    for shares in SHARES[ranks]:
+        check_selection(shares, rank, group)
+    for rule, shares in itertools.product(rules, SHARES[ranks]):
+        check_rule(rule, shares, rank, group)
+    check_too_few_tokens(rank, group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,564 @@
+"""The contract of every routing rule: one table, rules × properties."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from expert_threshold.routing import (
+    RULES,
+    Cut,
+    ExpertChoice,
+    ExpertThreshold,
+    Observation,
+    Routing,
+    Rule,
+    TokenChoice,
+    cutoff,
+    rule_from_dict,
+    rule_name,
+    rule_to_dict,
+)
+
+BATCH, TIME, EXPERTS = 4, 48, 6
+BALANCES = ("none", "aux", "global_aux", "loss_free", "loss_free_proportional")
+
+CASES: dict[str, Rule] = {
+    **{
+        f"token choice, {balance}, {fanout} of them": TokenChoice(EXPERTS, fanout, balance=balance)
+        for balance in BALANCES
+        for fanout in (1, 2)
+    },
+    "token choice, all of them": TokenChoice(EXPERTS, EXPERTS),
+    "expert choice, sequence": ExpertChoice(EXPERTS, 1, pool="sequence"),
+    "expert choice, batch": ExpertChoice(EXPERTS, 1),
+    "expert choice, global": ExpertChoice(EXPERTS, 2, pool="global"),
+    "expert choice, 24 tokens": ExpertChoice(EXPERTS, 1, pool=24),
+    "expert choice, fractional": ExpertChoice(EXPERTS, 1.3, pool="sequence"),
+    "expert choice, every token": ExpertChoice(EXPERTS, EXPERTS),
+    "expert choice, not debiased": ExpertChoice(EXPERTS, 1, decay=0.9, debias=False),
+    "expert threshold in warmup": ExpertThreshold(EXPERTS, 1),
+    "expert threshold, no warmup": ExpertThreshold(EXPERTS, 1, warmup_steps=0),
+    "expert threshold, tight": ExpertThreshold(EXPERTS, 2, warmup_steps=0, capacity_slack=0.1),
+    "expert threshold, no slack": ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0),
+    "expert threshold, large slack": ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=20),
+    "expert threshold, no capacity": ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=None),
+    "expert threshold, past warmup": ExpertThreshold(EXPERTS, 1, warmup_steps=2, decay=0.5),
+    "expert threshold, fractional": ExpertThreshold(EXPERTS, 0.7, warmup_steps=0, capacity_slack=0.25),
+    "expert threshold, sequence": ExpertThreshold(EXPERTS, 1, warmup_steps=0, pool="sequence"),
+    "expert threshold, 96 tokens": ExpertThreshold(EXPERTS, 1, warmup_steps=0, pool=96),
+    "expert threshold, not debiased": ExpertThreshold(EXPERTS, 1, warmup_steps=0, decay=0.9, debias=False),
+}
+TOKEN_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, TokenChoice)}
+BY_CUTOFF = {name: rule for name, rule in CASES.items() if not isinstance(rule, TokenChoice)}
+EXPERT_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, ExpertChoice)}
+
+
+def each(cases: dict[str, Rule]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("rule", cases.values(), ids=cases.keys())
+
+
+both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+
+
+def make_scores(seed: int = 0, batch: int = BATCH, time: int = TIME, grain: float = 1 / 8) -> Tensor:
+    """Another mean and spread for every expert, and many ties: scores are multiples of `grain`."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn(batch, time, EXPERTS, generator=generator)
+    return (scores * torch.linspace(0.5, 2, EXPERTS) + torch.linspace(-1, 1, EXPERTS)).div(grain).round().mul(grain)
+
+
+def train(rule: Rule, state: Any = None, *, steps: int = 3, seed: int = 100, **kind: Any) -> Any:
+    """The rule's state after so many steps of random batches."""
+    state = rule.init() if state is None else state
+    for step in range(steps):
+        observation = rule.route(make_scores(seed + step, **kind), state, training=True).observation
+        state = rule.update(state, observation)
+    return state
+
+
+def pool_of(rule: Rule, batch: int = BATCH, time: int = TIME) -> int:
+    """Tokens of one pool on one rank."""
+    assert not isinstance(rule, TokenChoice)
+    return {"sequence": time, "batch": batch * time, "global": batch * time}.get(rule.pool, rule.pool)
+
+
+def promised_load(rule: Rule, state: Any, tokens: int) -> tuple[int, int]:
+    """Fewest and most tokens of an expert in a pool of a training batch."""
+    k = int(tokens * Fraction(str(rule.experts_per_token)) / EXPERTS)
+    if isinstance(rule, ExpertChoice) or state.step < rule.warmup_steps:
+        return k, k
+    if rule.capacity_slack is None:
+        return 0, tokens
+    slack = Fraction(str(rule.capacity_slack))
+    return max(int(k * (1 - slack)), 0), min(int(k * (1 + slack)), tokens)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two records hold the same, bit for bit."""
+    (a_leaves, a_shape), (b_leaves, b_shape) = pytree.tree_flatten(a), pytree.tree_flatten(b)
+    return a_shape == b_shape and all(
+        x is y or (x.dtype == y.dtype and torch.equal(x.nan_to_num(12345), y.nan_to_num(12345)))
+        for x, y in zip(a_leaves, b_leaves, strict=True)
+    )
+
+
+# Shape and dtype
+
+
+@each(CASES)
+@both_modes
+def test_the_assignment_is_boolean_and_has_the_shape_of_the_scores(rule: Rule, training: bool) -> None:
+    scores = make_scores()
+    routing = rule.route(scores, train(rule), training=training)
+    assert routing.scores is scores
+    assert routing.assignment.dtype == torch.bool
+    assert routing.assignment.shape == scores.shape
+
+
+@each(CASES)
+@both_modes
+def test_an_observation_has_the_same_shapes_and_dtypes_everywhere(rule: Rule, training: bool) -> None:
+    observation = rule.route(make_scores(), train(rule), training=training).observation
+    counts = {"tokens": (), "pools": (), "fanout_counts": (EXPERTS + 1,)}
+    counts |= dict.fromkeys(("load", "raw_load", "dropped", "filled"), (EXPERTS,))
+    sums: dict[str, tuple[int, ...]] = {"target": ()}
+    sums |= dict.fromkeys(("cutoff_sum", "score_sum", "score_sq_sum", "gate_sum", "gate_sq_sum"), (EXPERTS,))
+    assert {name: (tuple(x.shape), x.dtype) for name, x in observation._asdict().items()} == {
+        **{name: (shape, torch.int64) for name, shape in counts.items()},
+        **{name: (shape, torch.float32) for name, shape in sums.items()},
+    }
+
+
+# Loads
+
+
+@each(BY_CUTOFF)
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("shift", [-3.0, 0.0, 3.0])
+def test_in_training_every_pool_keeps_the_promised_load(rule: Rule, steps: int, shift: float) -> None:
+    state = train(rule, steps=steps)
+    assignment = rule.route(make_scores(grain=1) + shift, state, training=True).assignment
+    low, high = promised_load(rule, state, pool_of(rule))
+    load = assignment.reshape(-1, pool_of(rule), EXPERTS).sum(1)
+    assert low <= load.min() <= load.max() <= high
+
+
+@each(TOKEN_CHOICE)
+@both_modes
+def test_token_choice_gives_every_token_its_experts(rule: Rule, training: bool) -> None:
+    assignment = rule.route(make_scores(grain=1), train(rule), training=training).assignment
+    assert (assignment.sum(-1) == rule.experts_per_token).all()
+
+
+@each(TOKEN_CHOICE)
+def test_token_choice_takes_the_best_and_the_lower_of_equals(rule: Rule) -> None:
+    scores, state = make_scores(grain=1), train(rule)
+    assignment = rule.route(scores, state, training=True).assignment
+    for row, chosen in zip((scores + state.bias).flatten(0, 1), assignment.flatten(0, 1), strict=True):
+        order = sorted(range(EXPERTS), key=lambda expert: (-row[expert].item(), expert))
+        assert chosen.nonzero().flatten().tolist() == sorted(order[: int(rule.experts_per_token)])
+
+
+@each(BY_CUTOFF)
+def test_usage_in_inference_comes_to_the_target(rule: Rule) -> None:
+    if rule.experts_per_token == EXPERTS:
+        pytest.skip("no cutoff lies below the lowest of all scores")
+    changes: dict[str, Any] = {"decay": 0.98, "pool": rule.pool if isinstance(rule.pool, str) else 8 * rule.pool}
+    rule = replace(rule, **changes)  # type: ignore[type-var]
+    state = train(rule, steps=200, time=384, grain=1e-6)
+    usage = rule.route(make_scores(1, 64, 384, grain=1e-6), state, training=False).observation.usage
+    torch.testing.assert_close(usage, torch.full((EXPERTS,), rule.experts_per_token / EXPERTS), rtol=0.06, atol=0)
+
+
+@each(BY_CUTOFF)
+def test_inference_is_a_strict_comparison_with_the_cutoff(rule: Rule) -> None:
+    scores, state = make_scores(), train(rule)
+    scores[0, 0] = cutoff(state)
+    routing = rule.route(scores, state, training=False)
+    assert torch.equal(routing.assignment, scores > cutoff(state))
+    assert not routing.assignment[0, 0].any()
+
+
+# Causality and independence
+
+
+def is_causal(rule: Rule, state: Any, *, training: bool) -> bool:
+    """Whether new scores after a position leave everything up to it as it was."""
+    scores = make_scores()
+    before = rule.route(scores, state, training=training).assignment
+    for position in (1, TIME // 2, TIME - 1):
+        for shift in (-2, 2):
+            changed = scores.clone()
+            changed[:, position:] = make_scores(7)[:, position:] + shift
+            after = rule.route(changed, state, training=training).assignment
+            if not torch.equal(before[:, :position], after[:, :position]):
+                return False
+    return True
+
+
+@each(CASES)
+def test_inference_is_causal(rule: Rule) -> None:
+    assert is_causal(rule, train(rule), training=False)
+
+
+@each({name: rule for name, rule in EXPERT_CHOICE.items() if rule.experts_per_token < EXPERTS})
+def test_expert_choice_in_training_is_not_causal(rule: Rule) -> None:
+    assert not is_causal(rule, train(rule), training=True)
+
+
+@each(TOKEN_CHOICE | {name: CASES[name] for name in ("expert threshold, no capacity", "expert threshold, large slack")})
+def test_training_is_causal_where_no_load_is_enforced(rule: Rule) -> None:
+    assert is_causal(rule, train(rule), training=True)
+
+
+@each(CASES)
+def test_in_inference_a_token_is_routed_as_if_it_were_alone(rule: Rule) -> None:
+    scores, state = make_scores(), train(rule)
+    together = rule.route(scores, state, training=False).assignment
+    for row, time in ((0, 0), (1, 5), (BATCH - 1, TIME - 1)):
+        alone = rule.route(scores[row : row + 1, time : time + 1], state, training=False).assignment
+        assert torch.equal(alone[0, 0], together[row, time])
+
+
+@each(CASES)
+def test_in_inference_neighbours_in_the_batch_do_not_matter(rule: Rule) -> None:
+    scores, state = make_scores(), train(rule)
+    order = torch.randperm(BATCH, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(
+        rule.route(scores[order], state, training=False).assignment,
+        rule.route(scores, state, training=False).assignment[order],
+    )
+
+
+@each(BY_CUTOFF)
+def test_in_inference_experts_do_not_compete(rule: Rule) -> None:
+    scores, state = make_scores(), train(rule)
+    changed = scores.clone()
+    changed[..., 1:] = make_scores(7)[..., 1:]
+    before, after = (rule.route(s, state, training=False).assignment for s in (scores, changed))
+    assert torch.equal(before[..., 0], after[..., 0])
+
+
+# Gradients
+
+
+@each(CASES)
+@both_modes
+def test_gradients_reach_the_scores_through_the_gates_alone(rule: Rule, training: bool) -> None:
+    scores = make_scores().requires_grad_()
+    routing = rule.route(scores, train(rule), training=training)
+    assert not routing.assignment.requires_grad
+    assert not any(x.requires_grad for x in routing.observation)
+    weight = make_scores(5)
+    gates = routing.scores.sigmoid()
+    (gradient,) = torch.autograd.grad((routing.assignment * gates * weight).sum(), scores)
+    expected = (routing.assignment * gates * (1 - gates) * weight).detach()
+    torch.testing.assert_close(gradient, expected)
+
+
+@each(CASES)
+@both_modes
+def test_only_auxiliary_balance_in_training_has_a_loss(rule: Rule, training: bool) -> None:
+    scores = make_scores().requires_grad_()
+    loss = rule.route(scores, train(rule), training=training).loss
+    if training and isinstance(rule, TokenChoice) and rule.balance in ("aux", "global_aux"):
+        assert loss is not None
+        assert loss.shape == ()
+        (gradient,) = torch.autograd.grad(loss, scores)
+        assert (gradient >= 0).all()
+        assert (gradient > 0).any()
+    else:
+        assert loss is None
+
+
+# Purity, state and records
+
+
+@each(CASES)
+@both_modes
+def test_routing_twice_gives_the_same_and_changes_nothing(rule: Rule, training: bool) -> None:
+    scores, state = make_scores(), train(rule)
+    scores_before, state_before = scores.clone(), pytree.tree_map(torch.clone, state)
+    first = rule.route(scores, state, training=training)
+    second = rule.route(scores, state, training=training)
+    assert same(first, second)
+    assert same((scores, state), (scores_before, state_before))
+
+
+@each(CASES)
+def test_updating_returns_a_new_state_and_leaves_the_old_one(rule: Rule) -> None:
+    state = train(rule)
+    before = pytree.tree_map(torch.clone, state)
+    rule.update(state, rule.route(make_scores(), state, training=True).observation)
+    assert same(state, before)
+
+
+@each(CASES)
+def test_the_state_keeps_its_shapes_and_dtypes(rule: Rule) -> None:
+    def kinds(state: Any) -> list[tuple[torch.Size, torch.dtype]]:
+        return [(x.shape, x.dtype) for x in state]
+
+    assert kinds(train(rule)) == kinds(rule.init())
+    assert all(x.dtype == torch.float32 for x in train(rule) if x.is_floating_point())
+    assert not any(x.requires_grad for x in train(rule))
+
+
+@each(CASES)
+def test_a_step_without_tokens_changes_no_state(rule: Rule) -> None:
+    state = train(rule)
+    observation = rule.route(make_scores()[:0], state, training=True).observation
+    assert same(rule.update(state, observation), state)
+
+
+@each(CASES)
+def test_a_saved_state_goes_on_as_if_never_saved(rule: Rule, tmp_path: Path) -> None:
+    state = train(rule)
+    save_file(state._asdict(), tmp_path / "state.safetensors")
+    loaded = type(state)(**load_file(tmp_path / "state.safetensors"))
+    assert same(loaded, state)
+    assert same(train(rule, loaded, steps=2, seed=9), train(rule, state, steps=2, seed=9))
+
+
+@each(CASES)
+@both_modes
+def test_every_record_is_a_pytree(rule: Rule, training: bool) -> None:
+    state = train(rule)
+    routing = rule.route(make_scores(), state, training=training)
+    for record in (state, routing, routing.observation, Cut(torch.zeros(1, 2), torch.zeros(1, 2))):
+        leaves, shape = pytree.tree_flatten(record)
+        assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
+        rebuilt = pytree.tree_unflatten(leaves, shape)
+        assert type(rebuilt) is type(record)
+        assert same(rebuilt, record)
+
+
+@each(CASES)
+def test_a_rule_round_trips_through_json(rule: Rule) -> None:
+    record = json.loads(json.dumps(rule_to_dict(rule)))
+    assert RULES[record["name"]] is type(rule)
+    assert rule_from_dict(record) == rule
+    assert hash(rule_from_dict(record)) == hash(rule)
+
+
+def test_no_rule_is_dense() -> None:
+    assert rule_to_dict(None) == {"name": "dense"}
+    assert rule_from_dict({"name": "dense"}) is None
+    assert rule_name(None) == "dense"
+
+
+# Observations
+
+
+@each(CASES)
+@both_modes
+def test_observations_add_up(rule: Rule, training: bool) -> None:
+    scores, state = make_scores(), train(rule)
+    whole = rule.route(scores, state, training=training).observation
+    halves = [rule.route(half, state, training=training).observation for half in scores.chunk(2)]
+    total = halves[0] + halves[1]
+    assert isinstance(total, Observation)
+    alike = set(Observation._fields)
+    if training and not isinstance(rule, TokenChoice) and rule.pool in ("batch", "global"):
+        # Each half is a pool of its own.
+        assert (whole.pools, total.pools) == (1, 2)
+        torch.testing.assert_close(total.batch_cutoff, (halves[0].batch_cutoff + halves[1].batch_cutoff) / 2)
+        alike -= {"pools", "cutoff_sum", "load", "dropped", "filled", "fanout_counts"}
+    for name in alike:
+        torch.testing.assert_close(getattr(total, name), getattr(whole, name))
+
+
+@each(CASES)
+@both_modes
+def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
+    scores, state = make_scores(), train(rule)
+    routing = rule.route(scores, state, training=training)
+    seen, z, gates = routing.observation, routing.assignment.flatten(0, 1), scores.sigmoid()
+    assert seen.tokens == BATCH * TIME
+    assert torch.equal(seen.load, z.sum(0))
+    assert seen.fanout_counts.tolist() == [int((z.sum(1) == n).sum()) for n in range(EXPERTS + 1)]
+    torch.testing.assert_close(seen.usage, z.float().mean(0))
+    torch.testing.assert_close(seen.score_std, scores.std(correction=0))
+    torch.testing.assert_close(seen.gate_std, gates.std(correction=0))
+    torch.testing.assert_close(seen.fanout_mean, z.sum(1).float().mean())
+    torch.testing.assert_close(seen.fanout_std, z.sum(1).float().std(correction=0))
+    torch.testing.assert_close(seen.load_spread, seen.load.max() / seen.load.float().mean())
+    if isinstance(rule, TokenChoice) or not training:
+        assert seen.pools == 0
+        assert torch.equal(seen.raw_load, seen.load)
+        assert seen.saturation == seen.starvation == 0
+        torch.testing.assert_close(seen.target, torch.tensor(BATCH * TIME * rule.experts_per_token / EXPERTS))
+        return
+    above = (scores > cutoff(state)).flatten(0, 1)
+    # Without bounds the taken tokens of a pool are a subset or a superset of those above the cutoff.
+    assert torch.equal(seen.raw_load, above.sum(0))
+    assert torch.equal(seen.dropped, (above & ~z).sum(0))
+    assert torch.equal(seen.filled, (z & ~above).sum(0))
+    assert torch.equal(seen.load, seen.raw_load - seen.dropped + seen.filled)
+    pools = scores.reshape(-1, pool_of(rule), EXPERTS)
+    k = int(pools.shape[1] * Fraction(str(rule.experts_per_token)) / EXPERTS)
+    assert (seen.pools, seen.target) == (len(pools), len(pools) * k)
+    torch.testing.assert_close(seen.batch_cutoff, pools.sort(1, descending=True).values[:, k - 1].mean(0))
+    torch.testing.assert_close(seen.saturation, seen.dropped.sum() / above.sum())
+    torch.testing.assert_close(seen.starvation, seen.filled.sum() / (len(pools) * k * EXPERTS))
+
+
+@each(CASES)
+@both_modes
+def test_no_two_fields_of_an_observation_share_memory(rule: Rule, training: bool) -> None:
+    scores, state = make_scores(), train(rule)
+    records = (*rule.route(scores, state, training=training).observation, scores, *state)
+    assert len({x.untyped_storage().data_ptr() for x in records}) == len(records)
+
+
+# The edges
+
+
+@each(CASES)
+@both_modes
+@pytest.mark.parametrize("shape", [(0, TIME), (BATCH, 0), (0, 0)])
+def test_no_tokens_get_an_empty_assignment(rule: Rule, training: bool, shape: tuple[int, int]) -> None:
+    scores = torch.empty(*shape, EXPERTS, requires_grad=True)
+    routing = rule.route(scores, train(rule), training=training)
+    assert routing.assignment.shape == scores.shape
+    assert all((x == 0).all() for x in routing.observation)
+    if routing.loss is not None:
+        assert routing.loss == 0
+
+
+@each(CASES)
+@both_modes
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_scores_that_are_no_numbers_do_not_crash(rule: Rule, training: bool, bad: float) -> None:
+    state = train(rule)
+    for where in (slice(None), slice(0, 1), slice(0, 1, 2)):
+        scores = make_scores()
+        scores[where, ::3] = bad
+        routing = rule.route(scores, state, training=training)
+        assert routing.assignment.shape == scores.shape
+        rule.update(state, routing.observation)
+
+
+@each({name: rule for name, rule in BY_CUTOFF.items() if rule.experts_per_token < EXPERTS})
+def test_a_pool_too_small_for_one_token_per_expert_is_refused_in_training_alone(rule: Rule) -> None:
+    rule = replace(rule, pool="sequence")  # type: ignore[type-var]
+    state = rule.init()
+    with pytest.raises(ValueError, match=r"pool of 1 tokens: k = ⌊1 · [0-9.]+ / 6⌋ = 0") as error:
+        rule.route(make_scores(time=1), state, training=True)
+    assert "\n" not in str(error.value)
+    smallest = int(str(error.value).split("at least ")[1].split()[0])
+    rule.route(make_scores(time=smallest), state, training=True)
+    if smallest > 1:
+        with pytest.raises(ValueError, match="= 0"):
+            rule.route(make_scores(time=smallest - 1), state, training=True)
+    assert rule.route(make_scores(time=1), state, training=False).assignment.shape == (BATCH, 1, EXPERTS)
+
+
+@pytest.mark.parametrize("kind", [ExpertChoice, ExpertThreshold])
+def test_a_pool_that_does_not_divide_the_batch_is_refused_in_training_alone(kind: type[ExpertChoice]) -> None:
+    rule = kind(EXPERTS, pool=50)
+    with pytest.raises(ValueError, match="pool=50 does not divide the batch of 4 × 48 = 192 tokens; use a divisor"):
+        rule.route(make_scores(), rule.init(), training=True)
+    rule.route(make_scores(), rule.init(), training=False)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+NONSENSE: list[tuple[type[Rule], str, list[Any]]] = [
+    *[(kind, "num_experts", [0, -1, 1.5, True, "8", None]) for kind in RULES.values()],
+    *[(kind, "experts_per_token", [0, -1, 17, NAN, INFINITY, True, "1", None]) for kind in RULES.values()],
+    (TokenChoice, "experts_per_token", [1.5, 0.5]),
+    (TokenChoice, "balance", ["auxiliary", "", None, 0]),
+    (TokenChoice, "aux_strength", [-0.1, NAN, INFINITY, "0.1", None]),
+    (TokenChoice, "bias_rate", [-0.1, NAN, INFINITY, "0.1", None]),
+    *[(kind, "pool", ["rank", "", 0, -4, 8.0, True, None]) for kind in (ExpertChoice, ExpertThreshold)],
+    *[(kind, "decay", [1, 1.5, -0.1, NAN, "0.9", None]) for kind in (ExpertChoice, ExpertThreshold)],
+    *[(kind, "debias", [0, 1, None, "no"]) for kind in (ExpertChoice, ExpertThreshold)],
+    (ExpertThreshold, "warmup_steps", [-1, 2.5, True, None, "10"]),
+    (ExpertThreshold, "capacity_slack", [-0.5, NAN, INFINITY, True, "0.5"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [(kind, option, value) for kind, option, values in NONSENSE for value in values],
+    ids=lambda x: x.__name__ if isinstance(x, type) else repr(x),
+)
+def test_nonsense_is_refused_with_option_value_and_remedy(kind: type[Rule], option: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=option) as error:
+        kind(**{option: value})
+    message = str(error.value)
+    assert message.startswith(f"{option}={value!r} ")
+    assert any(remedy in message for remedy in ("use ", "must "))
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"name": "random"}, "rule='random' is unknown; use one of dense, token_choice, expert_choice, expert_thr"),
+        ({}, "rule=None is unknown"),
+        ({"name": ["x"]}, "rule=\\['x'\\] is unknown"),
+        ({"name": "token_choice", "pool": "batch"}, "option 'pool' is unknown to rule token_choice; it has num_exp"),
+        ({"name": "dense", "decay": 0.9}, "option 'decay' is unknown to rule dense; it has no options"),
+        ({"name": "expert_choice", "decay": 2}, "decay=2 must"),
+    ],
+)
+def test_an_unknown_rule_or_option_is_refused(record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rule_from_dict(record)
+
+
+def test_the_defaults_are_the_papers() -> None:
+    assert ExpertThreshold() == ExpertThreshold(
+        num_experts=16, experts_per_token=1, decay=0.999, warmup_steps=4000, capacity_slack=0.5, pool="global"
+    )
+    assert TokenChoice() == TokenChoice(16, 1, balance="none", aux_strength=0.001, bias_rate=0.005)
+    assert ExpertChoice() == ExpertChoice(num_experts=16, experts_per_token=1, decay=0.999)
+
+
+# Compilation
+
+
+@each(
+    {
+        name: CASES[name]
+        for name in (
+            "token choice, aux, 2 of them",
+            "token choice, loss_free, 1 of them",
+            "expert choice, sequence",
+            "expert threshold, past warmup",
+        )
+    }
+)
+def test_training_compiles_to_one_graph_that_outlives_warmup_and_changing_loads(rule: Rule) -> None:
+    def route(scores: Tensor, state: Any) -> Routing:
+        return rule.route(scores, state, training=True)
+
+    torch.compiler.reset()
+    compiled = torch.compile(route, fullgraph=True, backend="aot_eager", dynamic=False)
+    state = rule.init()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(5):
+            scores = make_scores(step) + step
+            routing, expected = compiled(scores, state), rule.route(scores, state, training=True)
+            assert torch.equal(routing.assignment, expected.assignment)
+            torch.testing.assert_close(routing.observation, expected.observation)
+            state = rule.update(state, routing.observation)
+
+
+@pytest.mark.parametrize("pool", ["sequence", "batch", "global", 8])
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0), (0, 0)])
+def test_no_tokens_at_all_give_an_empty_assignment_whatever_the_pool(pool: Any, shape: tuple[int, int]) -> None:
+    for rule in (ExpertChoice(16, 1, pool=pool), ExpertThreshold(16, 1, pool=pool)):
+        routing = rule.route(torch.zeros(*shape, 16), rule.init(), training=True)
+        assert routing.assignment.shape == (*shape, 16)
+        assert int(routing.observation.pools) == 0

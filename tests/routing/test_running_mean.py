@@ -1,0 +1,154 @@
+"""The running mean of cutoffs, warmup, and capacity bounds over time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff
+
+EXPERTS = 3
+
+
+def make_scores(seed: int, tokens: int = 24) -> Tensor:
+    return torch.randn(1, tokens, EXPERTS, generator=torch.Generator().manual_seed(seed))
+
+
+def batch_cutoffs(rule: ExpertChoice | ExpertThreshold, steps: int) -> tuple[list[Tensor], CutoffState]:
+    """The batch cutoff of every step, and the state after them."""
+    state, seen = rule.init(), []
+    for step in range(steps):
+        observation = rule.route(make_scores(step), state, training=True).observation
+        seen.append(observation.batch_cutoff)
+        state = rule.update(state, observation)
+    return seen, state
+
+
+def rules(**options: Any) -> list[ExpertChoice | ExpertThreshold]:
+    return [ExpertChoice(EXPERTS, **options), ExpertThreshold(EXPERTS, warmup_steps=2, **options)]
+
+
+def test_the_cutoff_before_the_first_update_is_zero() -> None:
+    scores = make_scores(0)
+    for rule in [*rules(), *rules(debias=False)]:
+        assert cutoff(rule.init()).tolist() == [0] * EXPERTS
+        assert torch.equal(rule.route(scores, rule.init(), training=False).assignment, scores > 0)
+
+
+@given(decay=st.floats(0, 0.999), steps=st.integers(1, 12))
+def test_the_debiased_mean_weighs_the_past_like_adam(decay: float, steps: int) -> None:
+    for rule in rules(decay=decay):
+        seen, state = batch_cutoffs(rule, steps)
+        age = torch.arange(steps - 1, -1, -1)[:, None]
+        expected = ((1 - decay) * decay**age * torch.stack(seen)).sum(0) / (1 - decay**steps)
+        torch.testing.assert_close(cutoff(state), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_after_one_step_the_debiased_cutoff_is_that_of_the_batch() -> None:
+    for rule in rules(decay=0.999):
+        (seen,), state = batch_cutoffs(rule, 1)
+        torch.testing.assert_close(cutoff(state), seen)
+
+
+@given(decay=st.floats(0, 0.999), steps=st.integers(0, 12))
+def test_without_debiasing_the_mean_is_the_papers_recursion_from_zero(decay: float, steps: int) -> None:
+    for rule in rules(decay=decay, debias=False):
+        seen, state = batch_cutoffs(rule, steps)
+        c = torch.zeros(EXPERTS)
+        for batch_cutoff in seen:
+            c = decay * c + (1 - decay) * batch_cutoff
+        torch.testing.assert_close(cutoff(state), c)
+
+
+def test_the_mean_of_equal_cutoffs_stays_at_them() -> None:
+    rule = ExpertThreshold(EXPERTS, decay=0.999)
+    state, seen = rule.init(), []
+    for _ in range(2000):
+        state = rule.update(state, rule.route(make_scores(0), state, training=True).observation)
+        seen.append(cutoff(state))
+    (expected,), _ = batch_cutoffs(rule, 1)
+    torch.testing.assert_close(torch.stack(seen), expected.expand(2000, -1), rtol=1e-4, atol=1e-4)
+
+
+def test_micro_batches_and_pools_count_once_each() -> None:
+    rule = ExpertThreshold(EXPERTS, decay=0.5, pool=12)
+    first, second = (rule.route(make_scores(seed, 24), rule.init(), training=True).observation for seed in (0, 1))
+    pools = torch.cat([make_scores(0), make_scores(1)]).reshape(4, 12, EXPERTS)
+    expected = pools.sort(dim=1, descending=True).values[:, 3].mean(0)  # k = 12 / 3
+    torch.testing.assert_close((first + second).batch_cutoff, expected)
+    torch.testing.assert_close(cutoff(rule.update(rule.init(), first + second)), expected)
+
+
+def test_observations_of_inference_move_no_cutoff() -> None:
+    for rule in rules():
+        _, state = batch_cutoffs(rule, 3)
+        observation = rule.route(make_scores(9), state, training=False).observation
+        after = rule.update(state, observation)
+        assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
+
+
+def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
+    warmup_steps = 3
+    threshold = ExpertThreshold(EXPERTS, warmup_steps=warmup_steps, capacity_slack=None, decay=0.5)
+    choice = ExpertChoice(EXPERTS, decay=0.5)
+    state = threshold.init()
+    for step in range(6):
+        scores = make_scores(step)
+        routing = threshold.route(scores, state, training=True)
+        if step < warmup_steps:
+            expected = choice.route(scores, state, training=True)
+            assert all(torch.equal(a, b) for a, b in zip(routing.observation, expected.observation, strict=True))
+        else:
+            expected = threshold.route(scores, state, training=False)
+            assert not torch.equal(expected.assignment, choice.route(scores, state, training=True).assignment)
+        assert torch.equal(routing.assignment, expected.assignment)
+        state = threshold.update(state, routing.observation)
+    assert state.step == 6
+
+
+def test_inference_in_warmup_goes_by_the_cutoff() -> None:
+    rule = ExpertThreshold(EXPERTS)
+    _, state = batch_cutoffs(rule, 2)
+    scores = make_scores(5)
+    assert torch.equal(rule.route(scores, state, training=False).assignment, scores > cutoff(state))
+
+
+TIED_SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=24 * EXPERTS, max_size=24 * EXPERTS)
+
+
+CUTOFFS = st.sampled_from([-2.0, -1.0, 0.0, 0.25, 1.0])
+
+
+@given(values=TIED_SCORES, c=CUTOFFS, slack=st.sampled_from([0, 0.1, 0.5, 0.9, 3]))
+def test_capacity_bounds_hold_exactly_though_scores_tie(values: list[float], c: float, slack: float) -> None:
+    scores = torch.tensor(values).reshape(1, 24, EXPERTS)
+    rule = ExpertThreshold(EXPERTS, warmup_steps=0, capacity_slack=slack)  # k = 8
+    state = CutoffState(torch.full((EXPERTS,), c), torch.tensor(1.0), torch.tensor(5))
+    routing = rule.route(scores, state, training=True)
+    k_min, k_max = {0: (8, 8), 0.1: (7, 8), 0.5: (4, 12), 0.9: (0, 15), 3: (0, 24)}[slack]
+    above = (scores > c).sum((0, 1))
+    load = above.clamp(k_min, k_max)
+    assert torch.equal(routing.assignment.sum((0, 1)), load)
+    # What is taken is never worse than what is left, and of equals the earlier is taken.
+    for expert in range(EXPERTS):
+        column, taken = scores[0, :, expert], routing.assignment[0, :, expert]
+        order = sorted(range(24), key=lambda token: (-column[token].item(), token))
+        assert sorted(order[: int(load[expert])]) == taken.nonzero().flatten().tolist()
+    observation = routing.observation
+    assert torch.equal(observation.dropped, (above - k_max).clamp(min=0))
+    assert torch.equal(observation.filled, (k_min - above).clamp(min=0))
+    torch.testing.assert_close(observation.starvation, observation.filled.sum() / (8 * EXPERTS))
+    torch.testing.assert_close(observation.saturation, observation.dropped.sum() / above.sum().clamp(min=1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bounds_act_in_training_alone(training: bool) -> None:
+    rule = ExpertThreshold(EXPERTS, warmup_steps=0)
+    state = CutoffState(torch.tensor([-9.0, 9.0, 0.0]), torch.tensor(1.0), torch.tensor(5))
+    load = rule.route(make_scores(0), state, training=training).observation.load
+    assert load[:2].tolist() == ([12, 4] if training else [24, 0])

@@ -1,0 +1,185 @@
+"""Exact selection: cuts, bounds and ties, on one rank and on many."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expert_threshold.routing import Cut, bounds, kth_largest, selection, take
+
+# Few values, so that ties abound; signed zeros, infinities, denormals and neighbours among them.
+TIED = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, float("inf"), -float("inf"), 1.0000001, 3.4e38])
+ANY = st.floats(width=32, allow_nan=False)
+
+
+@st.composite
+def score_matrices(draw: st.DrawFn) -> Tensor:
+    """(pools, tokens, experts) float32, in row-major order or as contiguous columns."""
+    pools, tokens, experts = (draw(st.integers(1, n)) for n in (3, 12, 3))
+    count = pools * tokens * experts
+    values = draw(st.lists(draw(st.sampled_from([TIED, ANY])), min_size=count, max_size=count))
+    scores = torch.tensor(values, dtype=torch.float32).reshape(pools, tokens, experts)
+    return scores.mT.contiguous().mT if draw(st.booleans()) else scores
+
+
+@st.composite
+def scores_and_ks(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
+    scores = draw(score_matrices())
+    return scores, draw(st.lists(st.integers(0, scores.shape[1]), min_size=1, max_size=4))
+
+
+def in_order(scores: Tensor) -> list[tuple[float, int]]:
+    """(score, index) of one expert's tokens, as they are to be taken."""
+    places = [(score, index) for index, score in enumerate(scores.tolist())]
+    return sorted(places, key=lambda place: (-place[0], place[1]))
+
+
+@given(scores_and_ks())
+def test_the_kth_largest_is_what_sorting_finds(case: tuple[Tensor, list[int]]) -> None:
+    scores, ks = case
+    for k, cut in zip(ks, kth_largest(scores, ks), strict=True):
+        assert (cut.score.dtype, cut.last.dtype) == (torch.float32, torch.int64)
+        for pool in range(scores.shape[0]):
+            for expert in range(scores.shape[2]):
+                expected = in_order(scores[pool, :, expert])[k - 1] if k else (float("inf"), -1)
+                assert (cut.score[pool, expert], cut.last[pool, expert]) == expected
+
+
+@given(scores_and_ks())
+def test_every_way_to_find_it_agrees_with_the_definition(case: tuple[Tensor, list[int]]) -> None:
+    scores, ks = case
+    by_sorting = selection._kth_largest_by_sorting(scores, ks)
+    by_partition = selection._kth_largest_by_partition(scores, ks)
+    for a, b in zip(by_sorting, by_partition, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(1, 5000, 3), (2, 4097, 2), (300, 5, 2), (1, 200_000, 2), (0, 5, 3), (2, 7, 0)])
+def test_partition_in_blocks_agrees_with_the_definition(shape: tuple[int, int, int]) -> None:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul(100).round()
+    ks = [shape[1] // 3, 1, 0, shape[1], shape[1] // 2]
+    for a, b in zip(
+        selection._kth_largest_by_sorting(scores, ks), selection._kth_largest_by_partition(scores, ks), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@given(scores_and_ks())
+def test_a_cut_takes_exactly_k_and_the_largest(case: tuple[Tensor, list[int]]) -> None:
+    scores, ks = case
+    for k, cut in zip(ks, kth_largest(scores, ks), strict=True):
+        assert_taken(scores, take(scores, cut), torch.full((scores.shape[0], scores.shape[2]), k))
+
+
+def assert_taken(scores: Tensor, taken: Tensor, counts: Tensor) -> None:
+    """The first `counts` (pools, experts) tokens of the order are taken, and no others."""
+    for pool in range(scores.shape[0]):
+        for expert in range(scores.shape[2]):
+            first = [index for _, index in in_order(scores[pool, :, expert])[: int(counts[pool, expert])]]
+            assert taken[pool, :, expert].nonzero().flatten().tolist() == sorted(first)
+
+
+@given(score_matrices(), st.data())
+def test_clamping_takes_as_many_as_the_bounds_allow_and_always_the_largest(scores: Tensor, data: st.DataObject) -> None:
+    _, tokens, experts = scores.shape
+    k_max = data.draw(st.integers(1, tokens))
+    k_min = data.draw(st.integers(0, k_max))
+    values = st.one_of(TIED, ANY, st.sampled_from(scores.flatten().tolist()))
+    cutoff = torch.tensor(data.draw(st.lists(values, min_size=experts, max_size=experts)))
+    at_least, at_most = kth_largest(scores, [k_min, k_max])
+    taken = take(scores, selection.clamp(cutoff, at_least, at_most))
+    assert_taken(scores, taken, (scores > cutoff).sum(1).clamp(k_min, k_max))
+
+
+def test_a_cut_can_be_chosen_by_a_condition() -> None:
+    one, other = (Cut(torch.full((1, 2), float(n)), torch.full((1, 2), n)) for n in (1, 2))
+    chosen = one.where(torch.tensor([True, False]), other)
+    assert (chosen.score.tolist(), chosen.last.tolist()) == ([[1.0, 2.0]], [[1, 2]])
+
+
+def test_scores_of_another_precision_are_no_scores() -> None:
+    with pytest.raises(AssertionError, match="float32"):
+        kth_largest(torch.zeros(1, 4, 2, dtype=torch.bfloat16), [1])
+
+
+@pytest.mark.parametrize("ks", [[2], [3, 0, 5]])
+def test_the_operator_is_fit_for_the_compiler(ks: list[int]) -> None:
+    scores = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    torch.library.opcheck(selection._kth_largest, (scores, ks))
+    torch.library.opcheck(selection._kth_largest, (scores.mT.contiguous().mT, ks))
+
+
+# Bounds
+
+
+@given(
+    tokens=st.integers(1, 10**6),
+    fanout=st.decimals("0.01", "8", places=2).filter(lambda x: x > 0),
+    experts=st.integers(1, 64),
+    slack=st.decimals("0", "3", places=3),
+)
+def test_bounds_are_the_floors_of_the_decimals_as_written(
+    tokens: int, fanout: Fraction, experts: int, slack: Fraction
+) -> None:
+    k = Fraction(fanout) * tokens / experts // 1
+    assume(0 < k <= tokens)
+    assert bounds(tokens, float(fanout), experts, float(slack)) == (
+        k,
+        max(k * (1 - Fraction(slack)) // 1, 0),
+        min(k * (1 + Fraction(slack)) // 1, tokens),
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((160, 1, 16, 0.9), (10, 1, 19)),  # 10 · (1 − 0.9) is 0.99… in binary
+        ((100, 0.1, 1, 0.1), (10, 9, 11)),
+        ((160, 1, 16, 0.7), (10, 3, 17)),
+        ((290, 0.1, 1, 0.0), (29, 29, 29)),  # 290 · 0.1 is 29.000000000000004
+        ((70, 1.1, 1, None), (77, 0, 70)),
+        ((160, 1, 16, 0.5), (10, 5, 15)),
+        ((176, 1, 16, 0.5), (11, 5, 16)),
+        ((160, 1, 16, 30), (10, 0, 160)),
+        ((16, 1, 16, 1e-9), (1, 0, 1)),
+        ((16, 1e-0, 16, 0), (1, 1, 1)),
+        ((0, 1, 16, 0.5), (0, 0, 0)),
+        ((0, 1, 16, None), (0, 0, 0)),
+    ],
+)
+def test_bounds_by_hand(arguments: tuple[int, float, int, float | None], expected: tuple[int, int, int]) -> None:
+    assert bounds(*arguments) == expected
+
+
+# Across ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_many_ranks_equal_one(ranks: int, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("across_ranks.py")
+    command = [sys.executable, "-W", "error", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), str(tmp_path / "rendezvous")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
