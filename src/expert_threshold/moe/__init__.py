@@ -1,0 +1,29 @@
+"""The Mixture-of-Experts layer and the ways to compute it; with what its users need of the routing rules."""
+
+from ..routing import RULES, ExpertThreshold, Observation, Routing, Rule, rule_from_dict, rule_to_dict
+from .dispatch import DISPATCHES
+from .experts import ActivationName, Experts, FeedForward, Linear
+from .follow import Follower, follow
+from .layer import GateNorm, MoE, check_options
+from .router import Router
+
+__all__ = [
+    "DISPATCHES",
+    "RULES",
+    "ActivationName",
+    "ExpertThreshold",
+    "Experts",
+    "FeedForward",
+    "Follower",
+    "GateNorm",
+    "Linear",
+    "MoE",
+    "Observation",
+    "Router",
+    "Routing",
+    "Rule",
+    "check_options",
+    "follow",
+    "rule_from_dict",
+    "rule_to_dict",
+]

@@ -1,0 +1,30 @@
+"""The definition: y_t = Σ_i z[t,i] · g[t,i] · expert_i(x_t), one expert after the other (paper, Eq. 2)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..experts import Experts, up_project
+
+
+def reference(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+    """x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. Returns y like x.
+
+    An expert computes only its own tokens, so what stands in the rows of others (NaN, say) cannot reach its output.
+    """
+    y = torch.zeros_like(x)
+    ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
+    for i in range(assignment.shape[1]):
+        rows = assignment[:, i].nonzero()[:, 0]
+        h = up_project(x[rows], tuple(up[i] for up in ups))
+        out = _activate(h, experts.activation.width) @ down[i].T
+        y = y.index_add(0, rows, out * gates[rows, i, None].to(x.dtype))
+    return y
+
+
+def _activate(h: Tensor, width: int) -> Tensor:
+    if width == 1:
+        return h.relu().square()
+    gate, up = h.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * up

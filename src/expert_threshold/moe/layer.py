@@ -1,0 +1,82 @@
+"""The Mixture-of-Experts layer: y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t)."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..routing import Observation, Routing, Rule
+from .dispatch import dispatch_named
+from .experts import ActivationName, Experts, FeedForward, activation_named
+from .router import Router
+
+GateNorm = Literal["fanout"]
+
+
+def check_options(
+    d_model: int,
+    d_expert: int,
+    shared_experts: int,
+    dispatch: str,
+    activation: str,
+    gate_norm: str | None,
+    z_loss: float | None,
+) -> None:
+    """Raise ValueError unless a layer can be built of these options, which are `MoE`'s."""
+    sizes = (("d_model", d_model, 1), ("d_expert", d_expert, 1), ("shared_experts", shared_experts, 0))
+    for name, value, least in sizes:
+        if not (type(value) is int and value >= least):
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    dispatch_named(dispatch)
+    activation_named(activation)
+    if gate_norm not in (None, *get_args(GateNorm)):
+        raise ValueError(f"gate_norm={gate_norm!r} is unknown; use None or 'fanout'")
+    if z_loss is not None and not (type(z_loss) in (int, float) and 0 <= z_loss < math.inf):
+        raise ValueError(f"z_loss={z_loss!r} must be a finite number of at least 0; None switches it off")
+
+
+class MoE(nn.Module):
+    """A router, its rule, num_experts routed experts and shared_experts that see every token.
+
+    d_expert: hidden width of each expert. dispatch: 'auto', 'reference' or 'grouped'. gate_norm: None, or 'fanout' to
+    divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss, None is off.
+    Raises ValueError if an option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_expert: int,
+        rule: Rule,
+        shared_experts: int = 1,
+        dispatch: str = "auto",
+        *,
+        activation: ActivationName = "relu2",
+        gate_norm: GateNorm | None = None,
+        z_loss: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_options(d_model, d_expert, shared_experts, dispatch, activation, gate_norm, z_loss)
+        self.dispatch = dispatch_named(dispatch)
+        self.gate_norm = gate_norm
+        self.router = Router(d_model, rule, z_loss)
+        self.experts = Experts(rule.num_experts, d_model, d_expert, activation)
+        self.shared = FeedForward(d_model, shared_experts * d_expert, activation) if shared_experts else None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Observation]:
+        """x: (batch, time, d_model) to y of the same shape and dtype, and what was seen."""
+        routing = self.router(x)
+        return self.compute(x, routing), routing.observation
+
+    def compute(self, x: Tensor, routing: Routing) -> Tensor:
+        """y of x (batch, time, d_model) under a given routing, in the dtype of x, inside of autocast too."""
+        gates = routing.scores.sigmoid()
+        if self.gate_norm == "fanout":
+            gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
+        flat_x, flat_gates, assignment = x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.dispatch(flat_x, flat_gates, assignment, self.experts).view_as(x)
+            return y if self.shared is None else y.add_(self.shared(x))

@@ -1,0 +1,75 @@
+"""Scores, the rule that turns them into an assignment, and the rule's state as buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..routing import CutoffState, Observation, Routing, Rule, cutoff
+
+
+class Router(nn.Module):
+    """r = W_r x (paper, Eq. 1), float32 whatever x is, and the rule's answer.
+
+    The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
+    even when the module was built on the meta device. group: the ranks over which a global pool is formed.
+    """
+
+    def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
+        super().__init__()
+        self.rule = rule
+        self.z_loss = z_loss
+        self.group: dist.ProcessGroup | None = None
+        self.weight = nn.Parameter(torch.empty(rule.num_experts, d_model))
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=d_model**-0.5)
+        self._state_type = type(rule.init())
+        for name, value in rule.init()._asdict().items():
+            self.register_buffer(f"state_{name}", value.to(self.weight.device))
+
+    def forward(self, x: Tensor) -> Routing:
+        """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone."""
+        with torch.autocast(x.device.type, enabled=False):  # it would round the scores
+            scores = F.linear(x.float(), self.weight.float())
+        routing = self.rule.route(scores, self.state, training=self.training, group=self.group)
+        if self.z_loss is not None and self.training:
+            tokens = scores[..., 0].numel()
+            z_loss = self.z_loss * scores.logsumexp(-1).square().sum() / max(tokens, 1)
+            routing = routing._replace(loss=z_loss if routing.loss is None else routing.loss + z_loss)
+        return routing
+
+    @property
+    def state(self) -> Any:
+        """The rule's state, a NamedTuple that shares memory with the buffers."""
+        return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
+
+    @property
+    def cutoff(self) -> Tensor | None:
+        """What scores are compared with, (experts,); None under a rule that has no cutoffs."""
+        return cutoff(self.state) if isinstance(self.state, CutoffState) else None
+
+    @torch.no_grad()
+    def update(self, observation: Observation) -> None:
+        """Move the rule's state, in place; once per optimizer step."""
+        for old, new in zip(self.state, self.rule.update(self.state, observation), strict=True):
+            old.copy_(new)
+
+    def reset_state(self) -> None:
+        """The state before the first step, in place."""
+        for old, new in zip(self.state, self.rule.init(), strict=True):
+            old.copy_(new)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Move devices but never dtypes of the state, and give it its first values when it leaves the meta device."""
+        before = self.state
+        super()._apply(fn, recurse)
+        for name, old, first in zip(self._state_type._fields, before, self.rule.init(), strict=True):
+            device = getattr(self, f"state_{name}").device
+            source = first if old.is_meta and device.type != "meta" else old
+            setattr(self, f"state_{name}", source.to(device))
+        return self

@@ -1,0 +1,385 @@
+"""Every dispatch against `reference`, which is itself held against plain loops and finite differences."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expert_threshold.moe import DISPATCHES, Experts, FeedForward
+from expert_threshold.moe.dispatch import Dispatch, dispatch_named
+from expert_threshold.moe.experts import ActivationName
+
+D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
+FAST = [name for name in DISPATCHES if name != "reference"]
+ACTIVATIONS: list[ActivationName] = ["relu2", "swiglu"]
+
+
+class Case(NamedTuple):
+    """What a dispatch is given, and the upstream gradient of its output."""
+
+    x: Tensor
+    gates: Tensor
+    assignment: Tensor
+    experts: Experts
+    upstream: Tensor
+
+
+def case(assignment: Tensor, activation: ActivationName = "relu2", dtype: torch.dtype = torch.float32) -> Case:
+    tokens, num_experts = assignment.shape
+    torch.manual_seed(7)
+    experts = Experts(num_experts, D_MODEL, D_EXPERT, activation)
+    x, upstream = torch.randn(2, tokens, D_MODEL).to(dtype).unbind()
+    gates = torch.rand(tokens, num_experts)
+    return Case(x, gates, assignment, experts, upstream)
+
+
+def fanout(tokens: int, num_experts: int, per_token: int) -> Tensor:
+    """Each token takes `per_token` experts, rotating."""
+    place = (torch.arange(num_experts) - torch.arange(tokens)[:, None]) % num_experts
+    return place < per_token
+
+
+def outputs_and_gradients(dispatch: Dispatch, given: Case) -> dict[str, Tensor]:
+    """y and the gradients of x, the gates and every expert matrix."""
+    experts = copy.deepcopy(given.experts)
+    x, gates = given.x.clone().requires_grad_(), given.gates.clone().requires_grad_()
+    y = dispatch(x, gates, given.assignment, experts)
+    y.backward(given.upstream)
+    found = {"y": y.detach(), "x": x.grad, "gates": gates.grad}
+    found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
+    assert all(value is not None for value in found.values())
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def by_loops(given: Case) -> Tensor:
+    """y_t = Σ_i z[t,i] · g[t,i] · expert_i(x_t), one token and one expert at a time."""
+    rows = []
+    for x, gates, assignment in zip(given.x, given.gates, given.assignment, strict=True):
+        y = torch.zeros_like(x)
+        for i in assignment.nonzero()[:, 0].tolist():
+            h = given.experts.up[i].to(x.dtype) @ x
+            if given.experts.gate is None:
+                a = torch.maximum(h, torch.zeros(())) ** 2
+            else:
+                g = given.experts.gate[i].to(x.dtype) @ x
+                a = g / (1 + torch.exp(-g)) * h
+            y = y + gates[i] * (given.experts.down[i].to(x.dtype) @ a)
+        rows.append(y)
+    return torch.stack(rows)
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, atol: float = 1e-5, rtol: float = 1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        torch.testing.assert_close(
+            found[name], value, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_a_dispatch_is_the_sum_over_assigned_experts(name: str, activation: ActivationName) -> None:
+    given_case = case(torch.rand(9, EXPERTS, generator=torch.Generator().manual_seed(0)) < 0.5, activation)
+    expected = by_loops(given_case)
+    torch.testing.assert_close(DISPATCHES[name](*given_case[:4]), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_gradients_are_those_of_finite_differences(name: str, activation: ActivationName) -> None:
+    given_case = case(fanout(5, 3, 2), activation, torch.float64)
+    experts = copy.deepcopy(given_case.experts).double()
+    x, gates = given_case.x.requires_grad_(), given_case.gates.double().requires_grad_()
+
+    def output(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
+        return DISPATCHES[name](x, gates, given_case.assignment, experts)
+
+    assert torch.autograd.gradcheck(output, (x, gates, *experts.parameters()))
+
+
+ASSIGNMENTS = {
+    "no token at all": torch.zeros(0, EXPERTS, dtype=torch.bool),
+    "one token, no expert": torch.zeros(1, EXPERTS, dtype=torch.bool),
+    "one token, every expert": torch.ones(1, EXPERTS, dtype=torch.bool),
+    "all tokens to one expert": torch.arange(EXPERTS).eq(2).repeat(6, 1),
+    "all tokens to the last expert": torch.arange(EXPERTS).eq(EXPERTS - 1).repeat(6, 1),
+    "one empty expert": torch.arange(EXPERTS).ne(1).repeat(6, 1),
+    "a single expert": torch.ones(5, 1, dtype=torch.bool),
+    "a single expert, some tokens": torch.arange(5)[:, None] % 2 == 0,
+    "more experts than tokens": torch.eye(3, 9, dtype=torch.bool),
+    **{f"fanout {n} of {EXPERTS}": fanout(7, EXPERTS, n) for n in range(EXPERTS + 1)},
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
+@pytest.mark.parametrize("name", FAST)
+def test_a_dispatch_equals_the_reference_in_outputs_and_all_gradients(
+    name: str, assignment: Tensor, activation: ActivationName
+) -> None:
+    given_case = case(assignment, activation)
+    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
+    assert_same(outputs_and_gradients(DISPATCHES[name], given_case), expected)
+
+
+@pytest.mark.parametrize("name", FAST)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_dispatch_equals_the_reference_for_any_assignment(name: str, data: st.DataObject) -> None:
+    tokens, num_experts = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 6))
+    bits = data.draw(st.lists(st.booleans(), min_size=tokens * num_experts, max_size=tokens * num_experts))
+    assignment = torch.tensor(bits, dtype=torch.bool).view(tokens, num_experts)
+    given_case = case(assignment, data.draw(st.sampled_from(ACTIVATIONS)))
+    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
+    assert_same(outputs_and_gradients(DISPATCHES[name], given_case), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", FAST)
+def test_float64_activations_are_computed_in_float64(name: str, activation: ActivationName) -> None:
+    given_case = case(fanout(7, EXPERTS, 2), activation, torch.float64)
+    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
+    found = outputs_and_gradients(DISPATCHES[name], given_case)
+    for key in ("y", "x"):
+        assert found[key].dtype == torch.float64
+        torch.testing.assert_close(found[key], expected[key], atol=1e-13, rtol=1e-12)
+    assert_same(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_bfloat16_activations_differ_from_float32_by_their_rounding_alone(
+    name: str, activation: ActivationName
+) -> None:
+    given_case = case(fanout(6, 3, 2), activation)
+    rounded = given_case._replace(x=given_case.x.bfloat16(), upstream=given_case.upstream.bfloat16())
+    exact = outputs_and_gradients(DISPATCHES["reference"], given_case)
+    found = outputs_and_gradients(DISPATCHES[name], rounded)
+    assert found["y"].dtype == found["x"].dtype == torch.bfloat16
+    assert found["gates"].dtype == found["up"].dtype == torch.float32
+    for key, value in exact.items():  # a product of a few factors, each rounded to 8 bits
+        assert (found[key].float() - value).norm() <= 0.02 * value.norm(), key
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_nan_in_rows_and_gates_that_no_expert_reads_reaches_nothing(name: str, activation: ActivationName) -> None:
+    assignment = fanout(8, EXPERTS, 2)
+    assignment[[1, 4, 7]] = False
+    clean = case(assignment, activation)
+    idle = ~assignment.any(-1, keepdim=True)
+    poisoned = clean._replace(
+        x=clean.x.masked_fill(idle, torch.nan),
+        gates=clean.gates.masked_fill(~assignment, torch.nan),
+        upstream=clean.upstream.masked_fill(idle, torch.nan),
+    )
+    expected = outputs_and_gradients(DISPATCHES[name], clean)
+    found = outputs_and_gradients(DISPATCHES[name], poisoned)
+    assert_same(found, expected, atol=0, rtol=0)
+    assert (found["y"][idle[:, 0]] == 0).all()
+    assert (found["x"][idle[:, 0]] == 0).all()
+    assert (found["gates"][~assignment] == 0).all()
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_nan_in_a_row_stays_with_its_row_and_its_experts(name: str) -> None:
+    given_case = case(fanout(8, EXPERTS, 1))
+    given_case.x[3] = torch.nan
+    expert = int(given_case.assignment[3].nonzero())
+    found = outputs_and_gradients(DISPATCHES[name], given_case)
+    others = torch.arange(8) != 3
+    assert found["y"][3].isnan().all()
+    for key in ("y", "x", "gates"):
+        assert found[key][others].isfinite().all(), key
+    for key in ("up", "down"):
+        assert found[key][torch.arange(EXPERTS) != expert].isfinite().all(), key
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """What torch.empty and its like return holds NaN."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_nothing_depends_on_what_stood_in_fresh_memory(
+    name: str, assignment: Tensor, activation: ActivationName
+) -> None:
+    given_case = case(assignment, activation)
+    found = outputs_and_gradients(DISPATCHES[name], given_case)
+    assert all(value.isfinite().all() for value in found.values())
+    torch.use_deterministic_algorithms(False)
+    assert_same(found, outputs_and_gradients(DISPATCHES[name], given_case), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_whatever_is_frozen_the_other_gradients_stay_the_same(name: str, activation: ActivationName) -> None:
+    given_case = case(fanout(6, 3, 2), activation)
+    everything = outputs_and_gradients(DISPATCHES[name], given_case)
+    inputs = [key for key in everything if key != "y"]
+    for trained in itertools.chain.from_iterable(itertools.combinations(inputs, n) for n in (1, 2)):
+        experts = copy.deepcopy(given_case.experts)
+        tensors = {"x": given_case.x.clone(), "gates": given_case.gates.clone(), **dict(experts.named_parameters())}
+        for key, tensor in tensors.items():
+            tensor.requires_grad_(key in trained)
+        DISPATCHES[name](tensors["x"], tensors["gates"], given_case.assignment, experts).backward(given_case.upstream)
+        for key, tensor in tensors.items():
+            assert (tensor.grad is not None) == (key in trained), (key, trained)
+            if tensor.grad is not None:
+                torch.testing.assert_close(tensor.grad, everything[key], atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_used_twice_in_one_graph_the_gradients_add_up(name: str, activation: ActivationName) -> None:
+    first, second = case(fanout(6, 3, 1), activation), case(fanout(6, 3, 2), activation)
+    parts = [outputs_and_gradients(DISPATCHES[name], each) for each in (first, second)]
+    x = first.x.clone().requires_grad_()
+    experts = first.experts
+    y = sum(DISPATCHES[name](x, each.gates, each.assignment, experts) for each in (first, second))
+    assert isinstance(y, Tensor)
+    y.backward(first.upstream)
+    torch.testing.assert_close(y.detach(), parts[0]["y"] + parts[1]["y"])
+    torch.testing.assert_close(x.grad, parts[0]["x"] + parts[1]["x"])
+    for key, parameter in experts.named_parameters():
+        torch.testing.assert_close(parameter.grad, parts[0][key] + parts[1][key])
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_stacked_on_itself_the_gradients_equal_the_reference(name: str) -> None:
+    given_case = case(fanout(6, EXPERTS, 2))
+
+    def twice(dispatch: Dispatch) -> Dispatch:
+        def stacked(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+            return dispatch(dispatch(x, gates, assignment, experts) + x, gates, ~assignment, experts)
+
+        return stacked
+
+    expected = outputs_and_gradients(twice(DISPATCHES["reference"]), given_case)
+    assert_same(outputs_and_gradients(twice(DISPATCHES[name]), given_case), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_backward_may_run_twice_and_leaves_its_upstream_gradient_alone(name: str, activation: ActivationName) -> None:
+    given_case = case(fanout(6, 3, 2), activation)
+    once = outputs_and_gradients(DISPATCHES[name], given_case)
+    x, gates = given_case.x.clone().requires_grad_(), given_case.gates.clone().requires_grad_()
+    kept = [given_case.x.clone(), given_case.gates.clone(), given_case.upstream.clone()]
+    y = DISPATCHES[name](x, gates, given_case.assignment, given_case.experts)
+    for _ in range(2):
+        y.backward(given_case.upstream, retain_graph=True)
+    torch.testing.assert_close(y.detach(), once["y"], atol=0, rtol=0)
+    torch.testing.assert_close(x.grad, 2 * once["x"])
+    torch.testing.assert_close(gates.grad, 2 * once["gates"])
+    for key, parameter in given_case.experts.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[key])
+    for now, then in zip((x, gates, given_case.upstream), kept, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_a_sum_of_the_output_can_be_differentiated(name: str) -> None:
+    """Its upstream gradient has stride 0, which bare grouped products refuse."""
+    given_case = case(fanout(6, EXPERTS, 2))
+    expected = outputs_and_gradients(DISPATCHES[name], given_case._replace(upstream=torch.ones_like(given_case.x)))
+    x = given_case.x.clone().requires_grad_()
+    DISPATCHES[name](x, given_case.gates, given_case.assignment, given_case.experts).sum().backward()
+    torch.testing.assert_close(x.grad, expected["x"])
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every other column", "expanded"])
+@pytest.mark.parametrize("name", DISPATCHES)
+def test_strides_of_what_it_is_given_change_nothing(name: str, layout: str) -> None:
+    given_case = case(fanout(6, EXPERTS, 2))
+    if layout == "expanded":
+        given_case = given_case._replace(x=given_case.x[:1].expand(6, -1))
+
+    def restride(tensor: Tensor) -> Tensor:
+        if layout == "transposed":
+            return tensor.T.contiguous().T
+        if layout == "every other column":
+            return torch.stack((tensor, tensor), -1).flatten(1)[:, ::2]
+        return tensor
+
+    dense = given_case._replace(x=given_case.x.contiguous())
+    strided = given_case._replace(**{key: restride(getattr(given_case, key)) for key in ("x", "gates", "assignment")})
+    strided = strided._replace(upstream=restride(given_case.upstream))
+    assert not strided.x.is_contiguous()
+    expected = DISPATCHES[name](*dense[:4])
+    torch.testing.assert_close(DISPATCHES[name](*strided[:4]), expected)
+    assert_same(outputs_and_gradients(DISPATCHES[name], strided), outputs_and_gradients(DISPATCHES[name], dense))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_second_derivative_is_refused_rather_than_wrong(name: str) -> None:
+    given_case = case(fanout(4, EXPERTS, 2))
+    x = given_case.x.requires_grad_()
+    y = DISPATCHES[name](x, given_case.gates, given_case.assignment, given_case.experts)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_an_unknown_dispatch_is_refused_with_the_names_of_the_known() -> None:
+    with pytest.raises(ValueError, match="dispatch='fast' is unknown; use one of auto, reference, grouped"):
+        dispatch_named("fast")
+
+
+def feed_forward_by_hand(layer: FeedForward, x: Tensor) -> Tensor:
+    h = x @ layer.up.weight.T
+    a = h.relu() ** 2 if layer.gate is None else torch.nn.functional.silu(x @ layer.gate.weight.T) * h
+    return a @ layer.down.weight.T
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("shape", [(0, 5, 8), (5, 0, 8), (8,), (1, 8), (3, 5, 8), (2500, 8)])
+def test_the_feed_forward_and_its_gradients_are_those_written_by_hand(
+    shape: tuple[int, ...], activation: ActivationName
+) -> None:
+    torch.manual_seed(0)
+    layer = FeedForward(8, 12, activation)
+    x = torch.randn(shape, requires_grad=True)
+    upstream = torch.randn(shape)
+    inputs = [x, *layer.parameters()]
+    expected = torch.autograd.grad(feed_forward_by_hand(layer, x), inputs, upstream)
+    y = layer(x)
+    torch.testing.assert_close(y, feed_forward_by_hand(layer, x), atol=1e-5, rtol=1e-5)
+    for found, wanted in zip(torch.autograd.grad(y, inputs, upstream), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_feed_forward_passes_finite_differences(activation: ActivationName) -> None:
+    torch.manual_seed(0)
+    layer = FeedForward(4, 6, activation).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
+
+
+def test_weight_gradients_of_very_many_bfloat16_rows_stay_exact() -> None:
+    torch.manual_seed(0)
+    layer = FeedForward(4, 4)
+    x = torch.randn(262_144, 4).bfloat16()
+    upstream = torch.ones_like(x)
+    exact = torch.autograd.grad(layer(x.float()), layer.down.weight, upstream.float())[0]
+    rounded = torch.autograd.grad(layer(x), layer.down.weight, upstream)[0]
+    assert (rounded - exact).norm() <= 0.01 * exact.norm()

@@ -1,0 +1,383 @@
+"""The layer's equation by hand, its options, and the life of its rule's state."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from expert_threshold.moe import MoE, Router
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+
+RULES: dict[str, Rule] = {
+    "token choice": TokenChoice(4, 2),
+    "token choice, auxiliary loss": TokenChoice(4, 1, balance="aux"),
+    "token choice, loss-free": TokenChoice(4, 2, balance="loss_free", bias_rate=0.1),
+    "expert choice": ExpertChoice(4, 1, decay=0.5),
+    "expert choice by sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
+    "expert threshold": ExpertThreshold(4, 1, decay=0.5, warmup_steps=0),
+    "expert threshold, unbounded": ExpertThreshold(4, 2, decay=0.5, warmup_steps=0, capacity_slack=None),
+    "expert threshold in warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=9),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def moe_with_history(rule: Rule, **options: Any) -> MoE:
+    """A layer whose rule has moved a few steps."""
+    torch.manual_seed(3)
+    moe = MoE(8, 12, rule, **options)
+    for _ in range(3):
+        moe.router.update(moe(torch.randn(3, 8, 8))[1])
+    return moe
+
+
+def state_of(moe: MoE) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in moe.router.state._asdict().items()}
+
+
+def assert_same_state(found: MoE, expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(getattr(found.router.state, name), value, atol=0, rtol=0)
+
+
+def by_hand(moe: MoE, x: Tensor) -> Tensor:
+    """y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t) (/ max(fanout, 1)), z as the router says."""
+
+    def relu2(up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+        return down @ ((up @ x).clamp(min=0) ** 2)
+
+    def swiglu(gate: Tensor, up: Tensor, down: Tensor, x: Tensor) -> Tensor:
+        g = gate @ x
+        return down @ (g / (1 + (-g).exp()) * (up @ x))
+
+    assignment = moe.router(x).assignment
+    experts, y = moe.experts, torch.zeros_like(x)
+    for place in [(b, t) for b in range(x.shape[0]) for t in range(x.shape[1])]:
+        token, chosen = x[place], assignment[place].nonzero()[:, 0].tolist()
+        for i in chosen:
+            gate = 1 / (1 + (-(moe.router.weight[i] @ token)).exp())
+            if moe.gate_norm == "fanout":
+                gate = gate / max(len(chosen), 1)
+            if experts.gate is None:
+                y[place] += gate * relu2(experts.up[i], experts.down[i], token)
+            else:
+                y[place] += gate * swiglu(experts.gate[i], experts.up[i], experts.down[i], token)
+        if moe.shared is not None:
+            up, down = moe.shared.up.weight, moe.shared.down.weight
+            if moe.shared.gate is None:
+                y[place] += relu2(up, down, token)
+            else:
+                y[place] += swiglu(moe.shared.gate.weight, up, down, token)
+    return y
+
+
+@rules
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("shared_experts", [0, 2])
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("gate_norm", [None, "fanout"])
+@torch.no_grad()
+def test_the_layer_computes_its_equation(
+    rule: Rule,
+    training: bool,
+    shared_experts: int,
+    activation: Literal["relu2", "swiglu"],
+    gate_norm: Literal["fanout"] | None,
+) -> None:
+    moe = moe_with_history(rule, shared_experts=shared_experts, activation=activation, gate_norm=gate_norm)
+    moe.train(training)
+    x = torch.randn(2, 5, 8)
+    y, observation = moe(x)
+    torch.testing.assert_close(y, by_hand(moe, x), atol=1e-5, rtol=1e-4)
+    assert observation.tokens == 10
+    assert torch.equal(observation.load, moe.router(x).assignment.sum((0, 1)))
+
+
+@rules
+@pytest.mark.parametrize(
+    "options", [{}, {"activation": "swiglu", "gate_norm": "fanout", "z_loss": 0.1}], ids=["", "all"]
+)
+def test_all_dispatches_give_a_layer_the_same_output_and_gradients(rule: Rule, options: dict[str, Any]) -> None:
+    reference = moe_with_history(rule, dispatch="reference", **options)
+    grouped = moe_with_history(rule, dispatch="grouped", **options)
+    x = torch.randn(2, 6, 8)
+    upstream = torch.randn(2, 6, 8)
+    found = []
+    for moe in (reference, grouped):
+        z = x.clone().requires_grad_()
+        y, _ = moe(z)
+        loss = moe.router(z).loss
+        torch.autograd.backward([y] + ([] if loss is None else [loss]), [upstream] + ([] if loss is None else [None]))
+        found.append({"y": y, "x": z.grad} | {name: p.grad for name, p in moe.named_parameters()})
+    for name, value in found[0].items():
+        assert value is not None, name
+        torch.testing.assert_close(found[1][name], value, atol=1e-5, rtol=1e-4)
+
+
+@rules
+@pytest.mark.parametrize("shape", [(0, 4, 8), (3, 0, 8), (0, 0, 8)])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
+def test_an_empty_batch_gives_an_empty_output_finite_losses_and_zero_gradients(
+    rule: Rule, shape: tuple[int, ...], training: bool
+) -> None:
+    moe = MoE(8, 12, rule, z_loss=0.1).train(training)
+    x = torch.randn(shape, requires_grad=True)
+    y, observation = moe(x)
+    assert y.shape == x.shape
+    assert observation.tokens == 0
+    loss = moe.router(x).loss
+    assert (loss is None) == (not training)
+    (y.sum() + (0 if loss is None else loss)).backward()
+    for name, parameter in moe.named_parameters():
+        assert parameter.grad is not None, name
+        assert (parameter.grad == 0).all(), name
+
+
+@rules
+def test_the_order_of_axes_in_memory_changes_nothing(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    x = torch.randn(8, 5, 2).permute(2, 1, 0)
+    assert not x.is_contiguous()
+    torch.testing.assert_close(moe(x)[0], moe(x.contiguous())[0])
+
+
+@rules
+def test_used_twice_in_one_graph_a_layer_adds_up_its_gradients(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    inputs = [torch.randn(2, 4, 8) for _ in range(2)]
+    separate = []
+    for x in inputs:
+        moe.zero_grad()
+        moe(x)[0].square().sum().backward()
+        separate.append([p.grad.clone() for p in moe.parameters() if p.grad is not None])
+    moe.zero_grad()
+    torch.stack([moe(x)[0].square().sum() for x in inputs]).sum().backward()
+    for parameter, first, second in zip(moe.parameters(), *separate, strict=True):
+        torch.testing.assert_close(parameter.grad, first + second, atol=1e-5, rtol=1e-4)
+
+
+@rules
+def test_the_z_loss_is_the_mean_square_of_the_log_sum_of_scores_and_adds_to_the_rules_loss(rule: Rule) -> None:
+    with_loss, without = moe_with_history(rule, z_loss=0.01), moe_with_history(rule)
+    x = torch.randn(2, 6, 8)
+    routing, plain = with_loss.router(x), without.router(x)
+    expected = sum(float(row.exp().sum().log()) ** 2 for row in routing.scores.detach().flatten(0, 1))
+    assert routing.loss is not None
+    found = routing.loss.detach() - (0 if plain.loss is None else plain.loss.detach())
+    torch.testing.assert_close(float(found), expected / 12 * 0.01, rtol=1e-4, atol=1e-6)
+    with_loss.eval()
+    assert with_loss.router(x).loss is None
+
+
+# How gradients reach the router.
+
+
+@rules
+def test_the_router_learns_through_the_gates_alone(rule: Rule) -> None:
+    """dL/dW_r = Σ_t Σ_i z · σ'(r) · ⟨dL/dy_t, expert_i(x_t)⟩ x_tᵀ: nothing from the choice itself."""
+    moe = moe_with_history(rule, shared_experts=1, dispatch="reference")
+    x, upstream = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    y, _ = moe(x)
+    (gradient,) = torch.autograd.grad(y, moe.router.weight, upstream)
+    with torch.no_grad():
+        routing = moe.router(x)
+        flat, expected = x.flatten(0, 1), torch.zeros_like(gradient)
+        slope = routing.scores.sigmoid() * (1 - routing.scores.sigmoid()) * routing.assignment
+        for i in range(4):
+            out = (flat @ moe.experts.up[i].T).relu() ** 2 @ moe.experts.down[i].T
+            expected[i] = (slope[..., i].flatten() * (out * upstream.flatten(0, 1)).sum(-1)) @ flat
+    torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_expert_without_tokens_teaches_its_row_of_the_router_nothing() -> None:
+    moe = MoE(8, 12, ExpertThreshold(4, capacity_slack=None, warmup_steps=0))
+    moe.router.state.mean.copy_(torch.tensor([-9.0, 9.0, -9.0, 9.0]))
+    moe.router.state.weight.fill_(1)
+    moe(torch.randn(2, 6, 8))[0].sum().backward()
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad.any(1).tolist() == [True, False, True, False]
+    assert moe.experts.up.grad is not None
+    assert moe.experts.up.grad.flatten(1).any(1).tolist() == [True, False, True, False]
+
+
+def test_a_detached_gate_stops_the_router_from_learning() -> None:
+    moe = MoE(8, 12, TokenChoice(4, 2), shared_experts=0)
+    x = torch.randn(1, 6, 8)
+    routing = moe.router(x)
+    moe.compute(x, routing._replace(scores=routing.scores.detach())).sum().backward()
+    assert moe.router.weight.grad is None
+    assert moe.experts.up.grad is not None
+
+
+# Options.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dispatch": "fast"}, "dispatch='fast' is unknown; use one of auto, reference, grouped"),
+        ({"activation": "gelu"}, "activation='gelu' is unknown; use one of relu2, swiglu"),
+        ({"gate_norm": "sum"}, "gate_norm='sum' is unknown; use None or 'fanout'"),
+        ({"shared_experts": -1}, "shared_experts=-1 must be a whole number of at least 0"),
+        ({"shared_experts": 1.0}, "shared_experts=1.0 must be"),
+        ({"shared_experts": True}, "shared_experts=True must be"),
+        ({"d_expert": 0}, "d_expert=0 must be a whole number of at least 1"),
+        ({"d_expert": 2.5}, "d_expert=2.5 must be"),
+        ({"d_model": -8}, "d_model=-8 must be"),
+        ({"z_loss": -0.1}, "z_loss=-0.1 must be a finite number of at least 0; None switches it off"),
+        ({"z_loss": float("nan")}, "z_loss=nan must be"),
+        ({"z_loss": float("inf")}, "z_loss=inf must be"),
+        ({"z_loss": "0.1"}, "z_loss='0.1' must be"),
+    ],
+)
+def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        MoE(**({"d_model": 8, "d_expert": 12, "rule": TokenChoice(4, 1)} | options))
+    assert "\n" not in str(error.value)
+
+
+# Dtypes.
+
+CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda module: module.half(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "double": lambda module: module.double(),
+    "to a dtype": lambda module: module.to(torch.bfloat16),
+    "to a dtype by name": lambda module: module.to(dtype=torch.float16),
+    "to a device and dtype": lambda module: module.to("cpu", torch.float16),
+    "to another tensor's dtype": lambda module: module.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda module: module.type(torch.float16),
+    "there and back": lambda module: module.to(torch.bfloat16).float(),
+}
+
+
+@rules
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+def test_the_state_keeps_its_dtypes_and_values_under_every_cast(
+    rule: Rule, cast: Callable[[nn.Module], nn.Module]
+) -> None:
+    moe = moe_with_history(rule)
+    state = state_of(moe)
+    cast(nn.Sequential(moe))
+    assert_same_state(moe, state)
+    moe.router.update(moe(torch.randn(2, 8, 8, dtype=moe.experts.up.dtype))[1])
+    assert [value.dtype for value in moe.router.state] == [value.dtype for value in state.values()]
+
+
+@rules
+def test_the_state_is_float32_whatever_the_default_dtype(rule: Rule) -> None:
+    """Libraries that load a model in half precision build it under another default dtype."""
+    expected = [value.dtype for value in rule.init()]
+    for dtype in (torch.bfloat16, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            built = MoE(8, 12, rule).router.state
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert [value.dtype for value in built] == expected
+
+
+@rules
+def test_scores_are_float32_whatever_the_activations_are(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    x = torch.randn(1, 8, 8)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        routing = moe.router(x.to(dtype))
+        assert routing.scores.dtype == torch.float32
+        torch.testing.assert_close(routing.scores, x.to(dtype).float() @ moe.router.weight.T)
+        y, _ = moe(x.to(dtype))
+        assert y.dtype == dtype
+
+
+@rules
+@pytest.mark.parametrize("dispatch", ["reference", "grouped"])
+def test_autocast_rounds_neither_scores_nor_output(rule: Rule, dispatch: str) -> None:
+    """Foreign loops use autocast, whose bfloat16 scores would tie; the layer computes in the dtype of its input."""
+    moe = moe_with_history(rule, dispatch=dispatch)
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    y, _ = moe(x)
+    (expected,) = torch.autograd.grad(y.sum(), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (x @ x.mT).dtype == torch.bfloat16
+        under, _ = moe(x)
+    assert torch.equal(under, y)
+    assert torch.equal(torch.autograd.grad(under.sum(), x)[0], expected)
+
+
+# The life of the state.
+
+
+@rules
+def test_forward_leaves_the_state_alone_and_update_moves_it_in_place(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    before = state_of(moe)
+    addresses = [value.data_ptr() for value in moe.router.state]
+    _, observation = moe(torch.randn(2, 8, 8))
+    assert_same_state(moe, before)
+    expected = rule.update(moe.router.state, observation)
+    moe.router.update(observation)
+    assert_same_state(moe, expected._asdict())
+    assert [value.data_ptr() for value in moe.router.state] == addresses
+    moe.router.reset_state()
+    assert_same_state(moe, rule.init()._asdict())
+    assert [value.data_ptr() for value in moe.router.state] == addresses
+
+
+@rules
+def test_the_state_is_saved_with_the_model_and_loaded_again(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    saved = moe.state_dict()
+    assert {f"router.state_{name}" for name in moe.router.state._fields} <= saved.keys()
+    for assign in (False, True):
+        fresh = MoE(8, 12, rule)
+        fresh.load_state_dict(saved, assign=assign)
+        assert_same_state(fresh, state_of(moe))
+        x = torch.randn(1, 8, 8)
+        assert torch.equal(fresh.eval()(x)[0], moe.eval()(x)[0])
+
+
+@rules
+def test_built_on_the_meta_device_the_state_starts_as_built_directly(rule: Rule) -> None:
+    with torch.device("meta"):
+        moe = MoE(8, 12, rule)
+    assert all(value.is_meta for value in moe.router.state)
+    module = nn.Sequential(moe).to_empty(device="cpu")
+    assert_same_state(moe, rule.init()._asdict())
+    module.to(torch.float32)
+    assert_same_state(moe, rule.init()._asdict())
+
+
+@rules
+def test_on_its_way_through_the_meta_device_a_layer_can_be_loaded(rule: Rule) -> None:
+    saved = moe_with_history(rule)
+    with torch.device("meta"):
+        moe = MoE(8, 12, rule)
+    moe.load_state_dict(saved.state_dict(), assign=True)
+    assert_same_state(moe, state_of(saved))
+    moe.float()
+    assert_same_state(moe, state_of(saved))
+
+
+@rules
+def test_a_deep_copy_has_a_state_of_its_own(rule: Rule) -> None:
+    moe = moe_with_history(rule)
+    state = state_of(moe)
+    twin = copy.deepcopy(moe)
+    assert_same_state(twin, state)
+    twin.router.update(twin(torch.randn(2, 8, 8))[1])
+    assert_same_state(moe, state)
+    x = torch.randn(1, 8, 8)
+    assert torch.equal(moe(x)[0], copy.deepcopy(moe)(x)[0])
+
+
+def test_the_state_is_no_parameter_and_wants_no_gradient() -> None:
+    moe = MoE(8, 12, ExpertThreshold(4))
+    assert not any("state" in name for name, _ in moe.named_parameters())
+    assert not any(value.requires_grad for value in moe.router.state)
+    assert {name for name, _ in moe.named_buffers()} == {f"router.state_{n}" for n in moe.router.state._fields}
+    assert isinstance(moe.router, Router)
