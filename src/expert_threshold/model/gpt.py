@@ -1,0 +1,249 @@
+"""A GPT as nanochat builds it, with Mixture-of-Experts feed-forwards (paper, Appendix B)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..moe import (
+    RULES,
+    ActivationName,
+    ExpertThreshold,
+    FeedForward,
+    GateNorm,
+    Linear,
+    MoE,
+    Observation,
+    Routing,
+    Rule,
+    check_options,
+    rule_from_dict,
+    rule_to_dict,
+)
+from .attention import Attention, Cache, norm, rotary
+from .cross_entropy import linear_cross_entropy, softcap_logits
+from .presets import PRESETS
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The model. rule=None is a dense model: every layer a feed-forward of width d_feed_forward.
+
+    context: tokens in the longest sequence. dense_layers: how many first layers are dense in a model with experts.
+    softcap, gate_norm and z_loss are off at None. Raises ValueError where options contradict each other.
+    """
+
+    vocab_size: int = 65536
+    context: int = 2048
+    layers: int = 12
+    d_model: int = 768
+    heads: int = 6
+    kv_heads: int = 6
+    d_expert: int = 1536
+    d_feed_forward: int = 3072
+    shared_experts: int = 1
+    dense_layers: int = 1
+    rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
+    softcap: float | None = 15.0
+    gate_norm: GateNorm | None = None
+    activation: ActivationName = "relu2"
+    z_loss: float | None = None
+    dispatch: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward"):
+            if not (type(getattr(self, name)) is int and getattr(self, name) >= 1):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+        if self.d_model % self.heads or (self.d_model // self.heads) % 2:
+            raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if not (type(self.dense_layers) is int and 0 <= self.dense_layers <= self.layers):
+            raise ValueError(f"dense_layers={self.dense_layers!r} must be whole, from 0 to layers={self.layers}")
+        if self.softcap is not None and not (type(self.softcap) in (int, float) and 0 < self.softcap <= 60):
+            raise ValueError(f"softcap={self.softcap!r} must lie above 0 and at most 60; None switches it off")
+        if self.rule is not None and not isinstance(self.rule, tuple(RULES.values())):
+            raise ValueError(f"rule={self.rule!r} is no rule; use ExpertThreshold(), say, or None for a dense model")
+        check_options(
+            self.d_model,
+            self.d_expert,
+            self.shared_experts,
+            self.dispatch,
+            self.activation,
+            self.gate_norm,
+            self.z_loss,
+        )
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> GPTConfig:
+        """The size of that name, with changes. Raises ValueError if there is none."""
+        if name not in PRESETS:
+            raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
+        return cls(**(PRESETS[name] | changes))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"rule": rule_to_dict(self.rule)}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> GPTConfig:
+        """Of `to_dict`. Raises ValueError on unknown options."""
+        known = [f.name for f in fields(cls)]
+        for option in record:
+            if option not in known:
+                raise ValueError(f"model option {option!r} is unknown; there are {', '.join(known)}")
+        return cls(**(record | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
+
+
+class Output(NamedTuple):
+    """What a forward returns. With targets the logits are None; without them the losses are.
+
+    logits: (batch, time, vocab) float32; loss: what backward is called on, routing losses included; cross_entropy: its
+    main part, in nats per token; token_losses: (batch, time) float32 without gradient, 0 where the target is -1.
+    observations and routings have one entry per MoE layer; routings is None unless recorded.
+    """
+
+    logits: Tensor | None
+    loss: Tensor | None
+    cross_entropy: Tensor | None
+    token_losses: Tensor | None
+    observations: tuple[Observation, ...]
+    routings: tuple[Routing, ...] | None
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), the feed-forward dense or of experts."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention = Attention(config.d_model, config.heads, config.kv_heads)
+        self.feed_forward: FeedForward | None = None
+        self.moe: MoE | None = None
+        if config.rule is None or layer < config.dense_layers:
+            self.feed_forward = FeedForward(config.d_model, config.d_feed_forward, config.activation)
+        else:
+            self.moe = MoE(
+                config.d_model,
+                config.d_expert,
+                config.rule,
+                config.shared_experts,
+                config.dispatch,
+                activation=config.activation,
+                gate_norm=config.gate_norm,
+                z_loss=config.z_loss,
+            )
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(norm(x), cos, sin, cache, self.layer)
+        if self.moe is None:
+            assert self.feed_forward is not None
+            return x + self.feed_forward(norm(x)), None
+        normed = norm(x)
+        routing = self.moe.router(normed)
+        return x + self.moe.compute(normed, routing), routing
+
+
+class GPT(nn.Module):
+    """Rotary positions, RMSNorm without parameters, QK norm, untied embeddings, softcapped logits.
+
+    Weights are float32 masters; products run in compute_dtype. Random numbers come from torch's global generator.
+    """
+
+    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.activation_checkpointing = False
+        device = torch.get_default_device()
+        with torch.device("meta"):  # weights are drawn once, below
+            self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
+            self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
+            self.head = Linear(config.d_model, config.vocab_size)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """The paper's initialisation (Appendix C, Eq. 8 and Table 6), rule states included."""
+        for name, weight in self.named_parameters():
+            d_out, d_in = weight.shape[-2:]
+            part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+            if part in ("head", "output", "down"):
+                weight.zero_()
+            elif part == "embed":
+                weight.normal_(0, 1, generator=generator)
+            elif part == "router":
+                weight.normal_(0, d_in**-0.5, generator=generator)
+            else:
+                weight.normal_(0, d_in**-0.5 * min(1, (d_out / d_in) ** 0.5), generator=generator)
+        for _, moe in self.moe_layers():
+            moe.router.reset_state()
+
+    def moe_layers(self) -> list[tuple[int, MoE]]:
+        """The layers with experts, each with its index among the blocks."""
+        return [(i, block.moe) for i, block in enumerate(self.blocks) if block.moe is not None]  # type: ignore[misc]
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, record: bool = False
+    ) -> Output:
+        """tokens, targets: (batch, time) int64; targets of -1 are ignored. Raises ValueError beyond the context.
+
+        With a cache, in inference only, the tokens stand behind those it holds, and are added to it. The compute dtype
+        is the model's own, inside of autocast too.
+        """
+        with torch.autocast(tokens.device.type, enabled=False):
+            return self._forward(tokens, targets, cache, record)
+
+    def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool) -> Output:
+        if cache is not None and torch.is_grad_enabled():
+            raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
+        past = 0 if cache is None else cache.length
+        end = past + tokens.shape[1]
+        limit = self.config.context if cache is None else min(self.config.context, cache.capacity)
+        if end > limit:
+            raise ValueError(f"sequence of {end} tokens is longer than the context of {limit}; shorten it")
+        positions = torch.arange(past, end, device=tokens.device, dtype=torch.float32)
+        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions, self.config.d_model // self.config.heads))
+
+        x = norm(self.embed(tokens).to(self.compute_dtype))
+        routings: list[Routing] = []
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x, routing = checkpoint(block, x, cos, sin, cache, use_reentrant=False)
+            else:
+                x, routing = block(x, cos, sin, cache)
+            if routing is not None:
+                routings.append(routing)
+        x = norm(x)
+        if cache is not None:
+            cache.length = end
+
+        observations = tuple(routing.observation for routing in routings)
+        recorded = tuple(routings) if record else None
+        if targets is None:
+            logits = softcap_logits(self.head(x), self.config.softcap)
+            return Output(logits, None, None, None, observations, recorded)
+        mean, token_losses = linear_cross_entropy(
+            x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.softcap
+        )
+        loss = sum((routing.loss for routing in routings if routing.loss is not None), mean)
+        return Output(None, loss, mean, token_losses.view(targets.shape), observations, recorded)
+
+    def update_rules(self, observations: tuple[Observation, ...]) -> None:
+        """Move every layer's rule by what was seen, summed over micro-batches and ranks; once per optimizer step."""
+        for (_, moe), observation in zip(self.moe_layers(), observations, strict=True):
+            moe.router.update(observation)
+
+    def new_cache(self, batch: int, length: int) -> Cache:
+        """An empty key-value cache for `batch` sequences of up to `length` tokens."""
+        head_dim = self.config.d_model // self.config.heads
+        weight = self.embed.weight
+        return Cache(
+            self.config.layers, batch, self.config.kv_heads, length, head_dim, self.compute_dtype, weight.device
+        )

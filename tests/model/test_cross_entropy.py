@@ -1,0 +1,215 @@
+"""The chunked, softcapped cross-entropy against torch's on whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expert_threshold.model import cross_entropy
+from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
+
+D_MODEL = 8
+softcaps = pytest.mark.parametrize("softcap", [None, 15.0])
+
+
+def problem(tokens: int, vocab: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """x, head weight and targets, every third one ignored; scores large enough for the softcap to bend them."""
+    generator = torch.Generator().manual_seed(tokens * 1000 + vocab)
+    x = torch.randn(tokens, D_MODEL, generator=generator).to(dtype)
+    weight = 4 * torch.randn(vocab, D_MODEL, generator=generator)
+    targets = torch.randint(0, vocab, (tokens,), generator=generator)
+    targets[::3] = -1
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def whole(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Mean over the wanted tokens, and each token's loss, from logits that exist whole."""
+    logits = x.float() @ weight.T
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return losses.sum() / (targets >= 0).sum().clamp(min=1), losses.detach()
+
+
+def assert_equals_whole(
+    given_problem: tuple[Tensor, Tensor, Tensor], softcap: float | None, *, upstream: float = 1.0
+) -> None:
+    x, weight, targets = given_problem
+    mean, losses = whole(x, weight, targets, softcap)
+    expected = torch.autograd.grad(mean, (x, weight), torch.tensor(upstream))
+    found = linear_cross_entropy(x, weight, targets, softcap)
+    torch.testing.assert_close(found.mean, mean, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found.token_losses, losses, atol=1e-4, rtol=1e-5)
+    assert not found.token_losses.requires_grad
+    for gradient, wanted in zip(
+        torch.autograd.grad(found.mean, (x, weight), torch.tensor(upstream)), expected, strict=True
+    ):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * abs(upstream), rtol=1e-4)
+
+
+@softcaps
+@pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (1, 5), (2, 7), (7, 50), (50, 7), (64, 64)])
+def test_value_and_gradients_equal_those_of_whole_logits(tokens: int, vocab: int, softcap: float | None) -> None:
+    assert_equals_whole(problem(tokens, vocab), softcap)
+
+
+@softcaps
+@pytest.mark.parametrize("per_chunk", [1, 19, 20, 21, 59, 60, 61, 100, 199, 200, 201, 10_000])
+def test_chunk_boundaries_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, per_chunk: int, softcap: float | None
+) -> None:
+    """10 tokens of 20 logits each: less than a token, exact multiples, one more and one less."""
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", per_chunk)
+    assert_equals_whole(problem(10, 20), softcap)
+
+
+@settings(max_examples=40)
+@given(
+    tokens=st.integers(1, 12),
+    vocab=st.integers(1, 12),
+    per_chunk=st.integers(1, 150),
+    softcap=st.none() | st.floats(0.5, 60),
+    upstream=st.floats(-3, 3),
+)
+def test_value_and_gradients_equal_those_of_whole_logits_for_any_size_and_softcap(
+    tokens: int, vocab: int, per_chunk: int, softcap: float | None, upstream: float
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", per_chunk)
+        assert_equals_whole(problem(tokens, vocab), softcap, upstream=upstream)
+
+
+@softcaps
+@pytest.mark.parametrize("upstream", [0.0, 0.25, -2.0])
+def test_gradients_scale_with_what_comes_from_above(upstream: float, softcap: float | None) -> None:
+    assert_equals_whole(problem(9, 11), softcap, upstream=upstream)
+
+
+@softcaps
+@pytest.mark.parametrize("tokens", [0, 6])
+def test_without_any_wanted_token_loss_and_gradients_are_zero(tokens: int, softcap: float | None) -> None:
+    x, weight, targets = problem(tokens, 7)
+    found = linear_cross_entropy(x, weight, torch.full_like(targets, -1), softcap)
+    assert found.mean == 0
+    assert found.token_losses.shape == (tokens,)
+    assert (found.token_losses == 0).all()
+    for gradient in torch.autograd.grad(found.mean, (x, weight)):
+        assert (gradient == 0).all()
+
+
+@softcaps
+def test_ignored_tokens_have_no_loss_and_get_no_gradient(softcap: float | None) -> None:
+    x, weight, targets = problem(12, 7)
+    found = linear_cross_entropy(x, weight, targets, softcap)
+    found.mean.backward()
+    assert x.grad is not None
+    assert (found.token_losses > 0).tolist() == (targets >= 0).tolist()
+    assert x.grad.any(1).tolist() == (targets >= 0).tolist()
+
+
+@pytest.mark.parametrize("softcap", [None, 15.0, 60.0])
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
+def test_extreme_logits_stay_finite(scale: float, softcap: float | None) -> None:
+    """All at the cap, where a sum of exponentials is largest, over a vocabulary as large as any."""
+    x = torch.full((2, 4), scale).requires_grad_()
+    for sign in (1, -1):
+        weight = torch.full((200_000, 4), sign * scale, requires_grad=True)
+        found = linear_cross_entropy(x, weight, torch.tensor([0, 199_999]), softcap)
+        torch.testing.assert_close(found.mean, torch.tensor(200_000.0).log(), rtol=1e-4, atol=0)
+        assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.mean, (x, weight)))
+
+
+@softcaps
+def test_bfloat16_products_are_within_their_rounding_and_losses_stay_float32(softcap: float | None) -> None:
+    x, weight, targets = problem(9, 11, torch.bfloat16)
+    mean, _ = whole(x, weight, targets, softcap)
+    expected = torch.autograd.grad(mean, (x, weight))
+    found = linear_cross_entropy(x, weight, targets, softcap)
+    assert found.mean.dtype == found.token_losses.dtype == torch.float32
+    torch.testing.assert_close(found.mean, mean, rtol=0.02, atol=0)
+    for gradient, wanted, like in zip(torch.autograd.grad(found.mean, (x, weight)), expected, (x, weight), strict=True):
+        assert gradient.dtype == like.dtype
+        assert (gradient - wanted).norm() <= 0.05 * wanted.norm()
+
+
+@softcaps
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+def test_what_is_frozen_gets_no_gradient_and_the_other_its_usual_one(frozen: str, softcap: float | None) -> None:
+    x, weight, targets = problem(9, 11)
+    expected = torch.autograd.grad(linear_cross_entropy(x, weight, targets, softcap).mean, (x, weight))
+    (x if frozen == "x" else weight).requires_grad_(False)
+    linear_cross_entropy(x, weight, targets, softcap).mean.backward()
+    for tensor, wanted in ((x, expected[0]), (weight, expected[1])):
+        assert (tensor.grad is not None) == tensor.requires_grad
+        if tensor.grad is not None:
+            torch.testing.assert_close(tensor.grad, wanted)
+
+
+class Created(TorchDispatchMode):
+    """Records the number of elements of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, Tensor):
+                self.sizes.append(value.numel())
+        return result
+
+
+def created_by(work: Callable[[], Any]) -> list[int]:
+    with Created() as mode:
+        work()
+    return mode.sizes
+
+
+@softcaps
+def test_no_tensor_as_large_as_all_logits_ever_exists(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 1 << 10)
+    tokens, vocab = 128, 64
+    x, weight, targets = problem(tokens, vocab)
+    assert max(created_by(lambda: whole(x, weight, targets, softcap))) == tokens * vocab
+    sizes = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap).mean.backward())
+    assert max(sizes) == max(1 << 10, tokens * D_MODEL, vocab * D_MODEL)
+
+
+@softcaps
+def test_without_gradients_none_is_made_and_the_value_is_the_same(softcap: float | None) -> None:
+    x, weight, targets = problem(10, 100)
+    expected = linear_cross_entropy(x, weight, targets, softcap)
+    with torch.no_grad():
+        sizes = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap))
+        found = linear_cross_entropy(x, weight, targets, softcap)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert not found.mean.requires_grad
+    with_gradient = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap))
+    # Of the head's size there is only the weight itself, cast or transposed.
+    assert sizes.count(weight.numel()) < with_gradient.count(weight.numel())
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    x, weight, targets = problem(4, 5)
+    mean = linear_cross_entropy(x, weight, targets, 15.0).mean
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(mean, x, create_graph=True)
+
+
+def test_the_softcap_is_odd_bounded_and_the_identity_near_zero() -> None:
+    logits = torch.linspace(-100, 100, 201)
+    capped = softcap_logits(logits, 15.0)
+    torch.testing.assert_close(capped, -softcap_logits(-logits, 15.0))
+    assert capped.abs().max() <= 15
+    torch.testing.assert_close(softcap_logits(logits / 1e4, 15.0), logits / 1e4, rtol=1e-4, atol=1e-7)
+    assert softcap_logits(logits, None) is logits
+    assert softcap_logits(logits.bfloat16(), 15.0).dtype == torch.float32

@@ -1,0 +1,534 @@
+"""The whole model: its size, its start, its causality, its cache, its losses."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expert_threshold.model import GPT, PRESETS, GPTConfig, flops_per_token, parameter_counts
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+
+VOCAB, CONTEXT = 61, 16
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token choice": TokenChoice(4, 2),
+    "token choice, auxiliary loss": TokenChoice(4, 1, balance="aux"),
+    "token choice, loss-free": TokenChoice(4, 2, balance="loss_free", bias_rate=0.1),
+    "expert choice": ExpertChoice(4, 1, decay=0.5),
+    "expert choice by sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
+    "expert threshold": ExpertThreshold(4, 1, decay=0.5, warmup_steps=0),
+    "expert threshold in warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=99),
+}
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+
+
+def small(rule: Rule | None, **changes: Any) -> GPTConfig:
+    options = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 4, "d_expert": 24, "d_feed_forward": 48}
+    return GPTConfig(**(options | {"vocab_size": VOCAB, "context": CONTEXT, "rule": rule} | changes))
+
+
+def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def lively(rule: Rule | None, **changes: Any) -> GPT:
+    """A model whose projections that start at zero are not zero, and whose rule has moved a few steps."""
+    torch.manual_seed(1)
+    model = GPT(small(rule, **changes))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if not weight.any():
+                weight.normal_(0, 0.3)
+        for seed in range(3):
+            model.update_rules(model(tokens_of(4, CONTEXT, seed)).observations)
+    return model
+
+
+# Size.
+
+
+def counted(config: GPTConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"), [("d12", 575_016_960, 185_733_120), ("d20", 2_429_153_280, 561_377_280)]
+)
+def test_the_papers_presets_have_the_papers_parameters(name: str, total: int, active: int) -> None:
+    config = GPTConfig.preset(name)
+    assert counted(config) == total
+    assert parameter_counts(config)["total"] == total
+    assert parameter_counts(config)["active"] == active
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("rule", [None, TokenChoice(8, 2), ExpertThreshold(16)], ids=["dense", "token", "threshold"])
+def test_the_closed_form_counts_every_parameter(
+    name: str, activation: Literal["relu2", "swiglu"], rule: Rule | None
+) -> None:
+    for changes in ({}, {"kv_heads": 1}, {"shared_experts": 0, "dense_layers": 2}, {"dense_layers": 0}):
+        config = GPTConfig.preset(name, rule=rule, activation=activation, **changes)
+        counts = parameter_counts(config)
+        assert counts["total"] == counted(config), changes
+        assert counts["total"] == sum(n for part, n in counts.items() if part not in ("total", "active"))
+        assert counts["active"] <= counts["total"]
+
+
+@rules
+def test_active_parameters_are_all_but_the_experts_a_token_does_not_meet(rule: Rule | None) -> None:
+    model = GPT(small(rule))
+    expert = 2 * 32 * 24
+    idle = 0 if rule is None else 2 * (4 - rule.experts_per_token) * expert
+    counts = parameter_counts(model.config)
+    assert counts["active"] == sum(p.numel() for p in model.parameters()) - idle
+    products = counts["active"] - VOCAB * 32
+    assert flops_per_token(model.config, context=9) == 6 * products + 3 * 3 * 4 * 32 * 5  # 5 keys on average
+    assert flops_per_token(model.config) == flops_per_token(model.config, context=CONTEXT)
+
+
+def test_the_names_of_parameters_are_those_that_checkpoints_rely_on() -> None:
+    shapes = {name: tuple(p.shape) for name, p in GPT(small(TokenChoice(4, 2), kv_heads=2)).named_parameters()}
+    attention = {"query": (32, 32), "key": (16, 32), "value": (16, 32), "output": (32, 32)}
+    expected: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, 32), "head.weight": (VOCAB, 32)}
+    for i in range(3):
+        expected |= {f"blocks.{i}.attention.{part}.weight": shape for part, shape in attention.items()}
+    expected |= {"blocks.0.feed_forward.up.weight": (48, 32), "blocks.0.feed_forward.down.weight": (32, 48)}
+    for i in (1, 2):
+        expected |= {
+            f"blocks.{i}.moe.router.weight": (4, 32),
+            f"blocks.{i}.moe.experts.up": (4, 24, 32),
+            f"blocks.{i}.moe.experts.down": (4, 32, 24),
+            f"blocks.{i}.moe.shared.up.weight": (24, 32),
+            f"blocks.{i}.moe.shared.down.weight": (32, 24),
+        }
+    assert shapes == expected
+
+
+@pytest.mark.parametrize(("dense_layers", "expected"), [(0, [0, 1, 2]), (1, [1, 2]), (3, [])])
+def test_the_first_layers_are_dense(dense_layers: int, expected: list[int]) -> None:
+    model = GPT(small(TokenChoice(4, 2), dense_layers=dense_layers))
+    assert [i for i, _ in model.moe_layers()] == expected
+    assert len(model(tokens_of(2, 8)).observations) == len(expected)
+    assert GPTConfig().dense_layers == 1
+
+
+# Configuration.
+
+
+@rules
+def test_a_config_survives_json(rule: Rule | None) -> None:
+    config = small(rule, softcap=None, gate_norm="fanout", z_loss=0.1, activation="swiglu")
+    assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_an_unknown_option_or_preset_is_refused() -> None:
+    with pytest.raises(ValueError, match="model option 'colour' is unknown; there are vocab_size"):
+        GPTConfig.from_dict({"colour": 1})
+    with pytest.raises(ValueError, match="preset 'd13' is unknown; use one of tiny"):
+        GPTConfig.preset("d13")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        *[
+            (name, value, f"{name}={value!r} must be a whole number of at least 1")
+            for name in (
+                "vocab_size",
+                "context",
+                "layers",
+                "d_model",
+                "heads",
+                "kv_heads",
+                "d_expert",
+                "d_feed_forward",
+            )
+            for value in (0, -1, 1.0, True, "8", None)
+        ],
+        ("heads", 5, "heads=5 must divide d_model=32 into heads of an even width"),
+        ("heads", 32, "heads=32 must divide d_model=32 into heads of an even width"),
+        ("kv_heads", 3, "kv_heads=3 must divide heads=4"),
+        ("kv_heads", 8, "kv_heads=8 must divide heads=4"),
+        *[("dense_layers", value, f"dense_layers={value!r} must be") for value in (-1, 4, 1.0, True, None)],
+        *[("shared_experts", value, f"shared_experts={value!r} must be") for value in (-1, 1.0, True, None)],
+        *[("softcap", value, f"softcap={value!r} must lie above 0") for value in (0, -15.0, 80.0, float("nan"), "15")],
+        *[("z_loss", value, f"z_loss={value!r} must be") for value in (-1.0, float("inf"), float("nan"), "1", True)],
+        ("rule", "expert_threshold", "rule='expert_threshold' is no rule"),
+        ("rule", ExpertThreshold, "is no rule"),
+        ("activation", "gelu", "activation='gelu' is unknown; use one of relu2, swiglu"),
+        ("gate_norm", "sum", "gate_norm='sum' is unknown; use None or 'fanout'"),
+        ("dispatch", "fast", "dispatch='fast' is unknown; use one of auto, reference, grouped"),
+    ],
+)
+def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(option: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        small(**({"rule": TokenChoice(4, 2)} | {option: value}))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["activation", "gate_norm", "dispatch", "z_loss", "shared_experts"])
+def test_a_dense_model_ignores_no_nonsense(option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        small(None, **{option: "nonsense"})
+
+
+# How it starts.
+
+
+@rules
+def test_a_model_that_left_the_meta_device_equals_one_built_directly(rule: Rule | None) -> None:
+    torch.manual_seed(5)
+    direct = GPT(small(rule))
+    with torch.device("meta"):
+        model = GPT(small(rule))
+    assert all(value.is_meta for value in model.state_dict().values())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    torch.manual_seed(5)
+    model.init_weights()
+    for (name, found), expected in zip(model.state_dict().items(), direct.state_dict().values(), strict=True):
+        assert torch.equal(found, expected), name
+        assert found.dtype == expected.dtype
+
+
+@rules
+def test_drawing_the_weights_anew_takes_the_rules_back_to_their_start(rule: Rule | None) -> None:
+    model = lively(rule)
+    model.init_weights()
+    for _, moe in model.moe_layers():
+        for found, first in zip(moe.router.state, moe.router.rule.init(), strict=True):
+            assert torch.equal(found, first)
+
+
+def test_the_same_generator_draws_the_same_weights_and_leaves_the_global_one_alone() -> None:
+    first, second = GPT(small(TokenChoice(4, 2))), GPT(small(TokenChoice(4, 2)))
+    before = torch.get_rng_state()
+    for model in (first, second):
+        model.init_weights(torch.Generator().manual_seed(3))
+    assert torch.equal(torch.get_rng_state(), before)
+    for found, expected in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_every_weight_starts_as_the_papers_table_says(activation: Literal["relu2", "swiglu"]) -> None:
+    """std = d_in^-1/2 · min(1, (d_out / d_in)^1/2) but for embeddings (1), router (d_in^-1/2) and outputs (0)."""
+    torch.manual_seed(0)
+    config = GPTConfig(
+        layers=2,
+        d_model=96,
+        heads=4,
+        kv_heads=1,
+        d_expert=48,
+        d_feed_forward=400,
+        vocab_size=999,
+        activation=activation,
+    )
+    spread = {
+        "embed.weight": 1.0,
+        "head.weight": 0.0,
+        "blocks.1.attention.query.weight": 96**-0.5,
+        "blocks.1.attention.key.weight": 96**-0.5 * (24 / 96) ** 0.5,  # fewer rows than columns
+        "blocks.1.attention.value.weight": 96**-0.5 * (24 / 96) ** 0.5,
+        "blocks.1.attention.output.weight": 0.0,
+        "blocks.0.feed_forward.up.weight": 96**-0.5,
+        "blocks.0.feed_forward.gate.weight": 96**-0.5,
+        "blocks.0.feed_forward.down.weight": 0.0,
+        "blocks.1.moe.router.weight": 96**-0.5,
+        "blocks.1.moe.experts.up": 96**-0.5 * (48 / 96) ** 0.5,
+        "blocks.1.moe.experts.gate": 96**-0.5 * (48 / 96) ** 0.5,
+        "blocks.1.moe.experts.down": 0.0,
+        "blocks.1.moe.shared.up.weight": 96**-0.5 * (48 / 96) ** 0.5,
+        "blocks.1.moe.shared.gate.weight": 96**-0.5 * (48 / 96) ** 0.5,
+        "blocks.1.moe.shared.down.weight": 0.0,
+    }
+    model = GPT(config)
+    seen = set()
+    for name, weight in model.named_parameters():
+        if not name.startswith("blocks.0.attention"):
+            seen.add(name)
+            torch.testing.assert_close(float(weight.detach().std(correction=0)), spread[name], rtol=0.06, atol=0)
+            assert abs(float(weight.detach().mean())) <= 5 * spread[name] / weight.numel() ** 0.5
+    gated = activation == "swiglu"
+    assert seen == {name for name in spread if gated or ".gate" not in name}
+
+
+@rules
+def test_the_first_loss_is_that_of_guessing(rule: Rule | None) -> None:
+    output = GPT(small(rule))(tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1))
+    assert output.cross_entropy is not None
+    torch.testing.assert_close(output.cross_entropy.detach(), torch.tensor(float(VOCAB)).log())
+
+
+# Causality.
+
+
+def first_difference(model: GPT, position: int) -> int | None:
+    """The first position of any sequence whose logits change when all tokens from `position` on do."""
+    before = tokens_of(3, CONTEXT)
+    after = torch.where(torch.arange(CONTEXT) >= position, (before + 1 + tokens_of(3, CONTEXT, 9) // 2) % VOCAB, before)
+    with torch.no_grad():
+        first, second = model(before).logits, model(after).logits
+    changed = ((first - second).abs().amax((0, 2)) > 1e-4).nonzero()
+    return int(changed[0]) if len(changed) else None
+
+
+@rules
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_in_inference_what_comes_later_changes_nothing_before_it(rule: Rule | None, kv_heads: int) -> None:
+    model = lively(rule, kv_heads=kv_heads).eval()
+    for position in (1, 8, CONTEXT - 1):
+        assert first_difference(model, position) == position
+
+
+@rules
+def test_in_inference_a_sequence_does_not_see_its_neighbours(rule: Rule | None) -> None:
+    model = lively(rule).eval()
+    tokens = tokens_of(3, CONTEXT)
+    with torch.no_grad():
+        together = model(tokens).logits
+        for alone, row in zip(tokens.split(1), together.split(1), strict=True):
+            torch.testing.assert_close(model(alone).logits, row, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dense", "token choice", "token choice, loss-free"])
+def test_token_choice_is_causal_in_training_too(name: str) -> None:
+    assert first_difference(lively(RULES[name]), 8) == 8
+
+
+@pytest.mark.parametrize("name", ["expert choice", "expert choice by sequence", "expert threshold in warmup"])
+def test_expert_choice_in_training_looks_ahead(name: str) -> None:
+    """The negative control: the test above can fail."""
+    found = [first_difference(lively(RULES[name]), position) for position in (8, CONTEXT - 1)]
+    assert any(first is not None and first < position for first, position in zip(found, (8, CONTEXT - 1), strict=True))
+
+
+def test_expert_threshold_within_its_bounds_is_causal_in_training() -> None:
+    rule = ExpertThreshold(4, 1, decay=0.5, warmup_steps=0, capacity_slack=None)
+    assert first_difference(lively(rule), 8) == 8
+
+
+# The cache.
+
+
+@rules
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1] * CONTEXT, [CONTEXT], [5, 1, 1, 4, 5], [CONTEXT - 1, 1], [1, CONTEXT - 1]],
+    ids=["one at a time", "at once", "in pieces", "after prefill", "a piece after one"],
+)
+@torch.no_grad()
+def test_cached_decoding_equals_the_full_forward(rule: Rule | None, kv_heads: int, lengths: list[int]) -> None:
+    model = lively(rule, kv_heads=kv_heads).eval()
+    tokens = tokens_of(3, CONTEXT)
+    full = model(tokens, record=True)
+    cache = model.new_cache(3, CONTEXT)
+    outputs = [model(piece, cache=cache, record=True) for piece in tokens.split(lengths, 1)]
+    assert cache.length == CONTEXT
+    torch.testing.assert_close(torch.cat([output.logits for output in outputs], 1), full.logits, atol=1e-4, rtol=1e-4)
+    for layer, routing in enumerate(full.routings):
+        chosen = torch.cat([output.routings[layer].assignment for output in outputs], 1)
+        assert torch.equal(chosen, routing.assignment)
+
+
+@torch.no_grad()
+def test_a_cached_loss_equals_the_uncached_one() -> None:
+    model = lively(RULES["expert threshold"]).eval()
+    tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
+    cache = model.new_cache(2, CONTEXT)
+    model(tokens[:, :6], cache=cache)
+    found = model(tokens[:, 6:], targets[:, 6:], cache=cache).token_losses
+    torch.testing.assert_close(found, model(tokens, targets).token_losses[:, 6:], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_the_cache_has_the_compute_dtype() -> None:
+    torch.manual_seed(0)
+    model = GPT(small(None, layers=1), torch.bfloat16).eval()
+    cache = model.new_cache(1, 4)
+    assert cache.keys.dtype == torch.bfloat16
+    assert model(tokens_of(1, 2), cache=cache).logits.dtype == torch.float32
+
+
+@torch.no_grad()
+def test_more_tokens_than_context_or_cache_are_refused_and_leave_the_cache_alone() -> None:
+    model = GPT(small(TokenChoice(4, 2))).eval()
+    with pytest.raises(ValueError, match=f"sequence of {CONTEXT + 1} tokens is longer than the context of {CONTEXT}"):
+        model(tokens_of(1, CONTEXT + 1))
+    for length, limit in ((5, 5), (99, CONTEXT)):
+        cache = model.new_cache(1, length)
+        model(tokens_of(1, 4), cache=cache)
+        with pytest.raises(ValueError, match=f"is longer than the context of {limit}; shorten it"):
+            model(tokens_of(1, limit - 3), cache=cache)
+        assert cache.length == 4
+
+
+def test_a_cache_is_refused_where_gradients_are_recorded() -> None:
+    """It would keep the graph of every call before."""
+    model = GPT(small(None)).eval()
+    with pytest.raises(ValueError, match="no_grad"):
+        model(tokens_of(1, 2), cache=model.new_cache(1, 4))
+
+
+# Losses, observations, gradients.
+
+
+@rules
+def test_the_loss_is_cross_entropy_plus_the_routing_losses_of_all_layers(rule: Rule | None) -> None:
+    model = lively(rule, z_loss=0.01)
+    tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
+    targets[0, :5] = -1
+    output = model(tokens, targets, record=True)
+    logits = model(tokens).logits
+    assert output.logits is None
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none").view(2, -1)
+    torch.testing.assert_close(output.token_losses, losses.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(output.cross_entropy, losses.sum() / (2 * CONTEXT - 5), atol=1e-5, rtol=1e-5)
+    extra = [routing.loss for routing in output.routings]
+    assert len(extra) == (0 if rule is None else 2)
+    torch.testing.assert_close(output.loss, output.cross_entropy + sum(extra))
+    assert rule is None or output.loss > output.cross_entropy
+    assert not output.token_losses.requires_grad
+    model.eval()
+    silent = model(tokens, targets)
+    assert torch.equal(silent.loss, silent.cross_entropy)
+
+
+@rules
+def test_what_is_recorded_is_what_was_observed(rule: Rule | None) -> None:
+    model = lively(rule)
+    output = model(tokens_of(2, CONTEXT), record=True)
+    assert model(tokens_of(2, CONTEXT)).routings is None
+    assert len(output.routings) == len(output.observations) == len(model.moe_layers())
+    for routing, observation in zip(output.routings, output.observations, strict=True):
+        assert routing.scores.shape == routing.assignment.shape == (2, CONTEXT, 4)
+        assert torch.equal(routing.assignment.sum((0, 1)), observation.load)
+        assert observation.tokens == 2 * CONTEXT
+        for recorded, observed in zip(routing.observation, observation, strict=True):
+            assert torch.equal(recorded, observed)
+
+
+@rules
+def test_activation_checkpointing_changes_no_loss_gradient_or_observation(rule: Rule | None) -> None:
+    model = lively(rule, z_loss=0.01)
+    tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
+    found = []
+    for checkpointing in (False, True):
+        model.activation_checkpointing = checkpointing
+        model.zero_grad()
+        state = [value.clone() for value in model.buffers()]
+        output = model(tokens, targets)
+        output.loss.backward()
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), state, strict=True))
+        found.append((output, [parameter.grad for parameter in model.parameters()]))
+    (plain, gradients), (checkpointed, recomputed) = found
+    assert torch.equal(checkpointed.loss, plain.loss)
+    for a, b in zip(recomputed, gradients, strict=True):
+        assert torch.equal(a, b)
+    for ours, theirs in zip(checkpointed.observations, plain.observations, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+
+
+@rules
+def test_update_rules_moves_every_layer_by_what_it_saw(rule: Rule | None) -> None:
+    model = lively(rule)
+    seen = [model(tokens_of(2, CONTEXT, seed)).observations for seed in (1, 2)]
+    summed = tuple(a + b for a, b in zip(*seen, strict=True))
+    expected = [
+        rule.update(moe.router.state, o) for (_, moe), o in zip(model.moe_layers(), summed, strict=True) if rule
+    ]
+    model.update_rules(summed)
+    for (_, moe), state in zip(model.moe_layers(), expected, strict=True):
+        for found, value in zip(moe.router.state, state, strict=True):
+            assert torch.equal(found, value)
+
+
+@rules
+def test_dispatches_and_dtypes_agree_on_the_whole_model(rule: Rule | None) -> None:
+    grouped, reference = lively(rule, dispatch="grouped"), lively(rule, dispatch="reference")
+    tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
+    losses = [model(tokens, targets).loss for model in (grouped, reference)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(*losses)
+    for (name, a), b in zip(grouped.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_in_bfloat16_weights_gradients_scores_and_losses_stay_float32() -> None:
+    torch.manual_seed(0)
+    rule = TokenChoice(2, 1)
+    model = GPT(small(rule, layers=2, d_model=16, heads=2, kv_heads=1), torch.bfloat16)
+    output = model(tokens_of(1, 4), tokens_of(1, 4, 1), record=True)
+    output.loss.backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert output.loss.dtype == output.token_losses.dtype == output.routings[0].scores.dtype == torch.float32
+
+
+@rules
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_an_empty_batch_has_no_loss_and_zero_gradients(rule: Rule | None, shape: tuple[int, int]) -> None:
+    model = lively(rule, z_loss=0.1)
+    empty = torch.zeros(shape, dtype=torch.int64)
+    output = model(empty, empty)
+    assert output.loss == 0
+    output.loss.backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    assert model(empty).logits.shape == (*shape, VOCAB)
+
+
+@pytest.mark.parametrize("name", ["dense", "token choice", "expert choice", "expert threshold"])
+def test_one_batch_can_be_learned_by_heart(name: str) -> None:
+    torch.manual_seed(0)
+    model = GPT(small(RULES[name], layers=2))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
+    for _ in range(40):
+        output = model(tokens, targets)
+        output.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.update_rules(output.observations)
+    assert float(output.cross_entropy.detach()) < 0.1
+    assert all(parameter.any() for parameter in model.parameters())
+
+
+def test_every_parameter_gets_a_gradient_once_the_output_projections_have_left_zero() -> None:
+    for rule in RULES.values():
+        model = lively(rule, activation="swiglu")
+        model(tokens_of(4, CONTEXT), tokens_of(4, CONTEXT, 1)).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.any(), name
+
+
+def test_the_model_is_a_plain_module_whose_state_dict_loads_into_another() -> None:
+    model = lively(RULES["expert threshold"])
+    other = GPT(model.config)
+    other.load_state_dict(model.state_dict())
+    assert isinstance(other, nn.Module)
+    tokens = tokens_of(2, CONTEXT)
+    with torch.no_grad():
+        assert torch.equal(other.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
+def test_the_model_computes_in_its_own_dtype_inside_of_autocast() -> None:
+    model = GPT(GPTConfig.preset("tiny"))
+    tokens = torch.randint(0, model.config.vocab_size, (2, 16))
+    outside = model(tokens, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = model(tokens, tokens)
+    inside.loss.backward()
+    torch.testing.assert_close(inside.loss, outside.loss, rtol=0, atol=0)
