@@ -1,0 +1,108 @@
+"""Muon: momentum made orthogonal by a Newton-Schulz iteration, for the model's matrices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+EPS = 1e-7
+# Elements of a Newton-Schulz batch: enough to fill a GPU; few enough to stay in a CPU's cache, because the temporaries
+# of a larger one would come from memory again for every product.
+BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it (GPUs, CPUs with AVX-512 BF16, so all with AMX too), else float32."""
+    fast = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    return torch.bfloat16 if fast else torch.float32
+
+
+@torch.no_grad()
+def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+    """X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times from X = M / ‖M‖: all singular values become about 1.
+
+    matrices: (…, rows, columns), each normalised by its own Frobenius norm; a zero matrix stays zero. The products run
+    in `dtype`, which is also the result's. Iteration and coefficients: Jordan et al., Muon (2024).
+    """
+    a, b, c = COEFFICIENTS
+    rows, columns = matrices.shape[-2:]
+    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS)
+    x: Tensor = (matrices / norm).to(dtype).reshape(-1, rows, columns)
+    # The polynomial acts from the smaller side: X (a + b XᵀX + …) is the same matrix.
+    wide = rows <= columns
+    gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
+    polynomial, new = torch.empty_like(gram), torch.empty_like(x)
+    for _ in range(steps):
+        torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        # a X stays outside the product: a + … on the polynomial's diagonal would double bfloat16's error.
+        torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=new)
+        x, new = new, x
+    return x.view(matrices.shape)
+
+
+class _Piece(NamedTuple):
+    """Some of a parameter's matrices, with their gradients and momenta; each (matrices, rows, columns), a view."""
+
+    weight: Tensor
+    grad: Tensor
+    momentum: Tensor
+
+
+class Muon:
+    """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape move in batches.
+
+    parameters: by name, each (…, out, in); leading dimensions stack matrices, as of experts, each updated by itself.
+    With constant momentum and learning rate every matrix moves as under `torch.optim.Muon` without weight decay.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], *, ns_steps: int, ns_dtype: torch.dtype) -> None:
+        self.parameters = dict(parameters)
+        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
+        self.ns_steps = ns_steps
+        self.ns_dtype = ns_dtype
+
+    @torch.no_grad()
+    def step(self, learning_rate: float, momentum: float) -> None:
+        """W ← W − learning_rate · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient."""
+        for batch in self._batches():
+            for piece in batch:
+                piece.momentum.lerp_(piece.grad, 1 - momentum)
+            nesterov = torch.cat([piece.grad.lerp(piece.momentum, momentum) for piece in batch])
+            update = newton_schulz(nesterov, self.ns_steps, self.ns_dtype)
+            rows, columns = update.shape[-2:]
+            scale = math.sqrt(max(1.0, rows / columns))
+            for piece, part in zip(batch, update.split([len(piece.weight) for piece in batch]), strict=True):
+                piece.weight.add_(part, alpha=-learning_rate * scale)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state by flat name, not copied."""
+        return {f"muon.{name}.momentum": tensor for name, tensor in self.momenta.items()}
+
+    def _batches(self) -> Iterator[list[_Piece]]:
+        """Pieces of the parameters that have a gradient, those of one matrix shape together up to the batch's size."""
+        by_shape: dict[torch.Size, list[_Piece]] = {}
+        for name, weight in self.parameters.items():
+            if weight.grad is not None:
+                shape = weight.shape[-2:]
+                stacks = [weight.view(-1, *shape), weight.grad.reshape(-1, *shape), self.momenta[name].view(-1, *shape)]
+                splits = (stack.split(_batch_size(weight)) for stack in stacks)
+                by_shape.setdefault(shape, []).extend(map(_Piece, *splits))
+        for pieces in by_shape.values():
+            batch: list[_Piece] = []
+            for piece in pieces:
+                if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
+                    yield batch
+                    batch = []
+                batch.append(piece)
+            yield batch
+
+
+def _batch_size(weight: Tensor) -> int:
+    """How many matrices of the weight's shape make a batch."""
+    return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())

@@ -1,0 +1,302 @@
+"""Groups, schedules and state: the paper's tables at their exact points, and resuming bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from expert_threshold.optim import RELEASE, AdamW, Muon, OptimConfig, Optimizers, make_optimizers
+from expert_threshold.optim.groups import SCHEDULES, momentum_at, warmup
+
+SHAPES = {
+    "embed.weight": (12, 8),
+    "blocks.0.attention.query.weight": (8, 8),
+    "blocks.0.feed_forward.up.weight": (16, 8),
+    "blocks.1.moe.router.weight": (4, 8),
+    "blocks.1.moe.experts.up": (4, 16, 8),
+    "blocks.1.moe.experts.down": (4, 8, 16),
+    "blocks.1.moe.shared.up.weight": (16, 8),
+    "head.weight": (12, 8),
+}
+SHORT = OptimConfig(ns_dtype="float32", adamw_warmup_steps=3, momentum_warmup_steps=4)
+
+
+def model(seed: int = 0) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
+
+
+def optimizers(named: dict[str, nn.Parameter], config: OptimConfig = SHORT, d_model: int = 768) -> Optimizers:
+    return make_optimizers(named.items(), config, d_model)
+
+
+def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in named.values():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def train(named: dict[str, nn.Parameter], optimizer: Optimizers, first: int, last: int, steps: int = 10) -> None:
+    for step in range(first, last):
+        optimizer.zero_grad()
+        set_gradients(named, step)
+        optimizer.step(step, steps)
+
+
+def members(optimizer: Optimizers, group: str) -> set[str]:
+    return set(optimizer.groups[group].optimizer.parameters)
+
+
+def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
+    optimizer = optimizers(model())
+    kinds = {name: type(group.optimizer) for name, group in optimizer.groups.items()}
+    assert kinds == {"matrix": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
+    assert members(optimizer, "embed") == {"embed.weight"}
+    assert members(optimizer, "head") == {"head.weight"}
+    assert members(optimizer, "router") == {"blocks.1.moe.router.weight"}
+    assert set().union(*(members(optimizer, group) for group in optimizer.groups)) == set(SHAPES)
+
+
+def test_the_router_can_have_adamw_and_its_own_learning_rate() -> None:
+    config = dataclasses.replace(SHORT, router_optimizer="adamw", router_lr=0.5, adamw_warmup_steps=2)
+    optimizer = optimizers(model(), config)
+    assert isinstance(optimizer.groups["router"].optimizer, AdamW)
+    assert optimizer.learning_rates(0, 10)["router"] == pytest.approx(0.25)
+
+
+def test_a_parameter_that_fits_nowhere_is_named() -> None:
+    with pytest.raises(ValueError, match=re.escape("blocks.0.norm.weight of shape (8,)")):
+        make_optimizers([("blocks.0.norm.weight", nn.Parameter(torch.zeros(8)))], SHORT, 768)
+
+
+@pytest.mark.parametrize(("d_model", "scale"), [(768, 1.0), (1280, 0.7745966692414834), (256, 1.7320508075688772)])
+def test_peaks_are_the_papers_table_times_lambda(d_model: int, scale: float) -> None:
+    peaks = {name: group.peak for name, group in optimizers(model(), OptimConfig(), d_model).groups.items()}
+    table = {"matrix": 0.02, "router": 0.02, "embed": 0.2, "head": 0.004}
+    assert peaks == pytest.approx({name: peak * scale for name, peak in table.items()})
+
+
+def test_the_releases_muon_is_not_scaled_but_its_adamw_is() -> None:
+    peaks = {name: group.peak for name, group in optimizers(model(), RELEASE, 3072).groups.items()}
+    assert peaks == pytest.approx({"matrix": 0.02, "router": 0.01, "embed": 0.1, "head": 0.002})
+
+
+def test_learning_rates_at_the_papers_points() -> None:
+    optimizer = optimizers(model(), OptimConfig(), 768)
+    steps = 20_000
+    first = optimizer.learning_rates(0, steps)
+    assert first["matrix"] == first["router"] == 0.02, "Muon has no warmup"
+    assert first["embed"] == pytest.approx(0.2 / 250)
+    assert first["head"] == pytest.approx(0.004 / 250)
+    warm = optimizer.learning_rates(249, steps)
+    assert warm["embed"] == pytest.approx(0.2 * (1 - 0.9 * 249 / steps))
+    middle = optimizer.learning_rates(steps // 2, steps)
+    assert middle == pytest.approx({"matrix": 0.011, "router": 0.011, "embed": 0.11, "head": 0.0022})
+    end = optimizer.learning_rates(steps, steps)
+    assert end == pytest.approx({"matrix": 0.002, "router": 0.002, "embed": 0.02, "head": 0.0004})
+
+
+def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
+    schedule = SCHEDULES["warmup_stable_decay"]
+    assert [schedule(step, 1000, 0.0) for step in (0, 400, 800, 900, 1000)] == pytest.approx([1, 1, 1, 0.5, 0])
+
+
+def test_momentum_rises_in_a_straight_line_over_300_steps() -> None:
+    config = OptimConfig()
+    momenta = [momentum_at(step, config) for step in (0, 150, 300, 10_000)]
+    assert momenta == pytest.approx([0.85, 0.90, 0.95, 0.95])
+    assert momentum_at(300, config) == 0.95
+    assert momentum_at(0, OptimConfig(momentum_warmup_steps=0)) == 0.95
+
+
+@given(name=st.sampled_from(sorted(SCHEDULES)), steps=st.integers(1, 50_000), end=st.floats(0, 1), data=st.data())
+def test_every_schedule_starts_at_the_peak_never_rises_and_ends_at_its_end(
+    name: str, steps: int, end: float, data: st.DataObject
+) -> None:
+    schedule = SCHEDULES[name]
+    step = data.draw(st.integers(0, steps - 1))
+    assert schedule(0, steps, end) == pytest.approx(1)
+    assert schedule(steps, steps, end) == pytest.approx(end)
+    assert end - 1e-9 <= schedule(step + 1, steps, end) <= schedule(step, steps, end) + 1e-9
+
+
+@given(step=st.integers(0, 10_000), warmup_steps=st.integers(0, 1000))
+def test_warmup_rises_from_one_step_to_one(step: int, warmup_steps: int) -> None:
+    value = warmup(step, warmup_steps)
+    assert 0 < value <= warmup(step + 1, warmup_steps) <= 1
+    assert (value == 1) == (step + 1 >= warmup_steps)
+
+
+def test_the_embedding_moves_as_under_torchs_own_adamw() -> None:
+    named = model()
+    config = dataclasses.replace(SHORT, adamw_warmup_steps=0, min_lr_ratio=1.0)
+    optimizer = optimizers(named, config)
+    twin = nn.Parameter(named["embed.weight"].detach().clone())
+    oracle = torch.optim.AdamW([twin], lr=0.2, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=False)
+    for step in range(5):
+        set_gradients(named, step)
+        grad = named["embed.weight"].grad
+        assert grad is not None
+        twin.grad = grad.clone()
+        optimizer.step(step, 10)
+        oracle.step()
+    torch.testing.assert_close(named["embed.weight"], twin)
+
+
+def test_a_loss_falls() -> None:
+    named = {"blocks.0.query.weight": nn.Parameter(torch.zeros(8, 8)), "head.weight": nn.Parameter(torch.zeros(8, 8))}
+    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    optimizer = optimizers(named, dataclasses.replace(SHORT, matrix_lr=0.1, head_lr=0.1))
+    losses = []
+    for step in range(100):
+        optimizer.zero_grad()
+        loss = (named["blocks.0.query.weight"] + named["head.weight"] - target).square().mean()
+        loss.backward()
+        optimizer.step(step, 100)
+        losses.append(loss.item())
+    assert losses[-1] < 0.05 * losses[0]
+
+
+def test_ten_steps_equal_five_saved_loaded_and_five_more_in_every_byte() -> None:
+    config = dataclasses.replace(SHORT, router_optimizer="adamw", clip=1.0)
+    straight = model()
+    through = optimizers(straight, config)
+    train(straight, through, 0, 10)
+
+    saved = model()
+    first = optimizers(saved, config)
+    train(saved, first, 0, 5)
+    tensors, counters = first.state_dict()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    counters = json.loads(json.dumps(counters))
+
+    resumed = model(seed=1)
+    second = optimizers(resumed, config)
+    train(resumed, second, 0, 2)  # state of another life, which loading must replace
+    with torch.no_grad():
+        for name, parameter in resumed.items():
+            parameter.copy_(saved[name])
+    second.load_state_dict(tensors, counters)
+    train(resumed, second, 5, 10)
+
+    assert all(torch.equal(straight[name], resumed[name]) for name in SHAPES)
+    assert through.state_dict().counters == second.state_dict().counters
+    theirs = second.state_dict().tensors
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in through.state_dict().tensors.items())
+
+
+def test_the_state_is_flat_and_named_after_the_parameters() -> None:
+    tensors, counters = optimizers(model()).state_dict()
+    assert "muon.blocks.1.moe.experts.up.momentum" in tensors
+    assert {name for name in tensors if name.startswith("adamw.")} == {
+        f"adamw.{part}.weight.{moment}" for part in ("embed", "head") for moment in ("exp_avg", "exp_avg_sq")
+    }
+    assert counters == {"adamw.embed.weight.step": 0, "adamw.head.weight.step": 0}
+
+
+def state_of(config: OptimConfig = SHORT) -> tuple[dict[str, Tensor], dict[str, int]]:
+    named = model()
+    optimizer = optimizers(named, config)
+    train(named, optimizer, 0, 1)
+    return optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"muon.extra.momentum": torch.zeros(1)}, "muon.extra.momentum belongs to no parameter"),
+        ({"adamw.head.weight.exp_avg": None}, "adamw.head.weight.exp_avg is missing"),
+        ({"adamw.head.weight.exp_avg": torch.zeros(2, 2)}, "adamw.head.weight.exp_avg is torch.float32 (2, 2) but"),
+        ({"adamw.head.weight.exp_avg": torch.zeros(12, 8).half()}, "adamw.head.weight.exp_avg is torch.float16"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(
+    change: dict[str, Tensor | None], message: str
+) -> None:
+    tensors, counters = state_of()
+    tensors = {name: value for name, value in (tensors | change).items() if value is not None}
+    optimizer = optimizers(model())
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        optimizer.load_state_dict(tensors, counters)
+    assert "\n" not in str(error.value)
+    assert all((tensor == 0).all() for tensor in optimizer.state_dict().tensors.values())
+
+
+def test_a_missing_counter_is_refused_by_name() -> None:
+    tensors, counters = state_of()
+    del counters["adamw.head.weight.step"]
+    with pytest.raises(ValueError, match=re.escape("adamw.head.weight.step is missing")):
+        optimizers(model()).load_state_dict(tensors, counters)
+
+
+def test_the_gradient_norm_is_global_and_zero_without_gradients() -> None:
+    named = model()
+    optimizer = optimizers(named)
+    assert optimizer.grad_norm() == 0
+    set_gradients(named, 0)
+    everything = torch.cat([p.grad.flatten() for p in named.values() if p.grad is not None])
+    torch.testing.assert_close(optimizer.grad_norm(), everything.norm())
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in named.values())
+
+
+@pytest.mark.parametrize("clip", [None, 1.0, 1e6])
+def test_gradients_are_scaled_to_the_clip_only_above_it(clip: float | None) -> None:
+    named = model()
+    optimizer = optimizers(named, dataclasses.replace(SHORT, clip=clip))
+    set_gradients(named, 0)
+    norm = optimizer.grad_norm().item()
+    optimizer.step(0, 10)
+    assert optimizer.grad_norm().item() == pytest.approx(1.0 if clip == 1.0 else norm, rel=1e-5)
+
+
+def test_parameters_without_gradients_stay() -> None:
+    named = model()
+    optimizer = optimizers(named, dataclasses.replace(SHORT, clip=1.0))
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    optimizer.step(0, 10)
+    assert all(torch.equal(named[name], before[name]) for name in named)
+    assert optimizer.state_dict().counters["adamw.embed.weight.step"] == 0
+
+
+@pytest.mark.parametrize("config", [OptimConfig(), RELEASE])
+def test_a_config_survives_json(config: OptimConfig) -> None:
+    assert OptimConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"matrix_lr": 0.0},
+        {"embed_lr": float("nan")},
+        {"head_lr": -1.0},
+        {"router_lr": float("inf")},
+        {"router_optimizer": "sgd"},
+        {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"eps": 0.0},
+        {"adamw_warmup_steps": -1},
+        {"momentum": 1.0},
+        {"momentum_start": -0.1},
+        {"momentum_warmup_steps": -1},
+        {"ns_steps": 0},
+        {"ns_dtype": "float16"},
+        {"schedule": "cosine"},
+        {"min_lr_ratio": 1.5},
+        {"clip": 0.0},
+    ],
+    ids=str,
+)
+def test_nonsense_is_refused_with_option_value_and_remedy_in_one_line(option: dict[str, Any]) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}") + ".*: use ") as error:
+        OptimConfig(**option)
+    assert "\n" not in str(error.value)
