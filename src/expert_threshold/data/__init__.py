@@ -1,0 +1,22 @@
+"""Text to batches: corpora, the tokenizer, and the loader of packed documents."""
+
+from .loader import IGNORED, Batch, Loader, Position, Tokens, pack, windows
+from .sources import Corpus, DataConfig, Size, Split, open_source
+from .tokenizer import BOS, Tokenizer
+
+__all__ = [
+    "BOS",
+    "IGNORED",
+    "Batch",
+    "Corpus",
+    "DataConfig",
+    "Loader",
+    "Position",
+    "Size",
+    "Split",
+    "Tokenizer",
+    "Tokens",
+    "open_source",
+    "pack",
+    "windows",
+]

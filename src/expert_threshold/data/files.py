@@ -1,0 +1,155 @@
+"""Documents of text files: .txt, .jsonl and .parquet, one or a folder of them, read in bounded memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+SUFFIXES = (".parquet", ".jsonl", ".txt")
+"""In this order of precedence where a folder holds several kinds, as data sets come with notes beside them."""
+
+SECTION_BYTES = 8192
+_PARQUET_ROWS = 256
+
+
+def find(path: Path) -> list[Path]:
+    """`path` itself, or the files of one kind anywhere in that folder, in the order of their paths; none is hidden.
+
+    Raises ValueError where there is nothing to read.
+    """
+    if path.is_dir():
+        visible = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+        for suffix in SUFFIXES:
+            if found := [file for file in visible if file.suffix.lower() == suffix]:
+                return found
+        raise ValueError(f"{path} holds no {_KINDS} file: put some there, or name another folder")
+    if not path.exists():
+        raise ValueError(f'{path} does not exist: give "embedded", or a {_KINDS} file, or a folder of such')
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path} is no {_KINDS} file: convert it, or rename it if it is one")
+    return [path]
+
+
+_KINDS = ".txt, .jsonl or .parquet"
+
+
+def read(path: Path, text_field: str) -> Iterator[str]:
+    """The documents of one file: the whole of a text file, the `text_field` of each line, or that column.
+
+    Raises ValueError where the file is not what its suffix says or has no such field.
+    """
+    match path.suffix.lower():
+        case ".txt":
+            return iter(["".join(_lines(path))])
+        case ".jsonl":
+            return _jsonl(path, text_field)
+        case ".parquet":
+            return _parquet(path, text_field)
+        case suffix:
+            raise AssertionError(suffix)
+
+
+def sections(path: Path) -> Iterator[str]:
+    """One long text cut into documents: at the first blank line after 8 KiB, at the latest at a line's end after 16.
+
+    Joined, they are the text.
+    """
+    section: list[str] = []
+    size = 0
+    for line in _lines(path):
+        section.append(line)
+        size += len(line.encode())
+        if size >= 2 * SECTION_BYTES or (size >= SECTION_BYTES and not line.strip()):
+            yield "".join(section)
+            section, size = [], 0
+    if section:
+        yield "".join(section)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines with their ends as they are, without a byte order mark."""
+    offset = 0
+    with path.open("rb") as file:
+        for data in file:
+            try:
+                line = data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is not UTF-8 at byte {offset + error.start}: convert it, for example with iconv"
+                ) from None
+            yield line.removeprefix("\ufeff") if offset == 0 else line
+            offset += len(data)
+
+
+def _jsonl(path: Path, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): each line must be one object") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number} is not a JSON object: each line must be one")
+        text = record.get(text_field)
+        if not isinstance(text, str):
+            texts = ", ".join(key for key, value in record.items() if isinstance(value, str))
+            raise ValueError(
+                f"{path}, line {number} has no text in text_field={text_field!r}: "
+                f"the fields with text are: {texts or 'none'}"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{path}, line {number} has half of a surrogate pair: repair it or leave the line out"
+            ) from None
+        yield text
+
+
+def _parquet(path: Path, text_field: str) -> Iterator[str]:
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow
+            if text_field not in columns.names:
+                raise ValueError(
+                    f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
+                )
+            if columns.field(text_field).type not in _STRINGS:
+                raise ValueError(
+                    f"{path}, column text_field={text_field!r} holds {columns.field(text_field).type}: "
+                    "name a column of strings"
+                )
+            row = 0
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
+                for value in batch.column(0):
+                    yield _text(path, row, value)
+                    row += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        # Arrow tells damage as an OSError too, which then has no number of the system's.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path} is damaged or no Parquet file ({reason}): download or write it again") from None
+
+
+_STRINGS = (pyarrow.string(), pyarrow.large_string())
+
+
+def _text(path: Path, row: int, value: pyarrow.Scalar) -> str:
+    try:
+        text = value.as_py()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path}, row {row} is not UTF-8: write the file again with strings that are") from None
+    if text is None:
+        raise ValueError(f"{path}, row {row} is null: leave such rows out")
+    assert isinstance(text, str)
+    return text

@@ -1,0 +1,142 @@
+"""Byte-level BPE: rustbpe learns the merges, tiktoken applies them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import rustbpe
+import tiktoken
+
+BOS = "<|bos|>"
+MIN_VOCAB_SIZE = 257
+"""All bytes and `BOS`."""
+
+# Text is cut into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to two
+# digits; punctuation. As in GPT-4's pattern, the last blank before a word belongs to the word. Unlike there, a newline
+# takes the indentation that follows it along, as does punctuation that ends a line, because source code is full of
+# both; and runs of blanks and punctuation are cut at 64, because the matcher's stack overflows on a million blanks.
+_NEWLINE = r"[\r\n]{1,16}(?:[^\S\r\n]{1,64}(?!\S))?"
+PATTERN = "|".join(
+    (
+        r"'(?i:[sdmt]|ll|ve|re)",
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",
+        r"\p{N}{1,2}",
+        rf" ?[^\s\p{{L}}\p{{N}}]{{1,64}}(?:{_NEWLINE})?",
+        _NEWLINE,
+        r"\s{1,64}(?!\S)",
+        r"\s{1,64}",
+    )
+)
+
+_FORMAT = "expert-threshold-tokenizer"
+_VERSION = 1
+_THREADS = min(8, os.cpu_count() or 1)
+
+
+class Tokenizer:
+    """Text to ids and back. Ids 0 to 255 are the bytes, then the merges by rank; `BOS`, which opens documents, is last.
+
+    `tokens` holds the bytes of every id but `BOS`, which no text encodes to: text that reads "<|bos|>" is ordinary.
+    """
+
+    def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
+        self._tokens = tuple(tokens)
+        self._pattern = pattern
+        self._encoding = tiktoken.Encoding(
+            "expert-threshold",
+            pat_str=pattern,
+            mergeable_ranks={token: rank for rank, token in enumerate(self._tokens)},
+            special_tokens={BOS: self.bos},
+        )
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn the `vocab_size - 257` most frequent merges; the same texts in any order give the same tokenizer.
+
+        Raises ValueError where `vocab_size` has no room for the bytes, or exceeds what the text supports.
+        """
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise ValueError(
+                f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})"
+            )
+        trainer = rustbpe.Tokenizer()
+        trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=PATTERN)
+        tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+        if len(tokens) + 1 < vocab_size:
+            raise ValueError(
+                f"vocab_size={vocab_size} is too large for this text: it supports at most {len(tokens) + 1}; "
+                "give a smaller vocab_size or more text"
+            )
+        return cls(tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._tokens) + 1
+
+    @property
+    def bos(self) -> int:
+        """The id of `BOS`."""
+        return len(self._tokens)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, several texts at once on several threads."""
+        return self._encoding.encode_ordinary_batch(texts, num_threads=_THREADS)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Bytes that are not UTF-8, as where a character is cut in two, become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The exact bytes; `bos` reads "<|bos|>"."""
+        return self._encoding.decode_bytes(ids)
+
+    def token_bytes(self) -> npt.NDArray[np.int32]:
+        """How many bytes of text each id stands for, `(vocab,)`; 0 for `bos`."""
+        return np.array([*map(len, self._tokens), 0], dtype=np.int32)
+
+    def save(self, path: str | Path) -> None:
+        """Write one JSON file: the merges by rank, each byte as the Latin-1 character of the same number."""
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "pattern": self._pattern,
+            "special_tokens": {BOS: self.bos},
+            "merges": [token.decode("latin-1") for token in self._tokens[256:]],
+        }
+        Path(path).write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Raises ValueError where the file is not one that `save` wrote, or has changed since."""
+        try:
+            content = json.loads(Path(path).read_bytes())
+        except ValueError as error:
+            raise ValueError(f"{path} is not a tokenizer: it is not JSON ({error}); {_RESTORE}") from None
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f'{path} is not a tokenizer: it has no "format": "{_FORMAT}"; {_RESTORE}')
+        if content.get("version") != _VERSION:
+            raise ValueError(
+                f"{path} has tokenizer version {content.get('version')!r}, this release reads {_VERSION}: "
+                "use the release that wrote it"
+            )
+        if content.pop("sha256", None) != _digest(content):
+            raise ValueError(f"{path} is damaged: its content does not match its sha256; {_RESTORE}")
+        merges = [token.encode("latin-1") for token in content["merges"]]
+        return cls([bytes([byte]) for byte in range(256)] + merges, content["pattern"])
+
+
+_RESTORE = "restore it from a backup or train the tokenizer again"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

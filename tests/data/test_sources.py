@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from expert_threshold.data import Corpus, DataConfig, embedded, files, open_source
+
+TEXTBOOKS = Path(__file__).parents[2] / ".." / "shared" / "data" / "textbooks"
+PARAGRAPHS = [f"Paragraph {number}.\nIt ends here: größer.\n\n" for number in range(1500)]
+TEXTS = [f"Document {number}: größer, weiter.\n" for number in range(200)]
+
+
+def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> None:
+    path.write_text("".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8")
+
+
+def write_parquet(path: Path, texts: Sequence[str], field: str = "text") -> None:
+    table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, pyarrow.string())})
+    pyarrow.parquet.write_table(table, path, row_group_size=64)
+
+
+def write_txt_folder(path: Path, texts: Sequence[str]) -> None:
+    path.mkdir()
+    for number, text in enumerate(texts):
+        (path / f"{number:03}.txt").write_text(text, encoding="utf-8", newline="")
+
+
+@pytest.fixture(params=["jsonl", "parquet", "txt"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"data.{request.param}"
+    {"jsonl": write_jsonl, "parquet": write_parquet, "txt": write_txt_folder}[request.param](path, TEXTS)
+    return path
+
+
+# The embedded corpus.
+
+
+@pytest.fixture(scope="module")
+def standard_library() -> Corpus:
+    return open_source("embedded")
+
+
+def test_the_embedded_corpus_has_code_and_prose_of_about_ten_megabytes(standard_library: Corpus) -> None:
+    names = [name for split in standard_library.readers.values() for name, _ in split()]
+    assert {"argparse.py", "argparse.py#docstrings", "json/decoder.py"} <= set(names)
+    assert len(names) == len(set(names))
+    assert 7e6 < standard_library.bytes < 14e6
+    assert not [name for name in names if "/test" in name or "encodings" in name]
+
+
+def test_the_embedded_validation_split_is_small_and_has_no_file_or_text_of_training(standard_library: Corpus) -> None:
+    train, validation = (dict(standard_library.readers[split]()) for split in ("train", "validation"))
+    assert not {name.split("#")[0] for name in train} & {name.split("#")[0] for name in validation}
+    assert not set(train.values()) & set(validation.values())
+    assert 0.5 * embedded.VALIDATION_BYTES < standard_library.sizes["validation"].bytes <= embedded.VALIDATION_BYTES
+    assert max(map(len, validation.values())) <= embedded.VALIDATION_FILE_BYTES
+
+
+def write_stdlib(root: Path) -> None:
+    (root / "json" / "tests").mkdir(parents=True)
+    (root / "pydoc_data").mkdir()
+    (root / "json" / "__init__.py").write_text('"""All of it."""\n')
+    (root / "json" / "tests" / "test_a.py").write_text("left = 'out'\n")
+    (root / "queue.py").write_bytes(
+        b'# -*- coding: latin-1 -*-\r\n# \xe4\r\nclass A:\r\n    "One."\r\n    def f(): "Two."\n'
+    )
+    (root / "bisect.py").write_text('a = "\\d"\n')
+    (root / "heapq.py").write_text("")
+    (root / "sched.py").write_text('a = "\\d"\n')
+    (root / "other.py").write_text("not = in the list\n")
+    (root / "pydoc_data" / "topics.py").write_text(
+        "__all__ = 'topics'\ntopics = {'if': 'The \"if\" statement'\n '.', 'for': 'Loops.'}\n"
+    )
+
+
+def test_embedded_documents_are_sources_docstrings_and_topics(tmp_path: Path) -> None:
+    """A stripped library, with a comment in Latin-1, an escape that the parser warns of, and one file twice."""
+    write_stdlib(tmp_path)
+    train, validation = embedded.documents(tmp_path)
+    assert dict(train + validation) == {
+        "bisect.py": 'a = "\\d"\n',
+        "json/__init__.py": '"""All of it."""\n',
+        "json/__init__.py#docstrings": "json\n\nAll of it.",
+        "queue.py": '# -*- coding: latin-1 -*-\n# ä\nclass A:\n    "One."\n    def f(): "Two."\n',
+        "queue.py#docstrings": "queue.A\n\nOne.\n\n\nqueue.A.f\n\nTwo.",
+        "pydoc_data/topics.py#if": 'The "if" statement.',
+        "pydoc_data/topics.py#for": "Loops.",
+    }
+
+
+def test_a_python_without_sources_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    assert_refused("embedded has no documents: this Python comes without the source", "embedded")
+
+
+# Files.
+
+
+def test_every_document_is_in_one_split_and_about_a_twentieth_in_validation(source: Path) -> None:
+    corpus = open_source(str(source))
+    train, validation = list(corpus.documents("train")), list(corpus.documents("validation"))
+    assert sorted(train + validation) == sorted(TEXTS)
+    assert 1 <= len(validation) <= 25
+    assert corpus.sizes["validation"] == (len(validation), sum(len(text.encode()) for text in validation))
+    assert corpus.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert list(corpus.documents("train")) == train
+    half = open_source(str(source), validation_fraction=0.5)
+    assert 70 < half.sizes["validation"].documents < 130
+    assert set(validation) < set(half.documents("validation"))
+
+
+def test_the_hash_follows_names_contents_and_the_split_but_not_the_place(source: Path, tmp_path: Path) -> None:
+    before = open_source(str(source)).hash
+    assert open_source(str(source)).hash == before
+    assert open_source(str(source), validation_fraction=0.5).hash != before
+    (tmp_path / "elsewhere").mkdir()
+    moved = source.rename(tmp_path / "elsewhere" / source.name)
+    assert open_source(str(moved)).hash == before
+    renamed = moved.rename(moved.with_stem("renamed")) if moved.is_file() else moved
+    if renamed is moved:
+        (moved / "000.txt").rename(moved / "0.txt")
+    assert open_source(str(renamed)).hash != before
+
+
+def test_the_hash_changes_with_one_character(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, TEXTS)
+    before = open_source(str(path)).hash
+    write_jsonl(path, [*TEXTS[:-1], TEXTS[-1] + "."])
+    assert open_source(str(path)).hash != before
+    assert len(before) == 64
+
+
+def test_equal_documents_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, TEXTS * 3)
+    corpus = open_source(str(path), validation_fraction=0.5)
+    assert not set(corpus.documents("train")) & set(corpus.documents("validation"))
+
+
+def test_two_documents_are_enough_for_both_splits(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, ["one", "two"])
+    corpus = open_source(str(path))
+    assert [size.documents for size in corpus.sizes.values()] == [1, 1]
+
+
+def test_one_text_file_is_cut_into_documents_at_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("".join(PARAGRAPHS), encoding="utf-8", newline="")
+    sections = list(files.sections(path))
+    assert "".join(sections) == "".join(PARAGRAPHS)
+    assert len(sections) > 5
+    assert all(section.endswith("\n\n") and len(section) < 9000 for section in sections)
+    corpus = open_source(str(path))
+    assert sorted([*corpus.documents("train"), *corpus.documents("validation")]) == sorted(sections)
+
+
+def test_one_text_file_without_blank_lines_is_cut_at_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    text = "A line.\r\n" * 10_000
+    path.write_text(text, encoding="utf-8", newline="")
+    sections = list(files.sections(path))
+    assert "".join(sections) == text
+    assert all(section.endswith("\r\n") and len(section) < 17_000 for section in sections)
+
+
+def test_the_last_of_several_parquet_files_is_for_validation(tmp_path: Path) -> None:
+    for shard in range(3):
+        write_parquet(tmp_path / f"shard_{shard}.parquet", TEXTS[shard * 50 : shard * 50 + 50])
+    (tmp_path / "SOURCE.txt").write_text("a note, not data")
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "z.parquet").write_text("hidden")
+    corpus = open_source(str(tmp_path))
+    assert list(corpus.documents("train")) == TEXTS[:100]
+    assert list(corpus.documents("validation")) == TEXTS[100:150]
+    assert corpus.describe() == f"{tmp_path}: 100 documents, 0.00 MB for training; 50 documents, 0.00 MB for validation"
+
+
+def test_another_field_can_hold_the_text_and_blank_documents_and_a_byte_order_mark_are_left_out(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "", " \n"], field="body")
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\n" + (tmp_path / "a.jsonl").read_bytes())
+    write_parquet(tmp_path / "a.parquet", [*TEXTS, "", " \n"], field="body")
+    for name in ("a.jsonl", "a.parquet"):
+        corpus = open_source(str(tmp_path / name), text_field="body")
+        assert sorted([*corpus.documents("train"), *corpus.documents("validation")]) == sorted(TEXTS)
+
+
+@pytest.mark.skipif(not TEXTBOOKS.is_dir(), reason="../shared/data/textbooks is absent")
+def test_the_textbooks_are_read_whole() -> None:
+    corpus = open_source(str(TEXTBOOKS))
+    assert sum(size.documents for size in corpus.sizes.values()) == 1676
+    assert corpus.bytes == pytest.approx(26.4e6, rel=0.01)
+
+
+# Errors: one line that names the path and the remedy.
+
+
+def assert_refused(start: str, source: Path | str, **options: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared below)
+        open_source(str(source), **options)
+    message = str(caught.value)
+    assert message.startswith(start)
+    assert "\n" not in message
+
+
+def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
+    assert_refused(f"{tmp_path}/none.txt does not exist: give", tmp_path / "none.txt")
+    assert_refused(f"{tmp_path} holds no .txt, .jsonl or .parquet file: put", tmp_path)
+    (tmp_path / "a.csv").write_text("a,b")
+    assert_refused(f"{tmp_path} holds no .txt, .jsonl or .parquet file: put", tmp_path)
+    assert_refused(f"{tmp_path}/a.csv is no .txt, .jsonl or .parquet file: convert", tmp_path / "a.csv")
+    for name in ("empty.txt", "empty.jsonl"):
+        (tmp_path / name).write_text(" \n")
+        assert_refused(f"{tmp_path}/{name} has no documents: give", tmp_path / name)
+    write_parquet(tmp_path / "empty.parquet", [])
+    assert_refused(f"{tmp_path}/empty.parquet has no documents: give", tmp_path / "empty.parquet")
+
+
+def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, ["only one"] * 3)
+    assert_refused(f"{path} has no documents left for train: give more documents", path)
+    write_parquet(tmp_path / "a.parquet", TEXTS)
+    write_parquet(tmp_path / "b.parquet", [])
+    assert_refused(f"{tmp_path} has no documents left for validation: of several Parquet files the last", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_text_that_is_not_utf8_is_refused_with_its_offset(name: str, tmp_path: Path) -> None:
+    data = b'{"text": "fine"}\n{"text": "caf\xe9"}\n'
+    (tmp_path / name).write_bytes(data)
+    offset = data.index(b"\xe9")
+    assert_refused(f"{tmp_path / name} is not UTF-8 at byte {offset}: convert", tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"text": ', "is not JSON (Expecting value): each"),
+        ("[1]", "is not a JSON object: each"),
+        ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text': the fields with text are: a, b"),
+        ('{"text": null}', "has no text in text_field='text': the fields with text are: none"),
+        ('{"text": "\\ud83d"}', "has half of a surrogate pair: repair"),
+    ],
+)
+def test_a_wrong_jsonl_line_is_refused_with_its_number(line: str, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{{"text": "fine"}}\n\n{line}\n', encoding="utf-8")
+    assert_refused(f"{path}, line 3 {problem}", path)
+
+
+def test_a_parquet_file_without_the_column_is_refused_with_the_columns_it_has(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, TEXTS, field="body")
+    assert_refused(f"{path} has no column text_field='text': its columns are: id, body", path)
+    assert_refused(f"{path}, column text_field='id' holds int64: name", path, text_field="id")
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    write_parquet(path, TEXTS)
+    data = path.read_bytes()
+    damaged = {
+        "cut": data[: len(data) // 2],
+        "zeroed pages": data[:8] + bytes(len(data) // 2) + data[8 + len(data) // 2 :],
+        "empty": b"",
+        "foreign": b"not a Parquet file at all",
+    }
+    for content in damaged.values():
+        path.write_bytes(content)
+        assert_refused(f"{path} is damaged or no Parquet file (", path)
+
+
+def test_parquet_rows_that_are_null_or_not_utf8_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    for value, problem in ((None, "is null: leave"), (b"caf\xe9", "is not UTF-8: write")):
+        array = pyarrow.array([b"fine", b"fine", value], pyarrow.binary()).view(pyarrow.string())
+        pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
+        assert_refused(f"{path}, row 2 {problem}", path)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions differ")
+def test_an_error_of_the_system_stays_one(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", str(source))
+
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", refuse)
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    with pytest.raises(PermissionError):
+        open_source(str(source))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"source": ""}, 'source="" names nothing: give'),
+        ({"text_field": ""}, 'text_field="" names nothing: give'),
+        ({"validation_fraction": 0.0}, "validation_fraction=0.0 is not between 0 and 1: give"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0 is not between 0 and 1: give"),
+        ({"validation_fraction": float("nan")}, "validation_fraction=nan is not between 0 and 1: give"),
+    ],
+)
+def test_nonsense_options_are_refused(options: dict[str, str | float], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        DataConfig(**options)

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.data import Tokenizer
+
+TEXT = [Path(json.__file__).read_text(encoding="utf-8"), "Ein paar Sätze, ein paar Wörter: größer, weiter, höher. " * 9]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(TEXT, 512)
+
+
+# Characters that the split pattern treats apart, in every mixture; st.text() alone seldom puts two of them together.
+_MIXTURES = st.text(st.sampled_from("aÅ漢 \t\n\r\x0b\x85\u00a0\u2028'sS12½-<|>_é\u0301\u200d😀\0"))
+
+
+@given(st.one_of(st.text(), _MIXTURES))
+def test_decoding_undoes_encoding_for_any_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode_bytes(ids) == text.encode()
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.encode_batch([text, "x", text]) == [ids, tokenizer.encode("x"), ids]
+
+
+@pytest.mark.parametrize("text", [" ", "\n", "\t ", " \n", "a", "-", "0"])
+def test_a_million_equal_characters_are_encoded(tokenizer: Tokenizer, text: str) -> None:
+    """A stack overflow in the matcher used to end the process on long runs of blanks."""
+    ids = tokenizer.encode(text * 1_000_000)
+    assert tokenizer.decode_bytes(ids) == (text * 1_000_000).encode()
+
+
+def test_training_survives_a_million_blanks() -> None:
+    assert Tokenizer.train([" " * 1_000_000], 260).encode(" " * 8) == [258]
+
+
+def test_training_is_deterministic_and_order_of_texts_does_not_matter() -> None:
+    first, second = Tokenizer.train(TEXT, 400), Tokenizer.train(reversed(TEXT), 400)
+    assert [first.decode_bytes([i]) for i in range(400)] == [second.decode_bytes([i]) for i in range(400)]
+
+
+def test_bos_is_the_last_id_and_no_text_encodes_to_it(tokenizer: Tokenizer) -> None:
+    assert tokenizer.bos == tokenizer.vocab_size - 1 == 511
+    ids = tokenizer.encode("<|bos|>")
+    assert tokenizer.bos not in ids
+    assert tokenizer.decode(ids) == tokenizer.decode([tokenizer.bos]) == "<|bos|>"
+    assert tokenizer.token_bytes()[tokenizer.bos] == 0
+    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,)
+
+
+def test_a_character_cut_in_two_is_shown_as_replaced(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode_bytes(list("漢".encode())[:2]) == "漢".encode()[:2]
+    assert tokenizer.decode(list("漢".encode())[:2]) == "\ufffd"
+
+
+def test_merges_shorten_text(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer.encode(TEXT[0])) < 0.6 * len(TEXT[0])
+
+
+def test_the_smallest_vocabulary_is_the_bytes(tokenizer: Tokenizer) -> None:
+    assert Tokenizer.train(TEXT, 257).encode("né") == list("né".encode())
+
+
+def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size=256 is too small: give at least 257"):
+        Tokenizer.train(TEXT, 256)
+
+
+@pytest.mark.parametrize(("texts", "largest"), [([], 257), (["abab"], 259)])
+def test_a_vocabulary_too_large_for_the_text_is_refused_with_the_largest_possible(
+    texts: list[str], largest: int
+) -> None:
+    with pytest.raises(ValueError, match=rf"vocab_size=300 is too large for this text: it supports at most {largest};"):
+        Tokenizer.train(texts, 300)
+    assert Tokenizer.train(texts, largest).vocab_size == largest
+
+
+def test_loading_undoes_saving(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    loaded = Tokenizer.load(path)
+    assert loaded.vocab_size == tokenizer.vocab_size
+    assert loaded.encode_batch(TEXT) == tokenizer.encode_batch(TEXT)
+    np.testing.assert_array_equal(loaded.token_bytes(), tokenizer.token_bytes())
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == path.read_bytes()
+
+
+def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(path)
+    content = path.read_text(encoding="utf-8")
+    record = json.loads(content)
+    damaged = {
+        "not JSON": content[: len(content) // 2].encode(),
+        'no "format"': b"[1, 2]",
+        'no "format" ': b'{"model": {"type": "BPE"}}',
+        "not JSON ": b"\xff\xfe\x00",
+        "version 7": json.dumps(record | {"version": 7}).encode(),
+        "is damaged": content.replace('"th"', '"ht"').encode(),
+        "is damaged ": json.dumps(record | {"merges": record["merges"][:-1]}).encode(),
+    }
+    for reason, data in damaged.items():
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=reason.strip()) as caught:
+            Tokenizer.load(path)
+        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
