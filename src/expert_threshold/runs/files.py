@@ -1,0 +1,50 @@
+"""Files that are either whole or absent: written beside their place, flushed to the disk, then renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
+    """Strict JSON, which has no NaN and no infinity: `ValueError` if `value` holds one. Floats survive exactly."""
+    return json.dumps(value, indent=indent, allow_nan=False)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Anything else reads as an empty one, which no check of a format lets pass."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def sync_folder(path: Path) -> None:
+    """Flushes the folder's list of names to the disk, without which a rename does not outlive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes `path` so that its readers, at any time, see the old content or the new; `OSError` leaves the old."""
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        write_synced(temporary, content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -1,0 +1,148 @@
+"""A run folder: everything that one training run wrote, and all that is needed to resume or to repeat it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..data import Tokenizer
+from . import checkpoint
+from .checkpoint import Checkpoint
+from .files import read_json, replace_file, to_json
+from .lock import exclusive
+from .metrics import Metrics
+
+FORMAT = "expert-threshold run"
+VERSION = 1
+
+
+class RunFolder:
+    """The files of one run.
+
+        config.json             the whole resolved configuration
+        metrics.jsonl           one JSON object a line
+        tokenizer.json
+        checkpoints/step_000100/
+        samples/
+        report.html
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Names a folder and touches nothing: use `create` or `open`."""
+        self.path = path
+        self.metrics = Metrics(path / "metrics.jsonl")
+        self.tokenizer_path = path / "tokenizer.json"
+        self.samples = path / "samples"
+        self.report = path / "report.html"
+        self._config_path = path / "config.json"
+        self._checkpoints = path / "checkpoints"
+
+    @classmethod
+    def create(cls, path: str | Path) -> RunFolder:
+        """Makes an empty run folder. `ValueError` if something is there already: no run is ever written over."""
+        if not str(path):
+            raise ValueError("--out is empty; name a folder")
+        path = Path(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ValueError(f"--out {path}: already exists; continue it with --resume {path}, or name another --out")
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """Opens a run that exists. `ValueError` if `path` is none, or one that this program cannot read."""
+        run = cls(Path(path))
+        if not run.path.is_dir():
+            raise ValueError(f"{path}: no such run folder; name the --out of an earlier `et train`")
+        if not run._config_path.is_file():
+            raise ValueError(f"{path}: not a run folder (no config.json); name the --out of an earlier `et train`")
+        run._read_config()
+        return run
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Held by whoever trains. `ValueError` that names the holder while another process trains the same run."""
+        with exclusive(self.path / ".lock"):
+            yield
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What `write_config` was given."""
+        return {key: value for key, value in self._read_config().items() if key not in ("format", "version")}
+
+    def section(self, name: str) -> dict[str, Any]:
+        """A section of the configuration. `ValueError` if it is missing, or no object."""
+        section = self.config.get(name)
+        if not isinstance(section, dict):
+            raise ValueError(
+                f"{self._config_path}: section {name!r} is missing or damaged; restore the file from a copy, "
+                "or train again"
+            )
+        return section
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        assert not {"format", "version"} & config.keys()
+        text = to_json({"format": FORMAT, "version": VERSION, **config}, indent=2) + "\n"
+        replace_file(self._config_path, text.encode())
+
+    def _read_config(self) -> dict[str, Any]:
+        config = read_json(self._config_path)
+        if config.get("format") != FORMAT:
+            raise ValueError(
+                f"{self._config_path}: not written by expert-threshold, or damaged; name the --out of an `et train`"
+            )
+        if config.get("version") != VERSION:
+            raise ValueError(
+                f"{self._config_path}: format version {config.get('version')}, but this program reads {VERSION}; "
+                "use the version of expert-threshold that wrote it"
+            )
+        return config
+
+    def tokenizer(self) -> Tokenizer:
+        if not self.tokenizer_path.is_file():
+            raise ValueError(f"{self.tokenizer_path}: the file is missing; restore it from a copy, or train again")
+        return Tokenizer.load(self.tokenizer_path)
+
+    def checkpoints(self) -> list[int]:
+        """The saved steps, oldest first."""
+        return checkpoint.saved_steps(self._checkpoints)
+
+    def latest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint; None before the first."""
+        return max(self.checkpoints(), default=None)
+
+    def save_checkpoint(
+        self,
+        step: int,
+        tensors: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        keep: int | None = None,
+    ) -> None:
+        """Saves `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys), whole or not at all.
+
+        `keep`: how many of the newest checkpoints stay; None keeps all. A step that is already saved is left as it is.
+        Raises `OSError` when the disk is full; everything saved before is unharmed then.
+        """
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: at least 1 checkpoint must stay; None keeps all")
+        checkpoint.write(self._checkpoints, step, tensors, state)
+        if keep is not None:
+            checkpoint.prune(self._checkpoints, keep, newest=step)
+
+    def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
+        """The checkpoint of `step`, or the newest, verified against its manifest; of its tensors only `parts`, if any.
+
+        Raises `ValueError` that names the damaged or missing file and the checkpoint to fall back on.
+        """
+        steps = self.checkpoints()
+        if not steps:
+            raise ValueError(f"{self.path}: no checkpoint was saved yet; train it longer")
+        if step is None:
+            step = steps[-1]
+        if step not in steps:
+            raise ValueError(f"{self.path}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
+        return checkpoint.read(self._checkpoints, step, parts)

@@ -1,0 +1,35 @@
+"""The trained model of a run folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..data import Tokenizer
+from ..model import GPT, GPTConfig
+from .folder import RunFolder
+
+
+def load_model(
+    run: str | Path,
+    step: int | None = None,
+    device: str | torch.device = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[GPT, Tokenizer]:
+    """The model of a run as saved at `step`, or last, in evaluation mode, and the run's tokenizer.
+
+    Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign.
+    """
+    folder = RunFolder.open(run)
+    config = folder.section("model")
+    weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_dict(config), compute_dtype=compute_dtype)
+    model.to_empty(device=device)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{folder.path}: checkpoint and config.json disagree: {reason}") from error
+    return model.eval(), folder.tokenizer()

@@ -1,0 +1,73 @@
+"""One trainer per run folder: a lock file that names its holder."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+# Tells this process from an earlier one with the same number: in containers every start gets the same.
+_PROCESS = uuid.uuid4().hex
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Holds the lock file `path`. A lock whose holder has died is taken over.
+
+    Raises `ValueError` that names the holder while another trainer, also one of this process, has it.
+    """
+    claim = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "process": _PROCESS}).encode()
+    while True:
+        try:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            break
+        except FileExistsError:
+            _remove_if_stale(path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(claim)
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _remove_if_stale(path: Path) -> None:
+    """Removes a dead holder's lock; `ValueError` if the holder lives or cannot be asked."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    try:
+        holder = json.loads(content)
+        pid, host, process = int(holder["pid"]), str(holder["host"]), holder["process"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}: in use by another trainer; if none runs, delete this file") from None
+    if host != socket.gethostname() or (_runs(pid) and (pid != os.getpid() or process == _PROCESS)):
+        raise ValueError(
+            f"{path.parent}: process {pid} on {host} is training this run; stop it first, "
+            f"or delete {path} if it is gone"
+        )
+    # Moved before it is removed: of two processes that found the same dead holder, the slower one may have moved the
+    # faster one's fresh lock, and must give it back.
+    moved = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
+    try:
+        os.rename(path, moved)
+        if moved.read_bytes() != content:
+            os.link(moved, path)
+        moved.unlink()
+    except (FileNotFoundError, FileExistsError):
+        moved.unlink(missing_ok=True)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs, as another user
+        return True
+    return True

@@ -1,0 +1,80 @@
+"""`metrics.jsonl`: one JSON object a line, each with its `step` and its `split`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .files import replace_file, to_json
+
+log = logging.getLogger(__name__)
+
+
+class Metrics:
+    """What a run measured, in the order of measuring. Another process may read the file while a trainer appends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Adds one line in one write. JSON has no NaN and no infinity: they become null. `OSError` adds nothing."""
+        assert isinstance(record["step"], int), record["step"]
+        assert isinstance(record["split"], str), record["split"]
+        line = (to_json(_finite(record)) + "\n").encode()
+        with self.path.open("ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(line) < len(line):  # a full disk takes a part and fails only at the next write
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every record. A torn last line, left by a crash or half written just now, is left out and logged.
+
+        Raises `ValueError` for damage anywhere else, naming the line.
+        """
+        if not self.path.exists():
+            return []
+        # What follows the last newline is torn even when it parses: 12 may be the beginning of 123.
+        *lines, torn = self.path.read_bytes().split(b"\n")
+        records = [_parse(line) for line in lines]
+        if records and records[-1] is None and not torn:  # a loss of power may leave zeros and a newline
+            torn = lines.pop()
+        if torn:
+            log.warning("%s: line %d is torn and was left out", self.path, len(lines) + 1)
+        whole = []
+        for number, record in enumerate(records[: len(lines)], start=1):
+            if record is None:
+                raise ValueError(f"{self.path}: line {number} is damaged; delete that line to go on without it")
+            whole.append(record)
+        return whole
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the lines of later steps and a torn last line, so that a run resumed from `step` writes them anew."""
+        kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
+        replace_file(self.path, "".join(kept).encode())
+
+
+def _finite(value: Any) -> Any:
+    """`value` with null for every float that JSON cannot hold."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = isinstance(record, dict) and isinstance(record.get("step"), int) and isinstance(record.get("split"), str)
+    return record if whole else None

@@ -1,0 +1,320 @@
+"""Checkpoints are there whole or not at all, and no damage to them goes unnoticed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from expert_threshold.runs import Checkpoint, RunFolder, checkpoint
+
+TENSORS = {
+    "model": {
+        "weight": torch.arange(6.0).reshape(2, 3).T,  # not contiguous
+        "half": torch.tensor([1.5, float("nan")], dtype=torch.bfloat16),
+        "steps": torch.tensor(3),
+        "empty": torch.zeros(0, 4),
+    },
+    "optimizer": {"b.momentum": torch.eye(2)[1], "random": torch.arange(5, dtype=torch.uint8)},
+}
+STATE = {"position": {"epoch": 1, "offset": 12}, "loss": 0.1 + 0.2, "name": "σ"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    """A run with whole checkpoints of steps 50 and 100."""
+    run = RunFolder.create(tmp_path / "run")
+    run.write_config({})
+    run.save_checkpoint(50, TENSORS, {**STATE, "step": 50})
+    run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
+    return run
+
+
+def names(run: RunFolder) -> list[str]:
+    return sorted(path.name for path in (run.path / "checkpoints").iterdir())
+
+
+def assert_same(found: Checkpoint, step: int) -> None:
+    assert (found.step, found.state) == (step, {**STATE, "step": step})
+    assert found.tensors.keys() == TENSORS.keys()
+    for part, named in TENSORS.items():
+        assert found.tensors[part].keys() == named.keys()
+        for name, tensor in named.items():
+            assert found.tensors[part][name].dtype == tensor.dtype
+            torch.testing.assert_close(found.tensors[part][name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_checkpoint_loads_as_it_was_saved(run: RunFolder) -> None:
+    assert_same(run.load_checkpoint(), 100)
+    assert_same(run.load_checkpoint(50), 50)
+
+
+def test_only_the_parts_asked_for_are_read(run: RunFolder) -> None:
+    (run.path / "checkpoints/step_000100/optimizer.safetensors").unlink()
+    assert run.load_checkpoint(parts=("model",)).tensors.keys() == {"model"}
+    with pytest.raises(ValueError, match="holds no controller"):
+        run.load_checkpoint(parts=("model", "controller"))
+
+
+def test_a_loaded_tensor_does_not_write_through_to_the_file(run: RunFolder) -> None:
+    run.load_checkpoint().tensors["model"]["weight"].zero_()
+    assert_same(run.load_checkpoint(), 100)
+
+
+def test_every_file_of_a_checkpoint_has_the_mode_of_an_ordinary_file(run: RunFolder) -> None:
+    files = [path for path in (run.path / "checkpoints").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode for path in files} == {(run.path / "config.json").stat().st_mode}
+
+
+def test_steps_are_ordered_as_numbers(run: RunFolder) -> None:
+    run.save_checkpoint(1_000_000, {}, {})
+    assert run.checkpoints() == [50, 100, 1_000_000]
+    assert run.latest_checkpoint() == 1_000_000
+
+
+def test_a_run_without_checkpoints_says_so(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "new")
+    assert run.latest_checkpoint() is None
+    with pytest.raises(ValueError, match="no checkpoint was saved yet"):
+        run.load_checkpoint()
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match="no checkpoint of step 70; there are 50, 100"):
+        run.load_checkpoint(70)
+
+
+# Damage
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_one_flipped_bit_anywhere_is_noticed(run: RunFolder, data: st.DataObject) -> None:
+    folder = run.path / "checkpoints/step_000100"
+    path = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    content = bytearray(path.read_bytes())
+    whole = bytes(content)
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    try:
+        with pytest.raises(ValueError, match=r"step_000100/.*; remove .*step_000100 to fall back on step_000050"):
+            run.load_checkpoint()
+    finally:
+        path.write_bytes(whole)
+
+
+def test_the_flipped_bit_is_what_was_noticed(run: RunFolder) -> None:
+    path = run.path / "checkpoints/step_000100/model.safetensors"
+    path.write_bytes(path.read_bytes())
+    assert_same(run.load_checkpoint(), 100)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "optimizer.safetensors"])
+def test_a_missing_or_cut_file_is_named_with_the_checkpoint_to_fall_back_on(run: RunFolder, name: str) -> None:
+    path = run.path / "checkpoints/step_000100" / name
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=rf"{name}: .*damaged.*step_000050, which is whole") as error:
+        run.load_checkpoint()
+    assert "\n" not in str(error.value)
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{name}: the file is missing.*step_000050, which is whole"):
+        run.load_checkpoint()
+
+
+def test_the_remedy_of_a_damaged_checkpoint_works(run: RunFolder) -> None:
+    (run.path / "checkpoints/step_000100/state.json").unlink()
+    with pytest.raises(ValueError, match="remove") as error:
+        run.load_checkpoint()
+    shutil.rmtree(str(error.value).split("remove ")[1].split(" to fall back")[0])
+    assert_same(run.load_checkpoint(), 50)
+
+
+def test_a_damaged_checkpoint_is_not_offered_as_the_one_to_fall_back_on(run: RunFolder) -> None:
+    for step in run.checkpoints():
+        (run.path / f"checkpoints/step_{step:06d}/state.json").unlink()
+    with pytest.raises(ValueError, match="no earlier checkpoint is whole"):
+        run.load_checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "pytorch"}, "not a checkpoint of expert-threshold"),
+        ({"version": 2}, "format version 2"),
+        ({"step": 99}, "damaged"),
+        ({"files": {}}, "damaged"),
+        ({"files": []}, "damaged"),
+        ({"files": {"state.json": 1}}, "damaged"),
+        ({"files": {"state.json": {"size": None, "sha256": ""}}}, "damaged"),
+        ({"files": {"state.json": {"size": 1}}}, "damaged"),
+    ],
+)
+def test_a_foreign_manifest_is_refused(run: RunFolder, change: dict[str, object], message: str) -> None:
+    path = run.path / "checkpoints/step_000100/manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        run.load_checkpoint()
+
+
+@pytest.mark.parametrize("name", ["../step_000050/model.safetensors", "/etc/passwd", "a/b.safetensors", "code.pkl", ""])
+def test_a_manifest_cannot_lead_out_of_its_folder(run: RunFolder, name: str) -> None:
+    path = run.path / "checkpoints/step_000100/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"]["model.safetensors"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="which is no file of a checkpoint"):
+        run.load_checkpoint()
+
+
+def test_a_part_that_is_no_safetensors_file_is_refused_though_its_hash_is_right(run: RunFolder) -> None:
+    folder = run.path / "checkpoints/step_000100"
+    (folder / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"] = checkpoint._fingerprint(folder / "model.safetensors")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="remove"):
+        run.load_checkpoint()
+
+
+# Failures while saving
+
+
+@pytest.mark.parametrize("size", [0, 40, 200, 400])
+def test_a_full_disk_while_saving_harms_nothing_that_was_saved(run: RunFolder, size: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        with pytest.raises(OSError, match=r"too large"):
+            run.save_checkpoint(150, TENSORS, STATE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(run) == ["step_000050", "step_000100"]
+    assert_same(run.load_checkpoint(), 100)
+
+
+@pytest.mark.parametrize("function", ["_write_tensors", "_fingerprint", "write_synced", "sync_folder"])
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), RuntimeError("bug")]
+)
+def test_a_failure_at_any_stage_leaves_the_earlier_checkpoints_alone(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch, function: str, failure: BaseException
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(checkpoint, function, fail)
+    with pytest.raises(type(failure)):
+        run.save_checkpoint(150, TENSORS, STATE, keep=1)
+    monkeypatch.undo()
+    assert names(run) == ["step_000050", "step_000100"]
+    assert_same(run.load_checkpoint(), 100)
+
+
+def test_a_disk_that_fills_inside_safetensors_is_an_operating_system_error(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(OSError, match=r"model\.safetensors: .*No space left"):
+        run.save_checkpoint(150, TENSORS, STATE)
+
+
+def test_a_save_that_is_killed_at_any_point_leaves_every_checkpoint_whole(run: RunFolder) -> None:
+    # A child per point: it dies at its n-th use of the file system.
+    program = """if True:
+        import os, shutil, signal, sys
+        import torch
+        from expert_threshold.runs import RunFolder
+
+        original, work = sys.argv[1:]
+        killed = 0
+        while True:
+            shutil.rmtree(work, ignore_errors=True)
+            shutil.copytree(original, work)
+            child = os.fork()
+            if child == 0:
+                seen = 0
+
+                def kill(event, arguments):
+                    global seen
+                    if event == "open" or (event.startswith(("os.", "shutil.")) and event != "os.kill"):
+                        seen += 1
+                        if seen > killed:
+                            os.kill(os.getpid(), signal.SIGKILL)
+
+                tensors, run = {"model": {"w": torch.ones(4)}}, RunFolder.open(work)
+                sys.addaudithook(kill)
+                run.save_checkpoint(150, tensors, {}, keep=1)
+                os._exit(0)
+            _, status = os.waitpid(child, 0)
+            run = RunFolder.open(work)
+            assert run.checkpoints(), killed
+            for step in run.checkpoints():
+                run.load_checkpoint(step)
+            assert {100, 150} & set(run.checkpoints()), killed
+            if status == 0:
+                break
+            assert os.WIFSIGNALED(status), status
+            run.save_checkpoint(200, {}, {})
+            assert not [name for name in os.listdir(work + "/checkpoints") if not name.startswith("step_")]
+            killed += 1
+        print(killed)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", program, run.path, run.path.with_name("work")],
+        stdout=subprocess.PIPE, text=True, check=True,
+    )
+    assert int(process.stdout) > 10
+
+
+# Saving again, and removing old ones
+
+
+def test_what_a_killed_save_left_behind_is_ignored_and_cleared_away(run: RunFolder) -> None:
+    shutil.copytree(run.path / "checkpoints/step_000100", run.path / "checkpoints/.tmp-step_000150")
+    assert run.latest_checkpoint() == 100
+    run.save_checkpoint(200, TENSORS, STATE)
+    assert names(run) == ["step_000050", "step_000100", "step_000200"]
+
+
+def test_a_step_that_is_saved_twice_stays_as_it_is(run: RunFolder) -> None:
+    before = (run.path / "checkpoints/step_000100").stat().st_ino
+    run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
+    assert (run.path / "checkpoints/step_000100").stat().st_ino == before
+
+
+def test_saving_a_step_again_replaces_a_damaged_checkpoint(run: RunFolder) -> None:
+    (run.path / "checkpoints/step_000100/state.json").unlink()
+    run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
+    assert_same(run.load_checkpoint(), 100)
+
+
+def test_only_the_newest_are_kept(run: RunFolder) -> None:
+    run.save_checkpoint(150, TENSORS, {**STATE, "step": 150}, keep=2)
+    assert names(run) == ["step_000100", "step_000150"]
+    run.save_checkpoint(200, TENSORS, {**STATE, "step": 200}, keep=1)
+    assert names(run) == ["step_000200"]
+
+
+def test_the_checkpoint_just_saved_is_kept_though_others_have_later_steps(run: RunFolder) -> None:
+    run.save_checkpoint(70, TENSORS, {**STATE, "step": 70}, keep=1)
+    assert names(run) == ["step_000070", "step_000100"]
+
+
+def test_keeping_none_is_refused(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match="keep=0: at least 1"):
+        run.save_checkpoint(150, TENSORS, STATE, keep=0)
+    assert run.latest_checkpoint() == 100

@@ -1,0 +1,324 @@
+"""The run folder: its configuration, metrics, lock and trained model."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.routing import ExpertThreshold
+from expert_threshold.runs import Metrics, RunFolder, load_model
+
+CONFIG = {"model": {"layers": 2}, "seed": 0, "note": "σ(r)"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    run = RunFolder.create(tmp_path / "runs" / "first")
+    run.write_config(CONFIG)
+    return run
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """The operating system itself fails larger writes, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_configuration_reads_back_as_written(run: RunFolder) -> None:
+    assert RunFolder.open(run.path).config == CONFIG
+
+
+def test_the_configuration_file_says_what_it_is(run: RunFolder) -> None:
+    assert json.loads((run.path / "config.json").read_text())["format"] == "expert-threshold run"
+
+
+def test_the_configuration_holds_no_nan(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        run.write_config({"learning_rate": float("nan")})
+    assert run.config == CONFIG
+
+
+def test_a_full_disk_leaves_the_old_configuration(run: RunFolder) -> None:
+    with files_no_larger_than(50), pytest.raises(OSError, match="too large"):
+        run.write_config({"seed": 1})
+    assert run.config == CONFIG
+    assert [path.name for path in run.path.iterdir()] == ["config.json"]
+
+
+def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
+    assert RunFolder.create(tmp_path).path == tmp_path
+
+
+def test_an_existing_run_is_refused_with_both_ways_out(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match=r"already exists.*--resume .*first.*--out"):
+        RunFolder.create(run.path)
+    assert run.config == CONFIG
+
+
+def test_no_name_is_no_folder() -> None:
+    with pytest.raises(ValueError, match="--out is empty"):
+        RunFolder.create("")
+
+
+def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="already exists"):
+        RunFolder.create(tmp_path / "file")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "not a run folder"),
+        ("{", "config.json: not written by expert-threshold, or damaged"),
+        ("[]", "config.json: not written by expert-threshold, or damaged"),
+        ("[" * 100_000, "config.json: not written by expert-threshold, or damaged"),
+        ('{"model_type": "llama"}', "not written by expert-threshold"),
+        ('{"format": "expert-threshold run", "version": 2}', "format version 2"),
+    ],
+)
+def test_a_foreign_folder_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        RunFolder.open(tmp_path)
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such run folder"):
+        RunFolder.open(tmp_path / "absent")
+
+
+def test_a_missing_tokenizer_is_named(run: RunFolder) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json: the file is missing"):
+        run.tokenizer()
+
+
+# Metrics
+
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+values = st.recursive(
+    st.none() | st.booleans() | numbers | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+records = st.lists(
+    st.builds(
+        lambda rest, step, split: {**rest, "step": step, "split": split},
+        st.dictionaries(st.text(), values, max_size=3),
+        st.integers(0, 9),
+        st.sampled_from(["train", "validation"]),
+    ),
+    max_size=5,
+)
+
+
+def metrics_with(folder: Path, lines: list[dict[str, Any]]) -> Metrics:
+    metrics = Metrics(folder / "metrics.jsonl")
+    metrics.path.unlink(missing_ok=True)
+    for line in lines:
+        metrics.append(line)
+    return metrics
+
+
+@given(lines=records)
+def test_metrics_read_back_as_appended(tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]]) -> None:
+    assert metrics_with(tmp_path_factory.getbasetemp(), lines).read() == lines
+
+
+@given(lines=records, step=st.integers(-1, 10))
+def test_truncation_keeps_the_lines_up_to_the_step(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], step: int
+) -> None:
+    metrics = metrics_with(tmp_path_factory.getbasetemp(), lines)
+    metrics.truncate_after(step)
+    assert metrics.read() == [line for line in lines if line["step"] <= step]
+
+
+@given(lines=records, cut=st.integers(0, 10_000))
+def test_a_file_cut_anywhere_loses_only_its_last_line(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[dict[str, Any]], cut: int
+) -> None:
+    metrics = metrics_with(tmp_path_factory.getbasetemp(), lines)
+    content = metrics.path.read_bytes()[:cut] if lines else b""
+    metrics.path.write_bytes(content)
+    logging.disable(logging.WARNING)
+    try:
+        assert metrics.read() == lines[: content.count(b"\n")]
+        metrics.truncate_after(9)
+    finally:
+        logging.disable(logging.NOTSET)
+    metrics.append({"step": 10, "split": "train"})
+    assert metrics.read() == [*lines[: content.count(b"\n")], {"step": 10, "split": "train"}]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    line = {"step": 1, "split": "train", "loss": float("nan"), "layers": {"1": {"cutoff": [float("inf"), 0.5]}}}
+    metrics = metrics_with(tmp_path, [line])
+    assert "NaN" not in metrics.path.read_text()
+    assert metrics.read() == [{**line, "loss": None, "layers": {"1": {"cutoff": [None, 0.5]}}}]
+
+
+def test_a_run_without_metrics_has_none(tmp_path: Path) -> None:
+    assert Metrics(tmp_path / "metrics.jsonl").read() == []
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 2, "spl', b'{"step": 2, "split": "train"}', b"\0\0\0\n", b"\xff"])
+def test_a_torn_last_line_is_left_out_and_reported(
+    tmp_path: Path, torn: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = metrics_with(tmp_path, [{"step": 1, "split": "train"}])
+    with metrics.path.open("ab") as file:
+        file.write(torn)
+    assert metrics.read() == [{"step": 1, "split": "train"}]
+    assert "line 2 is torn" in caplog.text
+
+
+def test_whole_metrics_report_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    metrics_with(tmp_path, [{"step": 1, "split": "train"}]).read()
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"", b"[1]", b'{"step": 1}', b'{"step": "1", "split": "train"}'])
+def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path, damaged: bytes) -> None:
+    metrics = metrics_with(tmp_path, [{"step": 1, "split": "train"}])
+    content = metrics.path.read_bytes()
+    metrics.path.write_bytes(content + damaged + b"\n" + content)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is damaged"):
+        metrics.read()
+
+
+def test_a_full_disk_adds_no_part_of_a_line(tmp_path: Path) -> None:
+    metrics = metrics_with(tmp_path, [{"step": 1, "split": "train"}])
+    before = metrics.path.read_bytes()
+    for room in (0, 5):
+        with files_no_larger_than(len(before) + room), pytest.raises(OSError, match=r"too large|No space"):
+            metrics.append({"step": 2, "split": "train"})
+        assert metrics.path.read_bytes() == before
+
+
+# Lock
+
+
+def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: RunFolder) -> None:
+    with run.lock():
+        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is training this run"), run.lock():
+            pass
+        with pytest.raises(ValueError, match="is training"), RunFolder.open(run.path).lock():
+            pass
+    with run.lock():
+        pass
+    assert not (run.path / ".lock").exists()
+
+
+def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(run: RunFolder) -> None:
+    program = """if True:
+        import sys, time
+        from pathlib import Path
+        from expert_threshold.runs import RunFolder
+        with RunFolder.open(sys.argv[1]).lock():
+            print("locked", flush=True)
+            time.sleep(60)
+    """
+    with subprocess.Popen([sys.executable, "-c", program, run.path], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(ValueError, match=f"process {other.pid} "), run.lock():
+            pass
+        other.kill()
+    with run.lock():
+        pass
+
+
+def test_an_earlier_process_of_the_same_number_does_not_hold_the_lock(run: RunFolder) -> None:
+    with run.lock():
+        claim = json.loads((run.path / ".lock").read_text())
+    (run.path / ".lock").write_text(json.dumps({**claim, "process": "earlier"}))
+    with run.lock():
+        pass
+    assert [path.name for path in run.path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": 1, "host": "elsewhere", "process": "x"}'])
+def test_a_lock_that_cannot_be_judged_is_respected_and_named(run: RunFolder, content: str) -> None:
+    (run.path / ".lock").write_text(content)
+    with pytest.raises(ValueError, match=r"delete .*"), run.lock():
+        pass
+    assert (run.path / ".lock").read_text() == content
+
+
+# The trained model
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, GPT]:
+    run = RunFolder.create(tmp_path_factory.mktemp("trained"))
+    rule = ExpertThreshold(num_experts=4, experts_per_token=1, warmup_steps=0)
+    config = GPTConfig(
+        vocab_size=257, context=16, layers=2, d_model=16, heads=2, kv_heads=2, d_expert=8, d_feed_forward=16, rule=rule
+    )
+    torch.manual_seed(0)
+    model = GPT(config)
+    tokens = torch.randint(257, (2, 16))
+    for weight in model.parameters():  # the zero-initialised ones too: every tensor must come back
+        weight.data.normal_()
+    run.write_config({"model": config.to_dict()})
+    Tokenizer.train(["abc"], 257).save(run.tokenizer_path)
+    for step in (1, 2):
+        model.update_rules(model(tokens).observations)
+        run.save_checkpoint(step, {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}, {})
+    return run, model
+
+
+def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: tuple[RunFolder, GPT]) -> None:
+    run, model = trained
+    loaded, tokenizer = load_model(run.path)
+    assert tokenizer.vocab_size == 257
+    assert not any(module.training for module in loaded.modules())
+    expected, found = model.state_dict(), loaded.state_dict()
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    tokens = torch.arange(16)[None]
+    torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=0)
+
+
+def test_an_earlier_step_can_be_loaded(trained: tuple[RunFolder, GPT]) -> None:
+    run, _ = trained
+    updates = [load_model(run.path, step)[0].moe_layers()[0][1].router.state.step for step in (1, 2, None)]
+    assert updates == [1, 2, 2]
+
+
+def test_weights_that_the_configuration_does_not_describe_are_refused(
+    trained: tuple[RunFolder, GPT], tmp_path: Path
+) -> None:
+    run, model = trained
+    other = RunFolder.create(tmp_path / "other")
+    other.write_config(run.config)
+    weights = model.state_dict()
+    del weights["head.weight"]
+    other.save_checkpoint(1, {"model": weights}, {})
+    with pytest.raises(ValueError, match=r"config\.json disagree.*head\.weight") as error:
+        load_model(other.path)
+    assert "\n" not in str(error.value)
