@@ -1,0 +1,60 @@
+"""How long, how fast and on what a run trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+DeviceName = Literal["auto", "cpu", "cuda", "mps"]
+DtypeName = Literal["auto", "float32", "bfloat16"]
+TrackerName = Literal["none", "tensorboard", "trackio"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop. The length of a sequence is the model's context. Intervals count optimizer steps."""
+
+    # Optimizer steps.
+    steps: int = 1000
+    # Sequences in a micro-batch.
+    batch_size: int = 8
+    # Micro-batches in an optimizer step.
+    accumulation: int = 1
+    # Seed of the weights and of the order of the documents.
+    seed: int = 0
+    # Where to compute; auto is cuda where there is one, else cpu.
+    device: DeviceName = "auto"
+    # Type of the matrix products; auto is bfloat16 where the hardware multiplies it, else float32.
+    dtype: DtypeName = "auto"
+    # Compute activations again in the backward pass, to save memory.
+    activation_checkpointing: bool = False
+    # Steps between two lines of training metrics.
+    log_every: int = 10
+    # Steps between two validations, one more at the end; None is off.
+    eval_every: int | None = 250
+    # Tokens of the validation split to evaluate on; None is all.
+    eval_tokens: int | None = None
+    # Steps between two samples of text, one more at the end; None is off.
+    sample_every: int | None = None
+    # Steps between two checkpoints, one more at the end; None is only at the end.
+    checkpoint_every: int | None = 250
+    # How many of the newest checkpoints stay; None keeps all.
+    keep_checkpoints: int | None = None
+    # Where metrics go beside metrics.jsonl.
+    track: TrackerName = "none"
+    # CPU threads; None is torch's default.
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a value that cannot train."""
+        for name in ("steps", "batch_size", "accumulation", "log_every"):
+            if not (type(vars(self)[name]) is int and vars(self)[name] >= 1):
+                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1")
+        for name in ("eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_checkpoints", "threads"):
+            if not (vars(self)[name] is None or (type(vars(self)[name]) is int and vars(self)[name] >= 1)):
+                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or None")
+        if not (type(self.seed) is int and 0 <= self.seed < 2**63):
+            raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to below 2**63")
+        for name, known in (("device", DeviceName), ("dtype", DtypeName), ("track", TrackerName)):
+            if vars(self)[name] not in get_args(known):
+                raise ValueError(f"{name}={vars(self)[name]!r} is unknown; use one of {', '.join(get_args(known))}")

@@ -1,0 +1,64 @@
+"""The machine a run is on: device, compute dtype, and the allocator's habits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..optim.muon import fast_dtype
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; 'auto' is CUDA where there is one, else the CPU. Raises ValueError if it is absent."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"device={name}: torch {torch.__version__} sees no CUDA device; use --device cpu")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ValueError(f"device={name}: torch {torch.__version__} sees no Apple GPU; use --device cpu")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The compute dtype of that name; 'auto' is bfloat16 where the hardware multiplies it, else float32."""
+    dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name not in dtypes:
+        raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
+    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "system": platform.system(),
+        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads or torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+    }
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted anew each time.
+
+    Adding two tensors of 134 MB took 52 ms without and 10 ms with it on two cores of an AMD EPYC. For the whole
+    process; does nothing where malloc is not glibc's.
+    """
+    if sys.platform != "linux":
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, 2**31 - 1)

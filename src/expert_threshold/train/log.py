@@ -1,0 +1,119 @@
+"""What a run says while it trains: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+
+LIVE_INTERVAL = 0.2  # seconds between two pictures of the live line
+PLAIN_INTERVAL = 5.0  # seconds between two plain lines about a long task
+
+Title = Callable[[float | None], str]
+"""Which run of several a line is about, told the seconds left in this one; None where they are not known."""
+
+
+class Display:
+    """Shows on `console` how far a run is; None shows nothing."""
+
+    def __init__(self, console: Console | None, title: Title = lambda left: "") -> None:
+        self._console = console
+        self._title = title
+        self._live: Progress | None = None
+        self._task: TaskID | None = None
+        self._shown = 0.0
+        self._start = 0.0
+        self._first = self._steps = 0
+        self._summary = ""
+
+    def __enter__(self) -> Display:
+        if self._console is not None and self._console.is_terminal:
+            columns = (BarColumn(10), TextColumn("{task.description}", markup=False))
+            self._live = Progress(*columns, console=self._console, auto_refresh=False)
+            self._task = self._live.add_task("")
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def say(self, text: str) -> None:
+        """One line that stays."""
+        if self._console is not None:
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def task(self, what: str) -> Callable[[int, int], None]:
+        """A function that wants to be told how much of a long task is done, and of how much."""
+        self._shown = time.monotonic()
+
+        def progress(done: int, total: int) -> None:
+            if self._live is not None:
+                self._draw(what, done, total)
+            elif self._is_time(PLAIN_INTERVAL):
+                self.say(f"{what}: {done / total:.0%}")
+
+        return progress
+
+    def begin(self, step: int, steps: int) -> None:
+        """Steps are made from here on."""
+        self._first, self._steps, self._start = step, steps, time.monotonic()
+
+    def step(self, step: int) -> None:
+        """A step was made."""
+        left = self._left(step)
+        # What a narrow terminal cuts off comes last.
+        line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
+        self._draw("\n".join(filter(None, [self._title(left), line])), step, self._steps)
+
+    def record(self, step: int, record: dict[str, Any]) -> None:
+        """The means since the last record are known."""
+        self._summary = summary(record)
+        if self._live is None:
+            left = self._left(step)
+            self._say_of_step(step, left, f"{self._summary}  {clock(left)} left")
+
+    def validated(self, step: int, loss: float, bits_per_byte: float) -> None:
+        """The model was validated."""
+        self._say_of_step(step, None, f"validation loss {loss:.4f}  {bits_per_byte:.4f} bits per byte")
+
+    def _say_of_step(self, step: int, left: float | None, text: str) -> None:
+        self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
+
+    def _left(self, step: int) -> float:
+        """Seconds left at the pace of this session so far, validating and saving included."""
+        pace = (time.monotonic() - self._start) / (step - self._first)
+        return pace * (self._steps - step)
+
+    def _draw(self, text: str, done: int, total: int) -> None:
+        """Move the live line, but no more often than one can see."""
+        if self._live is not None and (self._is_time(LIVE_INTERVAL) or done >= total):
+            assert self._task is not None
+            self._live.update(self._task, completed=done, total=total, description=text, refresh=True)
+
+    def _is_time(self, interval: float) -> bool:
+        now = time.monotonic()
+        if now - self._shown < interval:
+            return False
+        self._shown = now
+        return True
+
+
+def summary(record: dict[str, Any]) -> str:
+    """Loss, speed, the worst layer's load spread and the mean fanout, those that there are."""
+    parts = [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
+    layers = record["layers"].values()
+    if layers:
+        parts.append(f"load spread {max(layer['load_spread'] for layer in layers):.2f}")
+        parts.append(f"fanout {sum(layer['fanout_mean'] for layer in layers) / len(layers):.2f}")
+    return "  ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """h:mm:ss, or m:ss below an hour."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -1,0 +1,213 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ..data import DataConfig, Tokenizer
+from ..evaluation import evaluate
+from ..model import GPT, GPTConfig
+from ..optim import OptimConfig
+from ..runs import RunFolder
+from ..runs.files import replace_file
+from .config import TrainConfig
+from .interrupt import Interrupt
+from .log import Display, Title
+from .prepare import Prepared, prepare
+from .records import train_record, validation_record
+from .track import Tracker, flatten, tracking
+from .trainer import SKIPS_IN_A_ROW, random_state, restore_random_state
+
+Sample = Callable[[GPT, Tokenizer, int], str]
+"""Text written by the model after a step; what makes it is handed in."""
+
+
+class TrainResult(NamedTuple):
+    """Where a run stands. loss and bits_per_byte are those of its last validation, None before the first."""
+
+    step: int
+    finished: bool  # False where a signal stopped it; a checkpoint of `step` was saved then
+    loss: float | None
+    bits_per_byte: float | None
+    seconds: float  # of training alone, all sessions together
+    tokens: int
+
+
+def train(
+    folder: RunFolder,
+    model: GPTConfig,
+    data: DataConfig,
+    optim: OptimConfig,
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    init_from: Path | None = None,
+    sample: Sample | None = None,
+    console: Console | None = None,
+    title: Title = lambda left: "",
+) -> TrainResult:
+    """Train in a folder that was created for it or, with `resume`, go on from its last checkpoint.
+
+    init_from: a run whose weights and tokenizer to begin with. sample: writes text every `sample_every` steps.
+    console: where progress is shown; None is nowhere. title: opens its lines about steps.
+    On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
+    the run or the machine, and after ten steps in a row whose loss was not finite; OSError where the disk is full.
+    Earlier checkpoints are never harmed.
+    """
+    if config.sample_every is not None and sample is None:
+        raise ValueError(
+            f"sample_every={config.sample_every} needs `sample`, which writes the text; use None without it"
+        )
+    if resume and init_from is not None:
+        raise ValueError(f"init_from={init_from} begins another run; leave it out to resume {folder.path}")
+    with folder.lock(), Interrupt() as interrupt, Display(console, title) as display:
+        prepared = prepare(folder, model, data, optim, config, resume, init_from, display)
+        step = prepared.trainer.step
+        with tracking(config.track, folder, prepared.record, step) as tracker:
+            folder.write_config(prepared.record)
+            if not folder.tokenizer_path.exists():
+                prepared.tokenizer.save(folder.tokenizer_path)
+            folder.metrics.truncate_after(step)
+            run = _Run(folder, prepared, config, sample, display, tracker)
+            interrupt.deferred = True
+            return run.run(interrupt)
+
+
+class _Run:
+    """The steps of one session and what happens between them."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        prepared: Prepared,
+        config: TrainConfig,
+        sample: Sample | None,
+        display: Display,
+        tracker: Tracker | None,
+    ) -> None:
+        self.folder = folder
+        self.trainer = prepared.trainer
+        self.tokenizer = prepared.tokenizer
+        self.validation = prepared.validation
+        self.config = config
+        self.sample = sample
+        self.display = display
+        self.tracker = tracker
+        records = folder.metrics.read()
+        self.validated = {record["step"]: record for record in records if record["split"] == "validation"}
+        self.dead = {(record["layer"], record["expert"]) for record in records if record.get("event") == "dead_expert"}
+
+    def run(self, interrupt: Interrupt) -> TrainResult:
+        trainer, steps = self.trainer, self.config.steps
+        self.display.begin(trainer.step, steps)
+        if trainer.step > 0:
+            self.look()  # whatever a stop right after saving has left undone
+        while trainer.step < steps and not interrupt.requested:
+            self.advance()
+            if self.is_due(self.config.checkpoint_every) or trainer.step == steps:
+                self.save()
+            if not interrupt.requested:
+                self.look()
+        done = trainer.step == steps and not (self.is_validation_pending() or self.is_sample_pending())
+        if not done:
+            self.save()
+            self.display.say(
+                f"stopped at step {trainer.step} of {steps}; to go on: et train --resume {self.folder.path}"
+            )
+        last = self.validated[max(self.validated)] if self.validated else {"loss": None, "bits_per_byte": None}
+        return TrainResult(trainer.step, done, last["loss"], last["bits_per_byte"], trainer.seconds, trainer.tokens)
+
+    def is_due(self, every: int | None) -> bool:
+        return every is not None and (self.trainer.step % every == 0 or self.trainer.step == self.config.steps)
+
+    def advance(self) -> None:
+        """One step, and its line of metrics where one is due."""
+        trainer = self.trainer
+        if not trainer.advance():
+            self.tell_skipped()
+        interval = trainer.take_interval() if self.is_due(self.config.log_every) else None
+        if interval is not None:
+            record = train_record(trainer.model, interval.seen) | {
+                "learning_rate": trainer.optimizers.learning_rates(trainer.step - 1, self.config.steps),
+                "tokens": trainer.tokens,
+                "tokens_per_second": interval.tokens_per_second,
+                "seconds": trainer.seconds,
+                "skipped": trainer.skipped,
+            }
+            self.write("train", record)
+            self.display.record(trainer.step, record)
+            self.tell_dead_experts(record, int(interval.seen.micro_batches) // self.config.accumulation)
+        self.display.step(trainer.step)
+
+    def tell_skipped(self) -> None:
+        """Raises ValueError after too many in a row."""
+        trainer = self.trainer
+        self.write("event", {"event": "skipped_step", "in_a_row": trainer.skipped_in_a_row})
+        self.display.say(f"step {trainer.step}: the loss is not finite; the step was skipped and changed nothing")
+        if trainer.skipped_in_a_row >= SKIPS_IN_A_ROW:
+            optim = trainer.optimizers.config
+            raise ValueError(
+                f"the loss was not finite in {SKIPS_IN_A_ROW} steps in a row, the last of them step {trainer.step}; "
+                f"train with smaller learning rates than matrix_lr={optim.matrix_lr}, embed_lr={optim.embed_lr}, "
+                f"head_lr={optim.head_lr}, from the start or with --init-from {self.folder.path}"
+            )
+
+    def tell_dead_experts(self, record: dict[str, Any], steps: int) -> None:
+        """Each of them once. record: of the last `steps` steps."""
+        for layer, values in record["layers"].items():
+            for expert, usage in enumerate(values["usage"]):
+                if usage == 0 and (int(layer), expert) not in self.dead:
+                    self.dead.add((int(layer), expert))
+                    self.write("event", {"event": "dead_expert", "layer": int(layer), "expert": expert})
+                    self.display.say(
+                        f"warning: expert {expert} of layer {layer} got no token in the last {steps} steps"
+                    )
+
+    def save(self) -> None:
+        _, tensors, state = self.trainer.checkpoint()
+        self.folder.save_checkpoint(self.trainer.step, tensors, state, keep=self.config.keep_checkpoints)
+
+    def look(self) -> None:
+        """Validate and sample where that is due and not done yet."""
+        trainer = self.trainer
+        if self.is_validation_pending():
+            assert self.validation is not None
+            validation = evaluate(
+                trainer.model,
+                self.validation,
+                self.tokenizer,
+                batch_size=self.config.batch_size,
+                max_tokens=self.config.eval_tokens,
+                progress=self.display.task("validating"),
+            )
+            record = validation_record(trainer.model, validation)
+            self.write("validation", record)
+            self.validated[trainer.step] = record
+            self.display.validated(trainer.step, validation.loss, validation.bits_per_byte)
+        if self.is_sample_pending():
+            assert self.sample is not None
+            random = random_state(trainer.device)
+            text = self.sample(trainer.model, self.tokenizer, trainer.step)
+            restore_random_state(random, trainer.device)
+            trainer.model.train()
+            self.folder.samples.mkdir(exist_ok=True)
+            replace_file(self.sample_path, text.encode())
+
+    def is_validation_pending(self) -> bool:
+        return self.is_due(self.config.eval_every) and self.trainer.step not in self.validated
+
+    def is_sample_pending(self) -> bool:
+        return self.is_due(self.config.sample_every) and not self.sample_path.exists()
+
+    @property
+    def sample_path(self) -> Path:
+        return self.folder.samples / f"step_{self.trainer.step:06d}.txt"
+
+    def write(self, split: str, record: dict[str, Any]) -> None:
+        self.folder.metrics.append({"step": self.trainer.step, "split": split} | record)
+        if self.tracker is not None:
+            self.tracker.log(self.trainer.step, flatten(record, split))

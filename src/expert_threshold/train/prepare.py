@@ -1,0 +1,181 @@
+"""All that has to be there before the first step, checked before anything is written."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, pack
+from ..data.sources import absolute
+from ..model import GPT, GPTConfig
+from ..optim import OptimConfig, make_optimizers
+from ..runs import RunFolder
+from .config import TrainConfig
+from .device import pick_device, pick_dtype
+from .log import Display
+from .trainer import Trainer
+
+# What may differ when a run is resumed, since it does not change what is learned.
+FREE_ON_RESUME = {
+    "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
+    "checkpoint_every", "keep_checkpoints", "track", "threads",
+}  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    trainer: Trainer
+    tokenizer: Tokenizer
+    validation: Tokens | None  # None where there is no validation
+    record: dict[str, Any]  # of config.json
+
+
+def prepare(
+    folder: RunFolder,
+    model: GPTConfig,
+    data: DataConfig,
+    optim: OptimConfig,
+    config: TrainConfig,
+    resume: bool,
+    init_from: Path | None,
+    display: Display,
+) -> Prepared:
+    """A trainer before its first step or, with `resume`, after the last saved. Raises ValueError as `train` does."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    if config.threads is not None:
+        _require_few(config.threads)
+        torch.set_num_threads(config.threads)
+    record = _record(model, data, optim, config, device, dtype, init_from)
+    if resume:
+        _require_unchanged(folder, record)
+        record = folder.config | record | {"init_from": folder.config.get("init_from")}
+    require_pools_fit(model, config)
+    saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
+    source = None if record["init_from"] is None or saved is not None else RunFolder.open(record["init_from"])
+
+    corpus = open_source(data.source, data.text_field, data.validation_fraction)
+    display.say(corpus.describe())
+    if resume:
+        _require_same_corpus(folder, corpus)
+    record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
+
+    torch.manual_seed(config.seed)
+    gpt = GPT(model, compute_dtype=dtype)
+    gpt.activation_checkpointing = config.activation_checkpointing
+    if source is not None:
+        _take_weights(gpt, source)
+    gpt.to(device).train()
+    if saved is not None or source is not None:
+        tokenizer = (source or folder).tokenizer()
+    else:
+        display.say(f"training a tokenizer of {model.vocab_size} tokens")
+        tokenizer = Tokenizer.train(corpus.documents("train"), model.vocab_size)
+    tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
+    validation = None
+    if config.eval_every is not None:
+        validation = pack(corpus, tokenizer, "validation", display.task("tokenizing text for validation"))
+    loader = Loader(tokens, config.batch_size, model.context, config.seed)
+    trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
+    if saved is not None:
+        trainer.restore(saved)
+    return Prepared(trainer, tokenizer, validation, record)
+
+
+def _require_few(threads: int) -> None:
+    """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if threads > most:
+        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
+
+
+def _record(
+    model: GPTConfig,
+    data: DataConfig,
+    optim: OptimConfig,
+    config: TrainConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    init_from: Path | None,
+) -> dict[str, Any]:
+    """The whole configuration, what was left to the machine as it turned out to be."""
+    here = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+    return {
+        "model": model.to_dict(),
+        "data": asdict(data) | {"source": absolute(data.source)},
+        "optim": asdict(optim),
+        "train": asdict(config) | here,
+        "init_from": None if init_from is None else str(init_from.resolve()),
+        "versions": {
+            "expert_threshold": __version__,
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
+    }
+
+
+def require_pools_fit(model: GPTConfig, config: TrainConfig) -> None:
+    """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
+    if model.rule is not None and model.dense_layers < model.layers:
+        with torch.device("meta"):  # shapes alone decide, whatever their size
+            scores = torch.zeros(config.batch_size, model.context, model.rule.num_experts)
+            model.rule.route(scores, model.rule.init(), training=True)
+
+
+def _require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
+    for part in ("model", "optim", "train"):  # of the data the hash is compared
+        saved = folder.section(part)
+        for name, value in _plain(record[part]).items():
+            if part == "train" and name in FREE_ON_RESUME:
+                continue
+            before = saved.get(name)
+            if value != before:
+                raise ValueError(
+                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it as it was, "
+                    f"or start another run with --init-from {folder.path}"
+                )
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back, which has no tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def _require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
+    before = folder.section("corpus").get("hash")
+    if corpus.hash != before:
+        raise ValueError(
+            f"source={corpus.name!r} has changed since {folder.path} began (sha256 {corpus.hash[:12]}…, was "
+            f"{str(before)[:12]}…); restore the text, or start another run with --init-from {folder.path}"
+        )
+
+
+# What has to be equal for weights to mean the same; rules may differ, if not in their number of experts.
+ARCHITECTURE = (
+    "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
+    "dense_layers", "softcap", "gate_norm", "activation",
+)  # fmt: skip
+
+
+def _take_weights(gpt: GPT, source: RunFolder) -> None:
+    """Copy the weights of a run in, and what its rule has learned where ours keeps the same."""
+    mine, theirs = gpt.config, GPTConfig.from_dict(source.section("model"))
+    for name in ARCHITECTURE:
+        _require_equal(name, vars(mine)[name], vars(theirs)[name], source)
+    my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
+    _require_equal("num_experts", my_experts, their_experts, source)
+    weights = source.load_checkpoint(parts=("model",)).tensors["model"]
+    known = gpt.state_dict()
+    gpt.load_state_dict(known | {name: weights[name] for name in known.keys() & weights.keys()})
+
+
+def _require_equal(name: str, mine: object, theirs: object, source: RunFolder) -> None:
+    if mine != theirs:
+        raise ValueError(f"{name}={mine!r} but --init-from {source.path} has {theirs!r}; give the same")

@@ -1,0 +1,99 @@
+"""A tiny run: seconds of training on a few kilobytes of text."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from expert_threshold.data import DataConfig
+from expert_threshold.model import GPTConfig
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig, TrainResult, train
+
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token_choice": TokenChoice(4, 1),
+    "token_choice_aux": TokenChoice(4, 1, balance="aux"),
+    "token_choice_loss_free": TokenChoice(4, 2, balance="loss_free"),
+    "expert_choice": ExpertChoice(4, 1, pool="sequence"),
+    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9),
+}
+
+
+def tiny(rule: Rule | None = RULES["expert_threshold"], **changes: Any) -> GPTConfig:
+    sizes = {"layers": 2, "d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64}
+    return GPTConfig.preset("tiny", rule=rule, **({"vocab_size": 300, "context": 16} | sizes | changes))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """A run sets the number of threads of the process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """40 documents of a few words."""
+    sentence = "the model reads text and learns which expert is to see what token of it next"
+    chance = random.Random(0)
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps({"text": " ".join(chance.choices(sentence.split(), k=chance.randint(5, 60)))}) + "\n"
+            for _ in range(40)
+        )
+    )
+    return path
+
+
+Start = Callable[..., TrainResult]
+
+
+@pytest.fixture
+def start(tmp_path: Path, corpus: Path) -> Start:
+    """Trains the run `name`, for 8 steps of 2 micro-batches unless told otherwise."""
+    usual = TrainConfig(steps=8, batch_size=2, accumulation=2, log_every=3, eval_every=4, checkpoint_every=4, threads=1)
+
+    def start(
+        name: str = "run",
+        model: GPTConfig | None = None,
+        optim: OptimConfig = OptimConfig(),  # noqa: B008  a frozen record
+        **options: Any,
+    ) -> TrainResult:
+        """Options of TrainConfig go there, all others to `train`."""
+        changes = {key: options.pop(key) for key in list(options) if key in TrainConfig.__dataclass_fields__}
+        path = tmp_path / name
+        folder = RunFolder.open(path) if options.get("resume") else RunFolder.create(path)
+        return train(folder, model or tiny(), DataConfig(str(corpus)), optim, replace(usual, **changes), **options)
+
+    return start
+
+
+class Plain:
+    """A console that is no terminal, and what was printed on it."""
+
+    def __init__(self, **options: Any) -> None:
+        self._file = io.StringIO()
+        self.console = Console(file=self._file, **options)
+
+    def text(self) -> str:
+        return self._file.getvalue()
+
+
+@pytest.fixture
+def plain() -> Plain:
+    return Plain()

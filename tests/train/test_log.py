@@ -1,0 +1,98 @@
+"""What a run says while it trains."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.train.log import Display, clock, summary
+
+from .conftest import RULES, Plain, Start, tiny
+
+
+@pytest.mark.parametrize("name", ["dense", "expert_threshold"])
+def test_where_there_is_no_terminal_each_interval_is_one_line(
+    name: str, start: Start, plain: Plain, tmp_path: Path
+) -> None:
+    start(model=tiny(RULES[name]), console=plain.console, log_every=2)
+    lines = [line for line in plain.text().splitlines() if re.match(r"step \d+/8  loss", line)]
+    assert [line.split()[1] for line in lines] == ["2/8", "4/8", "6/8", "8/8"]
+    for line in lines:
+        assert re.search(r"loss \d+\.\d{4}  [\d,]+ tokens/s ", line)
+        assert ("load spread" in line and "fanout" in line) == (name != "dense")
+        assert re.search(r"\d+:\d\d left$", line)
+    assert re.search(r"step 8/8  validation loss \d\.\d+  \d\.\d+ bits per byte", plain.text())
+    assert "\x1b" not in plain.text()
+
+
+def test_lines_are_not_broken_where_there_is_no_terminal(plain: Plain) -> None:
+    with Display(plain.console) as display:
+        display.say("[red] word " * 50)
+    assert plain.text() == "[red] word " * 50 + "\n"
+
+
+def test_on_a_terminal_one_line_lives_and_messages_stay(start: Start) -> None:
+    terminal = Plain(force_terminal=True, width=140, color_system=None)
+    start(console=terminal.console, log_every=2)
+    text = terminal.text()
+    assert re.search(r"step 8/8  0:00 left  loss \d\.\d{4}.*tokens/s  load spread \d\.\d\d  fanout \d\.\d\d", text)
+    assert not re.search(r"step \d/8  loss.*left\n", text)
+    assert re.search(r"step 4/8  validation loss", text)
+
+
+def test_a_title_opens_each_line_about_a_step(start: Start, plain: Plain) -> None:
+    left: list[float | None] = []
+    start(console=plain.console, log_every=4, title=lambda seconds: left.append(seconds) or "1 of 3")
+    lines = [line for line in plain.text().splitlines() if "step" in line]
+    assert [line.split("  ")[:2] for line in lines] == [["1 of 3", f"step {step}/8"] for step in (4, 4, 8, 8)]
+    assert left[-1] is None
+    assert left[-2] == 0.0
+
+
+def test_a_title_stands_above_the_live_line(start: Start) -> None:
+    terminal = Plain(force_terminal=True, width=80, color_system=None)
+    start(console=terminal.console, log_every=2, title=lambda seconds: "[1 of 3]")
+    assert re.search(r"\[1 of 3\] *\n *step 8/8  0:00 left", terminal.text())
+
+
+def test_without_a_console_nothing_is_printed(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    start(console=None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_long_task_tells_how_far_it_is(plain: Plain, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("expert_threshold.train.log.time.monotonic", lambda: now)
+    with Display(plain.console) as display:
+        progress = display.task("reading")
+        for done in range(1, 13):
+            now += 1
+            progress(done, 12)
+    assert plain.text() == "reading: 42%\nreading: 83%\n"
+
+
+def test_time_left_is_that_of_the_steps_to_come_at_the_pace_so_far(
+    plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("expert_threshold.train.log.time.monotonic", lambda: now)
+    record: dict[str, Any] = {"loss": 1.0, "tokens_per_second": 12345.6, "layers": {}}
+    with Display(plain.console) as display:
+        display.begin(10, 110)  # resumed at step 10
+        now += 40
+        display.record(30, record)
+    assert plain.text() == "step 30/110  loss 1.0000  12,346 tokens/s  2:40 left\n"
+
+
+def test_the_summary_tells_the_worst_spread_and_the_mean_fanout() -> None:
+    layers = {"1": {"load_spread": 1.5, "fanout_mean": 1.0}, "2": {"load_spread": 3.0, "fanout_mean": 0.5}}
+    text = summary({"loss": 2.0, "tokens_per_second": 10.0, "layers": layers})
+    assert text == "loss 2.0000  10 tokens/s  load spread 3.00  fanout 0.75"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3600, "1:00:00")])
+def test_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text

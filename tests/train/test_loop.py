@@ -1,0 +1,562 @@
+"""A run: what it writes, and that a resumed one equals one that never stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.evaluation import evaluate
+from expert_threshold.model import GPT, GPTConfig, Output
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train import TrainConfig, TrainResult
+from expert_threshold.train.prepare import require_pools_fit
+
+from .conftest import RULES, Start, tiny
+
+CLOCKS = {"seconds", "interval_seconds", "tokens_per_second"}
+"""All that may differ between two runs of one configuration."""
+
+
+def without_clocks(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in CLOCKS}
+
+
+def metrics(path: Path, split: str | None = None) -> list[dict[str, Any]]:
+    return [without_clocks(r) for r in RunFolder.open(path).metrics.read() if split in (None, r["split"])]
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Every byte of their last checkpoints and every number of their metrics, but for clocks."""
+    one, other = (RunFolder.open(path).load_checkpoint() for path in (a, b))
+    assert one.step == other.step
+    assert without_clocks(one.state) == without_clocks(other.state)
+    assert one.tensors.keys() == other.tensors.keys()
+    for part, tensors in one.tensors.items():
+        assert tensors.keys() == other.tensors[part].keys()
+        for name, tensor in tensors.items():
+            assert tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes(), f"{part} {name}"
+    assert metrics(a) == metrics(b)
+
+
+def forget_after(folder: Path, step: int) -> None:
+    """As if the run had been killed between `step`, which was saved, and the next checkpoint."""
+    for checkpoint in (folder / "checkpoints").iterdir():
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "optim"), [(2, OptimConfig()), (1, OptimConfig(clip=0.5, router_optimizer="adamw"))]
+)
+@pytest.mark.parametrize("name", RULES)
+def test_a_resumed_run_equals_one_that_never_stopped(
+    name: str, accumulation: int, optim: OptimConfig, start: Start, tmp_path: Path
+) -> None:
+    """Step 4 is in the middle of an interval of metrics, which has 3 steps.
+
+    Without accumulation an interval's loss was its cross-entropy's very tensor, and saving failed.
+    """
+    model = tiny(RULES[name])
+    start("whole", model, optim, accumulation=accumulation)
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    forget_after(tmp_path / "halves", 4)
+    torch.manual_seed(999)
+    result = start("halves", model, optim, accumulation=accumulation, resume=True)
+    assert result.finished
+    assert result.step == 8
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_another_seed_is_another_run(start: Start, tmp_path: Path) -> None:
+    """So that the comparison above can fail."""
+    start("one", steps=2, eval_every=None)
+    start("two", steps=2, eval_every=None, seed=1)
+    start("three", steps=2, eval_every=None)
+    assert_same_run(tmp_path / "one", tmp_path / "three")
+    with pytest.raises(AssertionError):
+        assert_same_run(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_anew(start: Start, tmp_path: Path) -> None:
+    start("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    forget_after(tmp_path / "killed", 0)
+    (tmp_path / "killed" / "tokenizer.json").unlink()
+    start("killed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_run_killed_between_saving_and_validating_validates_when_resumed(start: Start, tmp_path: Path) -> None:
+    start("whole", sample_every=8, sample=lambda *_: "text")
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    lines = (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["split"] == "validation"
+    (tmp_path / "killed" / "metrics.jsonl").write_text("".join(lines[:-1]))
+    (tmp_path / "killed" / "samples" / "step_000008.txt").unlink()
+    result = start("killed", resume=True, sample_every=8, sample=lambda *_: "text")
+    assert result.loss == json.loads(lines[-1])["loss"]
+    assert (tmp_path / "killed" / "samples" / "step_000008.txt").read_text() == "text"
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_resuming_a_finished_run_changes_nothing(start: Start, tmp_path: Path) -> None:
+    first = start()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert start(resume=True) == first
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_saving_comes_before_validating(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("expert_threshold.train.loop.evaluate", fail)
+    with pytest.raises(RuntimeError):
+        start()
+    assert RunFolder.open(tmp_path / "run").checkpoints() == [4]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path) -> None:
+    result = start(model=tiny(RULES[name]))
+    train_lines, validations = metrics(tmp_path / "run", "train"), metrics(tmp_path / "run", "validation")
+    assert [line["step"] for line in train_lines] == [3, 6, 8]
+    assert [line["step"] for line in validations] == [4, 8]
+    assert (result.loss, result.bits_per_byte) == (validations[-1]["loss"], validations[-1]["bits_per_byte"])
+    with_pools = {"cutoff", "batch_cutoff", "raw_usage", "saturation", "starvation"}
+    for line in train_lines:
+        assert line["tokens"] == line["step"] * 2 * 2 * 16
+        assert line["learning_rate"].keys() >= {"matrix", "embed", "head"}
+        assert (line["loss"] > line["cross_entropy"]) == (name == "token_choice_aux")
+        assert line["layers"].keys() == (set() if name == "dense" else {"1"})
+        for layer in line["layers"].values():
+            assert layer.keys() == {"usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std"} | (
+                set() if name.startswith("token_choice") else with_pools
+            )
+            assert all(len(value) == 4 for value in layer.values() if isinstance(value, list))
+            assert math.isclose(sum(layer["usage"]), layer["fanout_mean"], rel_tol=1e-5)
+            assert layer["load_spread"] >= 1
+    for line in validations:
+        assert line["loss"] > 0
+        assert line["bits_per_byte"] > 0
+        for layer in line["layers"].values():
+            assert len(layer["usage"]) == 4
+            assert sum(layer["fanout_counts"]) == line["tokens"]
+    # Cutoffs are those after the step, so the last line's are the saved model's.
+    if name in ("expert_choice", "expert_threshold"):
+        model, _ = load_model(tmp_path / "run")
+        [(_, moe)] = model.moe_layers()
+        assert train_lines[-1]["layers"]["1"]["cutoff"] == pytest.approx(moe.router.cutoff.tolist(), rel=1e-5)
+
+
+def test_a_run_folder_records_all_that_repeats_it(start: Start, tmp_path: Path, corpus: Path) -> None:
+    start(log_every=4)
+    config = RunFolder.open(tmp_path / "run").config
+    assert GPTConfig.from_dict(config["model"]) == tiny()
+    assert OptimConfig(**config["optim"]) == OptimConfig()
+    assert TrainConfig(**config["train"]).log_every == 4
+    assert config["train"]["device"] == "cpu"
+    assert config["train"]["dtype"] in ("float32", "bfloat16")
+    assert config["train"]["threads"] == 1
+    assert config["data"]["source"] == str(corpus.resolve())
+    assert len(config["corpus"]["hash"]) == 64
+    assert config["versions"]["torch"] == torch.__version__
+
+
+def test_only_the_newest_checkpoints_stay_where_that_is_asked_for(start: Start, tmp_path: Path) -> None:
+    start(checkpoint_every=2, keep_checkpoints=2)
+    assert RunFolder.open(tmp_path / "run").checkpoints() == [6, 8]
+
+
+def test_without_intervals_a_run_saves_at_its_end_and_does_not_validate(start: Start, tmp_path: Path) -> None:
+    result = start(checkpoint_every=None, eval_every=None)
+    assert RunFolder.open(tmp_path / "run").checkpoints() == [8]
+    assert metrics(tmp_path / "run", "validation") == []
+    assert result.loss is result.bits_per_byte is None
+
+
+def test_validation_does_not_depend_on_the_batch_size(start: Start, tmp_path: Path, corpus: Path) -> None:
+    from expert_threshold.data import open_source, pack
+
+    result = start()
+    model, tokenizer = load_model(tmp_path / "run")
+    tokens = pack(open_source(str(corpus)), tokenizer, "validation")
+    for batch_size in (1, 7):
+        again = evaluate(model, tokens, tokenizer, batch_size=batch_size)
+        assert again.loss == pytest.approx(result.loss, rel=1e-5)
+        assert again.bits_per_byte == pytest.approx(result.bits_per_byte, rel=1e-5)
+
+
+def test_samples_are_written_and_leave_the_run_as_it_was(start: Start, tmp_path: Path) -> None:
+    def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        model.eval()
+        torch.rand(3)
+        return f"γ at step {step}, vocabulary of {tokenizer.vocab_size}"
+
+    start("with", sample_every=3, sample=sample)
+    start("without")
+    samples = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "with" / "samples").iterdir()}
+    assert samples == {f"step_00000{s}.txt": f"γ at step {s}, vocabulary of 300" for s in (3, 6, 8)}
+    assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+def test_samples_without_a_writer_are_refused(start: Start) -> None:
+    with pytest.raises(ValueError, match="sample_every=3"):
+        start(sample_every=3)
+
+
+@pytest.mark.parametrize("kept", ["dense", "token_choice", "expert_choice", "expert_threshold"])
+def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(
+    kept: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(RULES[kept])
+    start("first", model)
+    seen: dict[str, Tensor] = {}
+
+    def keep(model: GPT, *_: Any) -> str:
+        seen.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return ""
+
+    zero = OptimConfig(matrix_lr=1e-30, embed_lr=1e-30, head_lr=1e-30)
+    start("second", model, zero, init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep, seed=5)
+    first = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]
+    for name, tensor in first.items():
+        if ".router.state_" not in name:
+            torch.testing.assert_close(seen[name], tensor, rtol=0, atol=1e-6)
+    if kept == "expert_threshold":
+        assert seen["blocks.1.moe.router.state_step"] == first["blocks.1.moe.router.state_step"] + 1 == 9
+    a, b = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
+    assert a.read_bytes() == b.read_bytes()
+    assert RunFolder.open(tmp_path / "second").config["init_from"] == str((tmp_path / "first").resolve())
+
+
+def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start: Start, tmp_path: Path) -> None:
+    start("first", tiny(ExpertChoice(4, 1)))
+    state = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]["blocks.1.moe.router.state_mean"]
+    for name, rule in (("threshold", ExpertThreshold(4, 1)), ("token", TokenChoice(4, 1))):
+        tensors: dict[str, Tensor] = {}
+
+        def keep(model: GPT, *_: Any, tensors: dict[str, Tensor] = tensors) -> str:
+            tensors.update(model.state_dict())
+            return ""
+
+        start(name, tiny(rule), init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep)
+        if name == "threshold":
+            moved = (tensors["blocks.1.moe.router.state_mean"] - state).abs()
+            assert 0 < moved.max() < 0.05
+        else:
+            assert "blocks.1.moe.router.state_mean" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (tiny(layers=3), "layers=3 but --init-from .*first has 2"),
+        (tiny(vocab_size=290), "vocab_size=290 but .* has 300"),
+        (tiny(ExpertThreshold(8, 1)), "num_experts=8 but .* has 4"),
+        (tiny(None), "num_experts=None but .* has 4"),
+        (tiny(activation="swiglu"), "activation='swiglu' but .* has 'relu2'"),
+    ],
+)
+def test_weights_of_another_architecture_are_refused_in_one_line(
+    model: GPTConfig, message: str, start: Start, tmp_path: Path
+) -> None:
+    start("first", steps=1)
+    with pytest.raises(ValueError, match=message) as error:
+        start("second", model, init_from=tmp_path / "first")
+    assert "\n" not in str(error.value)
+    assert list((tmp_path / "second").iterdir()) == []
+
+
+def test_resuming_on_changed_text_is_refused(start: Start, tmp_path: Path, corpus: Path) -> None:
+    start(steps=1)
+    corpus.write_text(corpus.read_text() + json.dumps({"text": "one more"}) + "\n")
+    before = metrics(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"source=.* has changed .* --init-from") as error:
+        start(steps=1, resume=True)
+    assert "\n" not in str(error.value)
+    assert metrics(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"steps": 16}, "steps=16 differs from 8"),
+        ({"batch_size": 4}, "batch_size=4 differs from 2"),
+        ({"model": tiny(context=8)}, "context=8 differs from 16"),
+        ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\[0.8, 0.95\] differs"),
+    ],
+)
+def test_what_a_run_learns_with_cannot_change_in_the_middle(
+    changes: dict[str, Any], message: str, start: Start
+) -> None:
+    start()
+    with pytest.raises(ValueError, match=message):
+        start(resume=True, **changes)
+
+
+def test_resuming_and_beginning_with_other_weights_exclude_each_other(start: Start, tmp_path: Path) -> None:
+    start(steps=1)
+    with pytest.raises(ValueError, match="init_from="):
+        start(steps=1, resume=True, init_from=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (ExpertThreshold(64, 1), "k = .* = 0"),
+        (ExpertChoice(4, 1, pool=7), "pool=7 does not divide"),
+        (ExpertChoice(32, 1, pool="sequence"), "k = .* = 0"),
+    ],
+    ids=str,
+)
+def test_pools_that_do_not_fit_are_refused_before_anything_is_written(
+    rule: Rule, message: str, start: Start, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        start(model=tiny(rule))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_pools_are_checked_without_memory_for_them() -> None:
+    config = TrainConfig(batch_size=2**40)
+    require_pools_fit(tiny(ExpertThreshold(pool="batch")), config)
+    with pytest.raises(ValueError, match="pool=7 does not divide"):
+        require_pools_fit(tiny(ExpertThreshold(pool=7)), config)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("steps", 0), ("batch_size", -1), ("accumulation", 1.5), ("log_every", 0), ("eval_every", 0), ("seed", -1),
+        ("keep_checkpoints", 0), ("threads", 0), ("device", "tpu"), ("dtype", "float16"), ("track", "wandb"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense_are_refused(option: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        TrainConfig(**{option: value})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused(start: Start) -> None:
+    with pytest.raises(ValueError, match="device=cuda"):
+        start(device="cuda")
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, first: int, last: int) -> None:
+    """Makes the losses of these training forwards, counted from 1, not a number."""
+    forward, count = GPT.forward, 0
+
+    def spoiled(model: GPT, *args: Tensor) -> Output:
+        nonlocal count
+        output = forward(model, *args)
+        if model.training:
+            count += 1
+            if first <= count <= last:
+                return output._replace(loss=output.loss * math.nan)
+        return output
+
+    monkeypatch.setattr(GPT, "forward", spoiled)
+
+
+def test_a_skipped_step_is_told_and_counted(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
+) -> None:
+    spoil(monkeypatch, 4, 8)  # of 2 micro-batches a step: steps 2, 3 and 4
+    start(console=plain.console)
+    events = metrics(tmp_path / "run", "event")
+    assert [(event["step"], event["event"], event["in_a_row"]) for event in events] == [
+        (2, "skipped_step", 1), (3, "skipped_step", 2), (4, "skipped_step", 3),
+    ]  # fmt: skip
+    assert [line["skipped"] for line in metrics(tmp_path / "run", "train")] == [2, 3, 3]
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run", "train"))
+    assert "step 3: the loss is not finite" in plain.text()
+
+
+def test_ten_skipped_steps_in_a_row_end_the_run_and_harm_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, 5, 100)
+    with pytest.raises(ValueError, match=r"10 steps in a row, the last of them step 14; .*matrix_lr=0.02") as error:
+        start(steps=20, accumulation=1)
+    assert "\n" not in str(error.value)
+    run = RunFolder.open(tmp_path / "run")
+    assert run.checkpoints() == [4, 8, 12]
+    model = [run.load_checkpoint(step).tensors["model"] for step in run.checkpoints()]
+    assert all(torch.equal(model[0][name], model[2][name]) for name in model[0])
+    assert len(metrics(tmp_path / "run", "event")) == 10
+
+
+def test_a_model_of_nothing_but_nan_ends_the_run_too(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scores that are not numbers meet the rules' selections."""
+    init = GPT.init_weights
+    monkeypatch.setattr(GPT, "init_weights", lambda model: [init(model), model.embed.weight.data.fill_(math.nan)])
+    with pytest.raises(ValueError, match="10 steps in a row"):
+        start(steps=20, eval_every=None)
+
+
+def test_a_dead_expert_is_told_once(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:
+    init = GPT.init_weights
+
+    def kill(model: GPT) -> None:
+        init(model)
+        for _, moe in model.moe_layers():
+            moe.router.state.bias[2] = -1e9
+
+    monkeypatch.setattr(GPT, "init_weights", kill)
+    model = tiny(TokenChoice(4, 2, balance="loss_free", bias_rate=0.001))
+    start(model=model, console=plain.console, log_every=2)
+    [event] = metrics(tmp_path / "run", "event")
+    assert (event["event"], event["step"], event["layer"], event["expert"]) == ("dead_expert", 2, 1, 2)
+    assert plain.text().count("expert 2 of layer 1 got no token in the last 2 steps") == 1
+    forget_after(tmp_path / "run", 4)
+    start(model=model, console=plain.console, log_every=2, resume=True)
+    assert len(metrics(tmp_path / "run", "event")) == 1
+
+
+def test_a_full_disk_harms_no_earlier_checkpoint(start: Start, tmp_path: Path) -> None:
+    """The system refuses files above a size that the checkpoint exceeds."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+        if step == 6:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        return ""
+
+    try:
+        with pytest.raises(OSError, match=r"large|space|exceeded"):
+            start(sample_every=2, sample=fill)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run = RunFolder.open(tmp_path / "run")
+    assert run.checkpoints() == [4]
+    assert run.load_checkpoint().step == 4
+    start(resume=True)
+    start("whole")
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+SCRIPT = """
+    import sys, time
+    from pathlib import Path
+    from expert_threshold.data import DataConfig
+    from expert_threshold.model import GPTConfig
+    from expert_threshold.optim import OptimConfig
+    from expert_threshold.runs import RunFolder
+    from expert_threshold.train import TrainConfig, train
+
+    config = eval(sys.argv[3])
+    def slow(model, tokenizer, step):
+        if step >= 12:
+            Path(sys.argv[1], "slow").touch()
+            time.sleep(float(sys.argv[5]))  # for the signal to come before the end
+        return ""
+    result = train(
+        RunFolder.create(sys.argv[1]), GPTConfig.from_dict(eval(sys.argv[4])), DataConfig(sys.argv[2]), OptimConfig(),
+        TrainConfig(**config, sample_every=1), sample=slow,
+    )
+    print(result.step, result.finished)
+"""
+LONG = {
+    "steps": 30, "batch_size": 2, "accumulation": 2, "log_every": 3, "eval_every": None, "checkpoint_every": 10,
+    "threads": 1,
+}  # fmt: skip
+
+
+class Process:
+    """A run of 30 steps in a process of its own, once it has made 12 of them and sleeps before each other one."""
+
+    def __init__(self, path: Path, corpus: Path, sleep: float = 0.2) -> None:
+        arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict()), str(sleep)]
+        self.path = path
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        while not (path / "slow").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.01)
+
+    def end(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=60)
+        return self.process.returncode, out, err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
+def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stopped(
+    number: signal.Signals, start: Start, tmp_path: Path, corpus: Path
+) -> None:
+    process = Process(tmp_path / "stopped", corpus)
+    process.process.send_signal(number)
+    code, out, err = process.end()
+    assert code == 0, err
+    assert "finishing this step and saving" in err
+    step = RunFolder.open(tmp_path / "stopped").latest_checkpoint()
+    assert step is not None
+    assert 12 <= step < 30
+    assert out.split() == [str(step), "False"]
+    assert not (tmp_path / "stopped" / ".lock").exists()
+    start("stopped", resume=True, **LONG)
+    start("whole", **LONG)
+    assert_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_as_if_never_stopped(
+    start: Start, tmp_path: Path, corpus: Path
+) -> None:
+    process = Process(tmp_path / "killed", corpus)
+    process.process.kill()
+    process.end()
+    assert RunFolder.open(tmp_path / "killed").latest_checkpoint() in (10, 20)
+    start("killed", resume=True, **LONG)
+    start("whole", **LONG)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp_path: Path, corpus: Path) -> None:
+    """The first comes in the middle of a slow sample, the second before that has ended."""
+    process = Process(tmp_path / "stopped", corpus, sleep=60)
+    process.process.send_signal(signal.SIGINT)
+    assert process.process.stderr is not None
+    while "finishing" not in process.process.stderr.readline():
+        assert process.process.poll() is None
+    process.process.send_signal(signal.SIGINT)
+    code, out, _ = process.end()
+    assert code != 0
+    assert out == ""
+    run = RunFolder.open(tmp_path / "stopped")
+    assert run.load_checkpoint().step in (10, 20)
+    assert run.metrics.read() is not None
+    assert not (tmp_path / "stopped" / ".lock").exists()
+
+
+def test_in_another_thread_a_run_installs_no_handlers(start: Start) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        result: TrainResult = pool.submit(start, steps=1).result()
+    assert result.finished
+    assert signal.getsignal(signal.SIGINT) is before

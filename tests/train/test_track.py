@@ -1,0 +1,86 @@
+"""Metrics for other programs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from expert_threshold.runs import RunFolder
+from expert_threshold.train.track import flatten
+
+from .conftest import Start
+from .test_loop import forget_after
+
+
+def test_flattening_keeps_every_number_and_its_path() -> None:
+    record = {"step": 3, "loss": 1.5, "event": "text", "none": None, "layers": {"1": {"usage": [0.25, 0.75]}}}
+    assert flatten(record, "train") == {
+        "train/step": 3.0, "train/loss": 1.5, "train/layers/1/usage/0": 0.25, "train/layers/1/usage/1": 0.75,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_shows_the_metrics_also_of_a_resumed_run(start: Start, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs the extra track")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    start(track="tensorboard")
+    forget_after(tmp_path / "run", 4)
+    start(track="tensorboard", resume=True)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    records = RunFolder.open(tmp_path / "run").metrics.read()
+    for split in ("train", "validation"):
+        lines = [record for record in records if record["split"] == split]
+        values = events.Scalars(f"{split}/loss")
+        assert [value.step for value in values] == [line["step"] for line in lines]
+        assert [value.value for value in values] == pytest.approx([line["loss"] for line in lines])
+    for name in ("cutoff", "batch_cutoff", "usage", "raw_usage"):
+        values = events.Scalars(f"train/layers/1/{name}/3")
+        last = [record for record in records if record["split"] == "train"][-1]
+        assert values[-1].value == pytest.approx(last["layers"]["1"][name][3])
+
+
+def test_trackio_gets_the_metrics(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the package, with the functions that are called."""
+    runs: list[dict[str, Any]] = []
+
+    class Run:
+        def log(self, metrics: dict[str, float], step: int) -> None:
+            runs[-1]["lines"].append((step, metrics))
+
+        def finish(self) -> None:
+            runs[-1]["finished"] = True
+
+    def init(project: str, **options: Any) -> Run:
+        runs.append({"project": project, "lines": [], "finished": False} | options)
+        return Run()
+
+    module = ModuleType("trackio")
+    module.init = init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "trackio", module)
+    start(track="trackio")
+    [run] = runs
+    assert (run["project"], run["name"], run["finished"]) == ("expert-threshold", "run", True)
+    assert run["config"]["train"]["steps"] == 8
+    assert run["resume"] == "never"
+    assert [step for step, _ in run["lines"]] == [3, 4, 6, 8, 8]
+    assert run["lines"][0][1]["train/layers/1/cutoff/0"] != 0
+    forget_after(tmp_path / "run", 4)
+    start(track="trackio", resume=True)
+    assert runs[1]["resume"] == "allow"
+    assert [step for step, _ in runs[1]["lines"]] == [6, 8, 8]
+
+
+@pytest.mark.parametrize(("track", "package"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+    track: str, package: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=rf"track='{track}' needs .* pip install 'expert-threshold\[track\]'") as error:
+        start(track=track)
+    assert "\n" not in str(error.value)
+    assert list((tmp_path / "run").iterdir()) == []

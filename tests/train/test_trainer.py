@@ -1,0 +1,220 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from expert_threshold.data import Batch, Loader, Tokens
+from expert_threshold.model import GPT, GPTConfig, Output
+from expert_threshold.optim import OptimConfig, make_optimizers
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.train import TrainConfig
+from expert_threshold.train.trainer import Trainer
+
+RULES: list[Rule | None] = [
+    None,
+    TokenChoice(4, 1, balance="aux"),
+    TokenChoice(4, 2, balance="loss_free"),
+    ExpertChoice(4, 1, pool="sequence"),
+    ExpertThreshold(4, 1, warmup_steps=1, decay=0.9),
+]
+CONTEXT, VOCAB = 16, 64
+
+
+def model_config(rule: Rule | None) -> GPTConfig:
+    return GPTConfig.preset(
+        "tiny", rule=rule, vocab_size=VOCAB, context=CONTEXT, d_model=32, heads=2, kv_heads=2, d_expert=32,
+        d_feed_forward=64,
+    )  # fmt: skip
+
+
+def make_trainer(rule: Rule | None, optim: OptimConfig = OptimConfig(), **options: int) -> Trainer:  # noqa: B008
+    torch.manual_seed(0)
+    model = GPT(model_config(rule)).train()
+    with torch.no_grad():
+        model.head.weight.normal_()  # zero at first, which would hide the model's gradients behind it
+    config = TrainConfig(**({"steps": 100, "batch_size": 4} | options))
+    ids = np.random.default_rng(0).integers(0, VOCAB, 1000).astype(np.uint16)
+    tokens = Tokens(ids, np.array([0, 400, 1000]), 1000)
+    loader = Loader(tokens, config.batch_size, CONTEXT, seed=0)
+    return Trainer(model, make_optimizers(model.named_parameters(), optim, 32), loader, config)
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """All tensors that a step may move: weights, rule states, moments; the counts of steps too."""
+    moments, counts = trainer.optimizers.state_dict()
+    counters = {f"count.{name}": torch.tensor(count) for name, count in counts.items()}
+    return {name: t.clone() for name, t in (trainer.model.state_dict() | moments | counters).items()}
+
+
+def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        assert a[name].numpy().tobytes() == b[name].numpy().tobytes(), name
+
+
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Of the first step, which is not made."""
+    found: dict[str, Tensor] = {}
+
+    def keep(step: int, steps: int) -> None:
+        found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+
+    trainer.optimizers.step = keep  # type: ignore[method-assign]
+    assert trainer.advance()
+    return found
+
+
+@pytest.mark.parametrize("rule", [None, TokenChoice(4, 1)], ids=str)
+def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -> None:
+    """Of rules without pools; pools are formed within a micro-batch."""
+    large = gradients(make_trainer(rule, batch_size=4, accumulation=1))
+    small = gradients(make_trainer(rule, batch_size=1, accumulation=4))
+    assert large.keys() == small.keys()
+    for name in large:
+        torch.testing.assert_close(small[name], large[name], rtol=1e-4, atol=1e-6)
+    assert max(gradient.abs().max() for gradient in large.values()) > 1e-3
+
+
+@pytest.mark.parametrize("rule", RULES[1:], ids=str)
+def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(rule, batch_size=2, accumulation=3)
+    seen = []
+    forward = GPT.forward
+
+    def record(self: GPT, *args: Tensor) -> Output:
+        output = forward(self, *args)
+        seen.append(output.observations[0])
+        return output
+
+    monkeypatch.setattr(GPT, "forward", record)
+    [(_, moe)] = trainer.model.moe_layers()
+    for _ in range(2):
+        before = type(moe.router.state)(*(t.clone() for t in moe.router.state))
+        seen.clear()
+        trainer.advance()
+        assert len(seen) == 3
+        for got, expected in zip(moe.router.state, rule.update(before, seen[0] + seen[1] + seen[2]), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
+    trainer = make_trainer(rule, OptimConfig(adamw_warmup_steps=0, head_lr=0.02))
+    batch = next(trainer.loader)
+
+    class Same(Iterator[Batch]):
+        def __next__(self) -> Batch:
+            return batch
+
+    trainer.loader = Same()  # type: ignore[assignment]
+    for _ in range(60):
+        trainer.advance()
+    trainer.take_interval()
+    trainer.advance()
+    interval = trainer.take_interval()
+    assert interval is not None
+    assert interval.seen.cross_entropy / interval.seen.micro_batches < 0.1 < math.log(VOCAB)
+
+
+class Spoil:
+    """Makes the loss of the forwards with these numbers, counted from 0, not a number or infinite."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, numbers: set[int], value: float) -> None:
+        self.count = 0
+        forward = GPT.forward
+
+        def spoiled(model: GPT, *args: Tensor) -> Output:
+            output = forward(model, *args)
+            if self.count in numbers:
+                output = output._replace(loss=output.loss * value)
+            self.count += 1
+            return output
+
+        monkeypatch.setattr(GPT, "forward", spoiled)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_loss_that_is_not_finite_changes_nothing(
+    rule: Rule | None, micro_batch: int, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer(rule, accumulation=2)
+    Spoil(monkeypatch, {2 + micro_batch}, value)
+    assert trainer.advance()
+    before, position = everything(trainer), trainer.loader.position
+    assert not trainer.advance()
+    assert_same_bytes(everything(trainer), before)
+    assert all(p.grad is None for p in trainer.model.parameters())
+    assert (trainer.step, trainer.skipped, trainer.skipped_in_a_row) == (2, 1, 1)
+    assert trainer.loader.position != position
+    assert trainer.advance()
+    assert (trainer.step, trainer.skipped, trainer.skipped_in_a_row) == (3, 1, 0)
+    interval = trainer.take_interval()
+    assert interval is not None
+    assert interval.seen.loss.isfinite()
+    assert interval.seen.micro_batches == 4
+    with pytest.raises(AssertionError):  # the comparison can fail
+        assert_same_bytes(everything(trainer), before)
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_that_is_not_finite_skips_the_step(clip: float | None) -> None:
+    trainer = make_trainer(RULES[-1], OptimConfig(clip=clip))
+    trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = everything(trainer)
+    assert not trainer.advance()
+    assert_same_bytes(everything(trainer), before)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_activation_checkpointing_changes_neither_weights_nor_rules(rule: Rule | None) -> None:
+    plain, recomputed = make_trainer(rule, accumulation=2), make_trainer(rule, accumulation=2)
+    recomputed.model.activation_checkpointing = True
+    for trainer in (plain, recomputed):
+        for _ in range(3):
+            trainer.advance()
+    assert_same_bytes(everything(plain), everything(recomputed))
+
+
+@pytest.mark.parametrize("rule", [None, RULES[-1]], ids=str)
+def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
+    trainer = make_trainer(rule, accumulation=2)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+    trainer.advance()
+    trainer.advance()
+    before = alive()
+    for _ in range(5):
+        trainer.advance()
+    assert alive() == before
+    interval = trainer.take_interval()
+    assert interval is not None
+    assert not any(tensor.requires_grad for tensor in interval.seen.tensors().values())
+
+
+def test_an_interval_sums_all_steps_since_the_last() -> None:
+    trainer = make_trainer(RULES[-1], accumulation=2)
+    assert trainer.take_interval() is None
+    for steps in (3, 1):
+        for _ in range(steps):
+            trainer.advance()
+        interval = trainer.take_interval()
+        assert interval is not None
+        assert interval.seen.micro_batches == 2 * steps
+        assert interval.seen.observations[0].tokens == 2 * steps * 4 * CONTEXT
+        assert interval.tokens_per_second > 0
+    assert trainer.take_interval() is None
+    assert trainer.tokens == 4 * 2 * 4 * CONTEXT
