@@ -1,0 +1,21 @@
+"""How good a model is."""
+
+from .bundle import Baselines, Task, read_bundle
+from .continuation import ModelScorer
+from .core import Answer, Question, Scorer, TaskResult, centred, evaluate_task
+from .loss import Validation, evaluate
+
+__all__ = [
+    "Answer",
+    "Baselines",
+    "ModelScorer",
+    "Question",
+    "Scorer",
+    "Task",
+    "TaskResult",
+    "Validation",
+    "centred",
+    "evaluate",
+    "evaluate_task",
+    "read_bundle",
+]

@@ -1,0 +1,153 @@
+"""An eval bundle of CORE in nanochat's layout: `core.yaml`, `eval_meta_data.csv` and `eval_data/**.jsonl`."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+Kind = Literal["multiple_choice", "schema", "language_modeling"]
+Baselines = Literal["nanochat", "dclm"]
+
+Row = dict[str, Any]
+
+# Percent right by chance, where DCLM's newer table differs from the bundle's.
+DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
+
+# What a row of each kind has to have, and which of it are lists.
+FIELDS: dict[Kind, tuple[str, ...]] = {
+    "multiple_choice": ("query", "choices", "gold"),
+    "schema": ("context_options", "continuation", "gold"),
+    "language_modeling": ("context", "continuation"),
+}
+LISTS = ("choices", "context_options")
+
+
+class Task(NamedTuple):
+    """shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the accuracy that
+    centring takes for chance. rows: in the order of the file. hash: sha256 of the file, in hex."""
+
+    label: str
+    kind: Kind
+    shots: int
+    delimiter: str
+    baseline: float
+    rows: Sequence[Row]
+    hash: str
+
+
+def read_bundle(
+    path: str | Path, labels: Collection[str] | None = None, baselines: Baselines = "nanochat"
+) -> list[Task]:
+    """The tasks of those labels, or all, in the bundle's order.
+
+    Raises ValueError, and OSError, for an unknown label and for a bundle that is no bundle or is damaged.
+    """
+    path = Path(path)
+    for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
+        if not (path / name).exists():
+            raise ValueError(f"--bundle {path}: no eval bundle, {name} is missing; name a folder that has it")
+    entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
+    for label in labels or ():
+        if label not in entries:
+            near = get_close_matches(label, entries, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"--tasks {label}: unknown task; {hint}there are {', '.join(entries)}")
+    chance = _chance(path / "eval_meta_data.csv") | (DCLM_BASELINES if baselines == "dclm" else {})
+    tasks = []
+    for label, entry in entries.items():
+        if labels is None or label in labels:
+            if label not in chance:
+                raise ValueError(f"{path}/eval_meta_data.csv: no baseline of {label}; download the bundle anew")
+            tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
+    return tasks
+
+
+def _chance(path: Path) -> dict[str, float]:
+    with path.open(encoding="utf-8", newline="") as file:
+        try:
+            return {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: damaged ({error!r}); download the bundle anew") from None
+
+
+def _task(path: Path, entry: Row, baseline: float) -> Task:
+    if not path.is_file():
+        raise ValueError(f"{path}: the file is missing; download the bundle anew")
+    content = path.read_bytes()
+    kind = entry["icl_task_type"]
+    rows = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not _is_whole(kind, row):
+            raise ValueError(f"{path}: line {number} is no question of {kind}; download the bundle anew")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: empty; download the bundle anew")
+    (shots,) = entry["num_fewshot"]
+    delimiter = entry.get("continuation_delimiter", " ")
+    return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
+
+
+def _is_whole(kind: Kind, row: Any) -> bool:
+    if not isinstance(row, dict) or not all(field in row for field in FIELDS[kind]):
+        return False
+    for field in FIELDS[kind]:
+        texts = row[field] if field in LISTS else [row[field]]
+        if field == "gold":
+            continue
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            return False
+        if field in LISTS and not (type(row["gold"]) is int and 0 <= row["gold"] < len(texts)):
+            return False
+    return True
+
+
+def _entries(path: Path) -> list[Row]:
+    """The list `icl_tasks` of core.yaml. Of YAML no more is read than it has: a list of flat mappings, whose values are
+    plain words, quoted text or JSON lists."""
+    entries: list[Row] = []
+    opened = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        if not opened:
+            opened = text == line == "icl_tasks:"
+            if opened:
+                continue
+        elif text == "-" or text.startswith("- "):
+            entries.append({})
+            text = text[1:].strip()
+            if not text:
+                continue
+        key, colon, value = text.partition(":")
+        if not (opened and entries and colon and value.startswith(" ")):
+            raise ValueError(f"{path}: line {number} is not understood; download the bundle anew")
+        entries[-1][key] = _value(path, number, value.strip())
+    for entry in entries:
+        shots = entry.get("num_fewshot")
+        whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
+        known = {"label", "dataset_uri"} <= entry.keys() and entry.get("icl_task_type") in get_args(Kind)
+        if not (whole and known):
+            name = entry.get("label", "a task")
+            raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
+    if not entries:
+        raise ValueError(f"{path}: has no icl_tasks; download the bundle anew")
+    return entries
+
+
+def _value(path: Path, number: int, text: str) -> Any:
+    if not text.startswith(('"', "[")):
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ValueError(f"{path}: line {number} is not understood; download the bundle anew") from None

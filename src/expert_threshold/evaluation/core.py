@@ -1,0 +1,131 @@
+"""CORE, the 22 tasks of DCLM (arXiv 2406.11794), asked and counted as nanochat does."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .bundle import Kind, Row, Task
+
+QUESTIONS_AT_ONCE = 64
+
+
+class Question(NamedTuple):
+    """prompts: a text for each possible answer, or for language modelling the text without and with the answer."""
+
+    kind: Kind
+    prompts: tuple[str, ...]
+    gold: int  # which prompt has the right answer; of no meaning for language modelling
+    category: str | None
+
+
+class Answer(NamedTuple):
+    """penalties: one per prompt, the lowest is the answer; for language modelling one alone, and 0 is right.
+
+    cropped: sequences that were longer than the context; cut: those that lost tokens of the continuation by that.
+    """
+
+    penalties: Sequence[float]
+    cropped: int = 0
+    cut: int = 0
+
+
+Scorer = Callable[[Sequence[Question]], list[Answer]]
+"""Answers questions of one task."""
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """accuracy: over `rows` questions, which came as `sequences`. categories: accuracy of each, where rows have one."""
+
+    rows: int
+    accuracy: float
+    sequences: int
+    cropped: int
+    cut: int
+    categories: dict[str, float]
+
+
+def evaluate_task(
+    task: Task,
+    scorer: Scorer,
+    *,
+    max_rows: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TaskResult:
+    """Ask every question, or max_rows of them. progress is told the questions answered and those in all.
+
+    Raises ValueError if too few rows are left to draw the solved examples from.
+    """
+    rows = choose_rows(task, max_rows)
+    right: dict[str | None, list[bool]] = defaultdict(list)
+    sequences = cropped = cut = 0
+    for start in range(0, len(rows), QUESTIONS_AT_ONCE):
+        end = min(start + QUESTIONS_AT_ONCE, len(rows))
+        questions = [ask(task, rows, index) for index in range(start, end)]
+        for question, answer in zip(questions, scorer(questions), strict=True):
+            right[question.category].append(is_right(question, answer))
+            sequences += len(answer.penalties)
+            cropped += answer.cropped
+            cut += answer.cut
+        if progress is not None:
+            progress(end, len(rows))
+    accuracy = sum(map(sum, right.values())) / len(rows)
+    categories = {name: sum(hits) / len(hits) for name, hits in right.items() if name is not None}
+    return TaskResult(len(rows), accuracy, sequences, cropped, cut, categories)
+
+
+def centred(accuracy: float, baseline: float) -> float:
+    """0 at chance, 1 where all is right."""
+    return (accuracy - baseline) / (1 - baseline)
+
+
+def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
+    """The first max_rows, or all, of the task's rows in nanochat's random order."""
+    rows = list(task.rows)
+    random.Random(1337).shuffle(rows)
+    rows = rows[:max_rows]
+    if len(rows) <= task.shots:
+        raise ValueError(
+            f"--max-per-task {max_rows}: {task.label} shows {task.shots} solved examples, drawn from the other rows; "
+            f"use at least {task.shots + 1}"
+        )
+    return rows
+
+
+def ask(task: Task, rows: Sequence[Row], index: int) -> Question:
+    """The question of row `index`, below solved examples from the other rows."""
+    row = rows[index]
+    # Positions among the other rows: the same draw as from a list of them.
+    drawn = random.Random(1234 + index).sample(range(len(rows) - 1), task.shots)
+    shots = [_solved(task, rows[other + (other >= index)]) + "\n\n" for other in drawn]
+    prompts = ["".join([*shots, prompt]) for prompt in _prompts(task, row)]
+    if task.kind == "language_modeling":
+        prompts[0] = prompts[0].strip()
+    return Question(task.kind, tuple(prompts), row.get("gold", 0), row.get("category"))
+
+
+def _prompts(task: Task, row: Row) -> Iterator[str]:
+    if task.kind == "multiple_choice":
+        yield from (row["query"] + task.delimiter + choice for choice in row["choices"])
+    elif task.kind == "schema":
+        yield from (context + task.delimiter + row["continuation"] for context in row["context_options"])
+    else:
+        yield row["context"].strip() + task.delimiter
+        yield row["context"].strip() + task.delimiter + row["continuation"]
+
+
+def _solved(task: Task, row: Row) -> str:
+    *_, with_answer = _prompts(task, row)
+    return with_answer if task.kind == "language_modeling" else list(_prompts(task, row))[row["gold"]]
+
+
+def is_right(question: Question, answer: Answer) -> bool:
+    if question.kind == "language_modeling":
+        return list(answer.penalties) == [0]
+    # The first of the lowest. A penalty that is not a number, as of an empty continuation, wins only if it comes first:
+    # so does nanochat's.
+    return min(range(len(answer.penalties)), key=answer.penalties.__getitem__) == question.gold

@@ -1,0 +1,107 @@
+"""Cross-entropy and bits per byte over tokens that a model was not trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+
+from ..data import IGNORED, Batch, Tokenizer, Tokens, windows
+from ..model import GPT, Observation
+
+
+class Validation(NamedTuple):
+    """loss: nats per token, over all `tokens` targets, those that open a document included.
+
+    bits_per_byte: over the targets that stand for text, `bytes` of it. A target that stands for none, as bos does, adds
+    neither bits nor bytes, which is nanochat's rule too: models compare whatever their tokenizers.
+    observations: one per MoE layer, summed.
+    """
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    bytes: int
+    observations: tuple[Observation, ...]
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int = 16,
+    max_tokens: int | None = None,
+    training_pools: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Validation:
+    """The losses of `tokens` in windows of the model's context, in the documents' order; the model keeps its mode.
+
+    Causal, and independent of batch_size (sequences at once) but for rounding. max_tokens: targets to score, rounded up
+    to whole windows; None is all. progress is told the tokens done and the tokens in all.
+
+    training_pools=True routes as training does, so that a token of an expert-choice model competes with those after it
+    and with its batch: whole batches only, and the loss depends on batch_size. Its distance from the causal loss is the
+    gap between training and evaluation.
+
+    Raises ValueError if an option is out of range or there are too few tokens.
+    """
+    if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
+        raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
+    context = model.config.context
+    targets = len(tokens) - 1
+    unit = context * (batch_size if training_pools else 1)
+    units = targets // unit if training_pools else math.ceil(targets / unit)
+    if max_tokens is not None:
+        units = min(units, math.ceil(max_tokens / unit))
+    if units < 1:
+        needed = unit + 1 if training_pools else 2
+        raise ValueError(f"validation needs {needed} tokens, there are {len(tokens)}; give more text to validate on")
+    total = min(units * unit, targets)
+
+    device = model.embed.weight.device
+    token_bytes = torch.from_numpy(tokenizer.token_bytes())
+    nats = text_nats = torch.zeros((), dtype=torch.float64)
+    text_bytes = done = 0
+    observations: tuple[Observation, ...] | None = None
+    rows = islice(windows(tokens, context), math.ceil(total / context))
+    was_training = model.training
+    model.train(training_pools)
+    try:
+        for batch in _batches(rows, batch_size):
+            output = model(batch.tokens.to(device), batch.targets.to(device))
+            losses = output.token_losses.cpu().double()
+            sizes = token_bytes[batch.targets]
+            nats = nats + losses.sum()
+            text_nats = text_nats + losses[sizes > 0].sum()
+            text_bytes += int(sizes.sum())
+            observations = (
+                output.observations
+                if observations is None
+                else tuple(a + b for a, b in zip(observations, output.observations, strict=True))
+            )
+            done += batch.targets.numel()
+            if progress is not None:
+                progress(done, total)
+    finally:
+        model.train(was_training)
+    assert observations is not None
+    assert done == total
+    bits_per_byte = float(text_nats) / math.log(2) / text_bytes if text_bytes else math.nan
+    return Validation(float(nats) / total, bits_per_byte, total, text_bytes, observations)
+
+
+def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
+    """Rows stacked. The last window goes alone and without its padding, which would be routed and observed too."""
+    while group := list(islice(rows, batch_size)):
+        last = group[-1]
+        length = int((last.targets != IGNORED).sum())
+        whole = group if length == len(last.targets) else group[:-1]
+        if whole:
+            yield Batch(*map(torch.stack, zip(*whole, strict=True)))
+        if whole is not group:
+            yield Batch(last.tokens[None, :length], last.targets[None, :length])

@@ -1,0 +1,455 @@
+"""CORE: prompts and boundaries worked by hand, answers in batches, and choosers whose score is known."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.evaluation import (
+    Answer,
+    ModelScorer,
+    Question,
+    Task,
+    centred,
+    evaluate_task,
+    read_bundle,
+)
+from expert_threshold.evaluation.continuation import Continuation, continuations, crop
+from expert_threshold.evaluation.core import ask, choose_rows, is_right
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "core"
+needs_bundle = pytest.mark.skipif(not REAL.is_dir(), reason=f"no CORE bundle at {REAL}")
+
+CORE_YAML = """\
+# A bundle of three tasks.
+icl_tasks:
+-
+  label: colours
+  dataset_uri: a/colours.jsonl
+  num_fewshot: [1]
+  icl_task_type: multiple_choice
+  continuation_delimiter: "\\nAnswer: "
+-
+  label: who
+  dataset_uri: who.jsonl
+  num_fewshot: [0]
+  icl_task_type: schema
+- label: capitals
+  dataset_uri: capitals.jsonl
+  num_fewshot: [2]
+  icl_task_type: language_modeling
+  has_categories: true
+"""
+COLOURS = [
+    {"query": "Question: sky?", "choices": ["blue", "red"], "gold": 0},
+    {"query": "Question: grass?", "choices": ["black", "green"], "gold": 1},
+    {"query": "Question: blood?", "choices": ["grey", "red"], "gold": 1},
+]
+WHO = [
+    {
+        "context_options": ["The cat saw the dog; the cat", "The cat saw the dog; the dog"],
+        "continuation": "ran.",
+        "gold": 1,
+    }
+]
+CAPITALS = [
+    {"context": f"The capital of {country} is  ", "continuation": city, "category": category}
+    for country, city, category in (
+        ("France", "Paris", "europe"),
+        ("Peru", "Lima", "america"),
+        ("Chile", "Santiago", "america"),
+        ("Italy", "Rome", "europe"),
+    )
+]
+BASELINES = "Eval Task,#shots,Random baseline\ncolours,1,50\nwho,0,50\ncapitals,2,0\nunused,0,12.5\n"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "bundle"
+    (path / "eval_data" / "a").mkdir(parents=True)
+    (path / "core.yaml").write_text(CORE_YAML)
+    (path / "eval_meta_data.csv").write_text(BASELINES)
+    for name, rows in {"a/colours": COLOURS, "who": WHO, "capitals": CAPITALS}.items():
+        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(
+        ["the capital of Peru is Lima; the cat saw the dog; Question: sky? Answer: blue red"] * 4, 290
+    )
+
+
+def task(kind: Any, rows: Sequence[dict[str, Any]], shots: int = 0, delimiter: str = " ") -> Task:
+    return Task("test", kind, shots, delimiter, 0.0, rows, "")
+
+
+def test_a_bundle_is_read(bundle: Path) -> None:
+    colours, who, capitals = read_bundle(bundle)
+    assert colours[:5] == ("colours", "multiple_choice", 1, "\nAnswer: ", 0.5)
+    assert who[:5] == ("who", "schema", 0, " ", 0.5)
+    assert capitals[:5] == ("capitals", "language_modeling", 2, " ", 0.0)
+    assert (colours.rows, who.rows, capitals.rows) == (COLOURS, WHO, CAPITALS)
+    assert [task.label for task in read_bundle(bundle, ["capitals", "who"])] == ["who", "capitals"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("core.yaml", None, "core.yaml is missing"),
+        ("eval_meta_data.csv", None, "eval_meta_data.csv is missing"),
+        ("eval_data/who.jsonl", None, r"who.jsonl: the file is missing"),
+        ("core.yaml", "", "has no icl_tasks"),
+        ("core.yaml", "tasks:\n- label: x\n", "line 1 is not understood"),
+        ("core.yaml", "icl_tasks:\n  label: x\n", "line 2 is not understood"),
+        ("core.yaml", "icl_tasks:\n- label: {x: y\n  a:b\n", "line 3 is not understood"),
+        ("core.yaml", 'icl_tasks:\n- label: "x\n', "line 2 is not understood"),
+        ("core.yaml", "icl_tasks:\n- label: x\n", "x lacks label, dataset_uri"),
+        ("core.yaml", CORE_YAML.replace("[2]", "[2, 3]"), "capitals lacks"),
+        ("core.yaml", CORE_YAML.replace("schema", "oral"), "who lacks"),
+        ("eval_meta_data.csv", BASELINES.replace("who", "whom"), "no baseline of who"),
+        ("eval_meta_data.csv", BASELINES.replace("12.5", "x"), "damaged"),
+        ("eval_data/who.jsonl", "", "who.jsonl: empty"),
+        ("eval_data/who.jsonl", '{"context_op', "line 1 is no question of schema"),
+        ("eval_data/who.jsonl", json.dumps(WHO[0] | {"gold": 2}), "line 1 is no question of schema"),
+        ("eval_data/who.jsonl", json.dumps(WHO[0]) + "\n" + json.dumps(CAPITALS[0]), "line 2 is no question of schema"),
+        ("eval_data/capitals.jsonl", '{"context": "a", "continuation": 1}', "line 1 is no question"),
+        ("eval_data/a/colours.jsonl", '{"query": "a", "choices": "yes", "gold": 0}', "line 1 is no question"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_in_one_line(bundle: Path, file: str, content: str | None, message: str) -> None:
+    if content is None:
+        (bundle / file).unlink()
+    else:
+        (bundle / file).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_bundle(bundle)
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_task_is_refused_with_the_one_that_may_be_meant(bundle: Path) -> None:
+    with pytest.raises(ValueError, match="--tasks capital: unknown task; did you mean capitals"):
+        read_bundle(bundle, ["capital"])
+
+
+def test_multiple_choice_prompts_have_one_solved_example_of_another_row(bundle: Path) -> None:
+    (colours,) = read_bundle(bundle, ["colours"])
+    # random.Random(1234 + 1).sample([0, 2], 1) is [2]; of the three rows, the second is asked.
+    assert random.Random(1235).sample([0, 2], 1) == [2]
+    question = ask(colours, COLOURS, 1)
+    solved = "Question: blood?\nAnswer: red\n\nQuestion: grass?\nAnswer: "
+    assert question == Question("multiple_choice", (solved + "black", solved + "green"), 1, None)
+
+
+def test_schema_prompts_differ_in_the_context(bundle: Path) -> None:
+    (who,) = read_bundle(bundle, ["who"])
+    prompts = ("The cat saw the dog; the cat ran.", "The cat saw the dog; the dog ran.")
+    assert ask(who, WHO, 0) == Question("schema", prompts, 1, None)
+
+
+def test_language_modelling_prompts_are_trimmed_and_come_without_and_with_the_answer(bundle: Path) -> None:
+    (capitals,) = read_bundle(bundle, ["capitals"])
+    assert random.Random(1234).sample([1, 2, 3], 2) == [2, 1]
+    solved = "The capital of Chile is Santiago\n\nThe capital of Peru is Lima\n\nThe capital of France is"
+    assert ask(capitals, CAPITALS, 0) == Question("language_modeling", (solved, solved + " Paris"), 0, "europe")
+
+
+def test_solved_examples_are_drawn_as_from_the_list_of_the_other_rows() -> None:
+    rows = [{"query": str(i), "choices": ["y"], "gold": 0} for i in range(200)]
+    for index in (0, 1, 57, 199):
+        others = [row for i, row in enumerate(rows) if i != index]
+        drawn = random.Random(1234 + index).sample(others, 10)
+        expected = "".join(f"{row['query']} y\n\n" for row in drawn) + f"{index} y"
+        assert ask(task("multiple_choice", rows, 10), rows, index).prompts == (expected,)
+
+
+def test_a_subset_is_the_beginning_of_the_shuffled_rows_and_examples_come_from_it() -> None:
+    rows = [{"query": str(i), "choices": ["y"], "gold": 0} for i in range(50)]
+    shuffled = list(rows)
+    random.Random(1337).shuffle(shuffled)
+    asked = task("multiple_choice", rows, 4)
+    assert choose_rows(asked, None) == shuffled
+    assert choose_rows(asked, 5) == shuffled[:5]
+    with pytest.raises(ValueError, match=r"--max-per-task 4: test shows 4 solved examples.*at least 5"):
+        choose_rows(asked, 4)
+
+
+def test_what_is_scored_begins_where_choices_part_where_contexts_end_or_where_the_answer_begins() -> None:
+    assert continuations("multiple_choice", [[9, 1, 2, 3], [9, 1, 4]]) == [([9, 1, 2, 3], 2), ([9, 1, 4], 2)]
+    assert continuations("schema", [[9, 1, 2, 3, 4], [9, 5, 3, 4]]) == [([9, 1, 2, 3, 4], 3), ([9, 5, 3, 4], 2)]
+    assert continuations("language_modeling", [[9, 1], [9, 1, 2, 3]]) == [([9, 1, 2, 3], 2)]
+
+
+def test_boundaries_of_real_tokens_worked_by_hand() -> None:
+    letters = Tokenizer([bytes([i]) for i in range(256)])
+    first, second = ([letters.bos, *letters.encode(text)] for text in ("a: blue", "a: black"))
+    scored = [letters.decode(c.tokens[c.start :]) for c in continuations("multiple_choice", [first, second])]
+    assert scored == ["ue", "ack"]
+    scored = [letters.decode(c.tokens[c.start :]) for c in continuations("schema", [first, [*first[:2], *first[3:]]])]
+    assert scored == [" blue", " blue"]
+
+
+def test_cropping_keeps_the_end_and_a_first_token_to_predict_from() -> None:
+    assert crop(Continuation([1, 2, 3, 4, 5], 3), 5) == ([1, 2, 3, 4, 5], 3)
+    assert crop(Continuation([1, 2, 3, 4, 5], 3), 4) == ([2, 3, 4, 5], 2)
+    assert crop(Continuation([1, 2, 3, 4, 5], 3), 2) == ([4, 5], 1)
+
+
+def test_the_first_of_the_lowest_penalties_is_the_answer() -> None:
+    def answered(gold: int, *penalties: float) -> bool:
+        return is_right(Question("multiple_choice", ("a", "b", "c"), gold, None), Answer(penalties))
+
+    assert answered(1, 2.0, 1.0, 1.0)
+    assert not answered(2, 2.0, 1.0, 1.0)
+    assert answered(0, math.nan, 1.0, 0.0)
+    assert answered(2, 1.0, math.nan, 0.0)
+    text = Question("language_modeling", ("a", "a b"), 0, None)
+    assert is_right(text, Answer([0]))
+    assert not is_right(text, Answer([1]))
+    assert not is_right(text, Answer([math.nan]))
+
+
+def test_centring_maps_chance_to_0_and_all_right_to_1() -> None:
+    assert centred(0.25, 0.25) == 0
+    assert centred(1.0, 0.62) == 1
+    assert centred(0.0, 0.5) == -1
+
+
+# A model with random weights, on questions of every kind.
+
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token_choice": TokenChoice(4, 1),
+    "expert_choice": ExpertChoice(4, 1, pool="sequence"),
+    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=1),
+}
+KINDS = "multiple_choice", "schema", "language_modeling"
+
+
+def make_model(tokenizer: Tokenizer, rule: Rule | None, context: int = 256) -> GPT:
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 16, "d_feed_forward": 32}
+    config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=context, rule=rule, **sizes)
+    model = GPT(config).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return model
+
+
+def make_questions(kind: Any) -> list[Question]:
+    chance = random.Random(0)
+
+    def text(words: int) -> str:
+        return " ".join(chance.choices(["the", "capital", "of", "Peru", "is", "a", "cat", "that", "saw"], k=words))
+
+    rows: list[dict[str, Any]] = [
+        {
+            "query": text(5),
+            "choices": [text(chance.randint(1, 6)) for _ in range(3)],
+            "context_options": [text(chance.randint(1, 6)) for _ in range(2)],
+            "context": text(chance.randint(1, 6)),
+            "continuation": text(3),
+            "gold": 1,
+        }
+        for _ in range(9)
+    ]
+    asked = task(kind, rows, 2)
+    return [ask(asked, rows, index) for index in range(len(rows))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("context", [256, 24])
+def test_answers_in_batches_and_behind_a_shared_prefix_are_those_one_by_one(
+    tokenizer: Tokenizer, kind: Any, rule: Rule | None, context: int
+) -> None:
+    model, questions = make_model(tokenizer, rule, context), make_questions(kind)
+    alone = ModelScorer(model, tokenizer, tokens_at_once=1, shared_prefix=10**9)
+    one_by_one = [answer for question in questions for answer in alone([question])]
+    for shared_prefix in (1, 10**9):
+        for answer, expected in zip(
+            ModelScorer(model, tokenizer, shared_prefix=shared_prefix)(questions), one_by_one, strict=True
+        ):
+            assert answer.penalties == pytest.approx(expected.penalties, abs=1e-4)
+            assert (answer.cropped, answer.cut) == (expected.cropped, expected.cut)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_penalties_are_those_of_one_plain_forward_per_prompt(tokenizer: Tokenizer, kind: Any) -> None:
+    model = make_model(tokenizer, RULES["expert_threshold"], context=40)
+    cropped = 0
+    for question in make_questions(kind):
+        (answer,) = ModelScorer(model, tokenizer)([question])
+        sequences = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in question.prompts]
+        scored = continuations(kind, sequences)
+        cropped += answer.cropped
+        assert answer.cropped == sum(len(c.tokens) > 40 for c in scored)
+        for (tokens, start), penalty in zip(scored, answer.penalties, strict=True):
+            count = len(tokens) - start
+            ids = torch.tensor(tokens[-40:])
+            with torch.no_grad():
+                logits = model(ids[None]).logits[0, -count - 1 : -1]
+            if kind == "language_modeling":
+                assert penalty == (logits.argmax(1) != ids[-count:]).sum()
+            else:
+                expected = torch.nn.functional.cross_entropy(logits, ids[-count:])
+                assert penalty == pytest.approx(float(expected), abs=1e-4)
+    assert cropped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_expert_threshold_routes_in_a_batch_as_it_routes_one_by_one(
+    tokenizer: Tokenizer, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(tokenizer, RULES["expert_threshold"])
+    forward, seen = model.forward, {}
+
+    def record(tokens: torch.Tensor, targets: Any = None, *, cache: Any = None) -> Any:
+        past = 0 if cache is None else cache.length
+        output = forward(tokens, targets, cache=cache, record=True)
+        assert output.routings is not None
+        for row, assignment in zip(tokens, output.routings[0].assignment, strict=True):
+            rows.append((past, row.tolist(), assignment))
+        return output
+
+    monkeypatch.setattr(model, "forward", record)
+    questions = make_questions(kind)
+    rows: list[tuple[int, list[int], torch.Tensor]] = []
+    alone = ModelScorer(model, tokenizer, tokens_at_once=1, shared_prefix=10**9)
+    for question in questions:
+        alone([question])
+    for _, tokens, assignment in rows:
+        for end in range(1, len(tokens) + 1):
+            seen[tuple(tokens[:end])] = assignment[end - 1]
+    assert len({tuple(a.tolist()) for a in seen.values()}) > 2  # it routes, and not all tokens alike
+    for shared_prefix in (1, 10**9):
+        rows, prefix, compared = [], [], 0
+        ModelScorer(model, tokenizer, shared_prefix=shared_prefix)(questions)
+        for past, tokens, assignment in rows:
+            prefix = prefix if past else tokens
+            sequence = [*prefix[:past], *tokens]
+            for end in range(past + 1, len(sequence) + 1):
+                if tuple(sequence[:end]) in seen:  # padding is not
+                    assert torch.equal(assignment[end - 1 - past], seen[tuple(sequence[:end])])
+                    compared += 1
+        assert compared >= len(seen)
+
+
+def test_the_model_keeps_its_mode(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer, RULES["expert_choice"]).train()
+    ModelScorer(model, tokenizer)(make_questions("schema"))
+    assert model.training
+
+
+def test_a_continuation_that_the_context_cannot_hold_is_counted(tokenizer: Tokenizer) -> None:
+    model = make_model(tokenizer, None, context=8)
+    (answer,) = ModelScorer(model, tokenizer)([Question("multiple_choice", ("a b", "a " + "c d " * 20), 0, None)])
+    assert (answer.cropped, answer.cut) == (1, 1)
+    assert all(map(math.isfinite, answer.penalties))
+
+
+def test_a_task_counts_its_rows_its_sequences_and_its_categories(bundle: Path) -> None:
+    *_, capitals = read_bundle(bundle)
+
+    def knows_america(questions: Sequence[Question]) -> list[Answer]:
+        return [Answer([0 if question.category == "america" else 2], cropped=1) for question in questions]
+
+    told: list[tuple[int, int]] = []
+    result = evaluate_task(capitals, knows_america, progress=lambda *at: told.append(at))
+    assert (result.rows, result.accuracy, result.sequences, result.cropped, result.cut) == (4, 0.5, 4, 4, 0)
+    assert result.categories == {"america": 1.0, "europe": 0.0}
+    assert told == [(4, 4)]
+
+
+# Choosers whose score is known, over the real bundle.
+
+
+@pytest.fixture(scope="module")
+def real() -> list[Task]:
+    return read_bundle(REAL)
+
+
+def oracle(questions: Sequence[Question]) -> list[Answer]:
+    return [
+        Answer([0] if q.kind == "language_modeling" else [float(i != q.gold) for i in range(len(q.prompts))])
+        for q in questions
+    ]
+
+
+def adversary(questions: Sequence[Question]) -> list[Answer]:
+    return [Answer([1 - penalty for penalty in answer.penalties]) for answer in oracle(questions)]
+
+
+@needs_bundle
+def test_the_real_bundle_has_22_tasks_and_80995_rows(real: list[Task]) -> None:
+    assert len(real) == 22
+    assert sum(len(rows) for rows in {task.hash: task.rows for task in real}.values()) == 80_995
+
+
+def test_the_newer_baselines_differ_in_one_known_task_of_these(bundle: Path) -> None:
+    for name in ("core.yaml", "eval_meta_data.csv"):
+        (bundle / name).write_text(
+            (bundle / name)
+            .read_text()
+            .replace("who,", "agi_eval_lsat_ar,")
+            .replace("label: who", "label: agi_eval_lsat_ar")
+        )
+    before, after = (
+        {t.label: t.baseline for t in read_bundle(bundle, baselines=name)} for name in ("nanochat", "dclm")
+    )
+    assert before == {"colours": 0.5, "agi_eval_lsat_ar": 0.5, "capitals": 0.0}
+    assert after == before | {"agi_eval_lsat_ar": 0.25}
+
+
+@needs_bundle
+def test_an_oracle_scores_1_and_an_adversary_below_0_where_chance_is_above_it(real: list[Task]) -> None:
+    for task in real:
+        assert centred(evaluate_task(task, oracle).accuracy, task.baseline) == 1.0
+        score = centred(evaluate_task(task, adversary, max_rows=500).accuracy, task.baseline)
+        assert score < 0 if task.baseline else score == 0
+
+
+@needs_bundle
+def test_a_random_chooser_meets_the_closed_form(real: list[Task]) -> None:
+    names = {"multiple_choice": "choices", "schema": "context_options"}
+    for task in real:
+        chance = random.Random(task.label)
+
+        def choose(questions: Sequence[Question], chance: random.Random = chance) -> list[Answer]:
+            return [Answer([chance.random() for _ in q.prompts[q.kind == "language_modeling" :]]) for q in questions]
+
+        rows = choose_rows(task, 2000)
+        # A text that has to be written exactly is never hit.
+        right = [1 / len(row[names[task.kind]]) if task.kind in names else 0.0 for row in rows]
+        spread = math.sqrt(sum(p * (1 - p) for p in right)) / len(right)
+        accuracy = evaluate_task(task, choose, max_rows=2000).accuracy
+        assert abs(accuracy - sum(right) / len(right)) <= 5 * spread, task.label
+
+
+@needs_bundle
+def test_what_is_scored_of_the_real_tasks_is_the_end_of_an_answer(real: list[Task], tokenizer: Tokenizer) -> None:
+    for task in real:
+        rows = choose_rows(task, task.shots + 20)
+        for index in range(5):
+            question = ask(task, rows, index)
+            sequences = [[tokenizer.bos, *tokenizer.encode(prompt)] for prompt in question.prompts]
+            for continuation in continuations(task.kind, sequences):
+                text = tokenizer.decode_bytes(continuation.tokens[continuation.start :]).decode(errors="ignore")
+                if task.kind == "multiple_choice":  # without what the choices begin with alike
+                    assert any(choice.endswith(text.strip()) for choice in rows[index]["choices"])
+                elif task.kind == "schema":  # with what the contexts end with alike
+                    assert text.endswith(rows[index]["continuation"])
+                else:
+                    assert text == " " + rows[index]["continuation"]
