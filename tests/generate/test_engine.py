@@ -1,0 +1,289 @@
+"""Generation: the cache, sampling, stopping, streaming and recorded routing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, render_routing
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+
+CONTEXT = 48
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token_choice": TokenChoice(4, 2),
+    "loss_free": TokenChoice(4, 1, balance="loss_free"),
+    "expert_choice": ExpertChoice(4, 1, pool="batch"),
+    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=2),
+}
+with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["the cat sat on the mat; the hat of the cat"] * 4, 270)
+
+
+def make_model(tokenizer: Tokenizer, rule: Rule | None = RULES["expert_threshold"], kv_heads: int = 2) -> GPT:
+    """Random weights, and a rule that has seen a few batches."""
+    torch.manual_seed(0)
+    model = GPT(
+        GPTConfig(
+            vocab_size=tokenizer.vocab_size,
+            context=CONTEXT,
+            layers=3,
+            d_model=32,
+            heads=2,
+            kv_heads=kv_heads,
+            d_expert=16,
+            d_feed_forward=64,
+            rule=rule,
+        )
+    )
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    for _ in range(4):
+        model.update_rules(model(torch.randint(tokenizer.vocab_size, (2, 32))).observations)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> GPT:
+    return make_model(tokenizer)
+
+
+class Script(torch.nn.Module):
+    """Stands in for a model: says the tokens it is given, one after another, whatever it hears."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[int]) -> None:
+        super().__init__()
+        self.config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000)
+        self.embed = torch.nn.Embedding(1, 1)
+        self.tokens = iter(tokens)
+        self.new_cache = lambda *_: None
+
+    def forward(self, tokens: torch.Tensor, **_: object) -> object:
+        logits = torch.nn.functional.one_hot(torch.tensor(next(self.tokens, 0)), self.config.vocab_size)
+        return type("Output", (), {"logits": logits[None, None].float(), "routings": ()})
+
+
+def tokens_of(steps: Iterator[Step]) -> list[int]:
+    return [step.token for step in steps]
+
+
+@with_every_rule
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@torch.no_grad()
+def test_decoding_with_the_cache_equals_the_full_forward(
+    tokenizer: Tokenizer, rule: Rule | None, kv_heads: int
+) -> None:
+    model = make_model(tokenizer, rule, kv_heads)
+    tokens = torch.randint(tokenizer.vocab_size, (3, CONTEXT))
+    full = model(tokens, record=True)
+    for pieces in ([CONTEXT], [1] * CONTEXT, [13, 1, 1, 20, 1, 12]):
+        cache = model.new_cache(3, CONTEXT)
+        outputs = [model(piece, cache=cache, record=True) for piece in tokens.split(pieces, 1)]
+        assert cache.length == CONTEXT
+        torch.testing.assert_close(torch.cat([o.logits for o in outputs], 1), full.logits, rtol=1e-4, atol=1e-4)
+        for layer, routing in enumerate(full.routings):
+            assignment = torch.cat([o.routings[layer].assignment for o in outputs], 1)
+            assert torch.equal(assignment, routing.assignment)
+
+
+@with_every_rule
+def test_greedy_text_is_what_full_forwards_would_say_prompt_after_prompt(
+    tokenizer: Tokenizer, rule: Rule | None
+) -> None:
+    model = make_model(tokenizer, rule)
+    for length in (9, 1, 20):
+        ids = torch.randint(tokenizer.bos, (1, length))
+        steps = list(generate(model, tokenizer, ids[0].tolist(), max_tokens=12, temperature=0))
+        for step in steps:
+            with torch.no_grad():
+                log_probabilities = model(ids).logits[0, -1].log_softmax(0)
+            assert step.token == int(log_probabilities.argmax())
+            assert step.logprob == pytest.approx(float(log_probabilities[step.token]), abs=1e-4)
+            ids = torch.cat((ids, torch.tensor([[step.token]])), 1)
+
+
+def test_a_prompt_read_in_pieces_is_continued_as_one_read_at_once(
+    tokenizer: Tokenizer, model: GPT, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(30))
+    whole = tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0))
+    monkeypatch.setattr(engine, "PREFILL", 7)
+    assert tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0)) == whole
+
+
+def test_a_text_opens_a_document(tokenizer: Tokenizer, model: GPT) -> None:
+    ids = [tokenizer.bos, *tokenizer.encode("the cat")]
+    assert tokens_of(generate(model, tokenizer, "the cat", max_tokens=8, seed=1)) == tokens_of(
+        generate(model, tokenizer, ids, max_tokens=8, seed=1)
+    )
+
+
+def test_a_seed_gives_the_same_tokens_whatever_the_global_generator(tokenizer: Tokenizer, model: GPT) -> None:
+    def run(seed: int | None) -> list[int]:
+        return tokens_of(generate(model, tokenizer, "a", max_tokens=20, temperature=1, seed=seed))
+
+    torch.manual_seed(1)
+    first, state = run(7), torch.get_rng_state()
+    torch.manual_seed(2)
+    assert run(7) == first
+    assert run(8) != first
+    assert run(None) != run(None)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # and the global generator was never drawn from
+
+
+def test_top_k_never_leaves_the_k_likeliest_and_reaches_all_of_them() -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    sampler = engine.Sampler(5.0, 4, torch.Generator().manual_seed(0))
+    assert {sampler(logits) for _ in range(400)} == set(logits.topk(4).indices.tolist())
+
+
+def test_samples_follow_the_softmax_at_their_temperature() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
+    sampler = engine.Sampler(0.7, None, torch.Generator().manual_seed(0))
+    counts = torch.bincount(torch.tensor([sampler(logits) for _ in range(4000)]), minlength=4)
+    torch.testing.assert_close(counts / 4000, (logits / 0.7).softmax(0), atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1e-4, 1e-30, 5e-324])
+def test_as_the_temperature_goes_to_zero_sampling_becomes_greedy(
+    tokenizer: Tokenizer, model: GPT, temperature: float
+) -> None:
+    greedy = tokens_of(generate(model, tokenizer, "the", max_tokens=15, temperature=0))
+    for top_k in (None, 50, 1):
+        cold = generate(model, tokenizer, "the", max_tokens=15, temperature=temperature, top_k=top_k, seed=0)
+        assert tokens_of(cold) == greedy
+
+
+def test_top_1_is_greedy_and_a_top_k_beyond_the_vocabulary_is_no_limit(tokenizer: Tokenizer, model: GPT) -> None:
+    assert tokens_of(generate(model, tokenizer, "t", max_tokens=9, temperature=3, top_k=1)) == tokens_of(
+        generate(model, tokenizer, "t", max_tokens=9, temperature=0)
+    )
+    assert tokens_of(generate(model, tokenizer, "t", max_tokens=9, top_k=10**6, seed=0)) == tokens_of(
+        generate(model, tokenizer, "t", max_tokens=9, top_k=None, seed=0)
+    )
+
+
+def test_generation_stops_where_the_document_ends_without_a_text_for_it(tokenizer: Tokenizer) -> None:
+    said = [*tokenizer.encode("the mat"), tokenizer.bos, *tokenizer.encode("more")]
+    steps = list(generate(Script(tokenizer, said), tokenizer, "x", max_tokens=len(said), temperature=0))
+    assert [step.token for step in steps] == said[: said.index(tokenizer.bos) + 1]
+    assert "".join(step.text for step in steps) == "the mat"
+    assert [step.finish for step in steps] == [None] * (len(steps) - 1) + ["stop"]
+
+    steps = list(
+        generate(
+            Script(tokenizer, said), tokenizer, "x", max_tokens=len(said), temperature=0, stop_at_document_end=False
+        )
+    )
+    assert "".join(step.text for step in steps) == "the mat<|bos|>more"
+    assert steps[-1].finish == "length"
+
+
+def test_prompt_and_continuation_fill_the_context_and_no_more(tokenizer: Tokenizer, model: GPT) -> None:
+    steps = list(generate(model, tokenizer, [1] * 40, max_tokens=1000, stop_at_document_end=False, record=True))
+    assert len(steps) == CONTEXT - 40
+    assert [step.finish for step in steps] == [None] * 7 + ["length"]
+    with pytest.raises(ValueError, match="prompt of 48 tokens leaves no room in the context of 48"):
+        generate(model, tokenizer, [1] * CONTEXT, max_tokens=1)
+
+
+@given(text=st.text(), cut=st.integers(0, 20))
+@settings(max_examples=50)
+def test_streamed_pieces_make_the_whole_text_and_break_no_character(tokenizer: Tokenizer, text: str, cut: int) -> None:
+    said = list(text.encode())  # ids 0 to 255 are the bytes: every character comes in as many tokens as it has bytes
+    said = said[: max(len(said) - cut, 1)] or [65]
+    steps = list(generate(Script(tokenizer, said), tokenizer, [0], max_tokens=len(said), temperature=0))
+    pieces = [step.text for step in steps]
+    assert "".join(pieces) == tokenizer.decode(said)
+    assert not any("\ufffd" in piece for piece in pieces[:-1]) or "\ufffd" in text
+
+
+@given(said=st.lists(st.integers(0, 269), min_size=1))
+@settings(max_examples=50)
+def test_streamed_pieces_of_any_tokens_make_what_the_tokenizer_decodes(tokenizer: Tokenizer, said: list[int]) -> None:
+    steps = generate(
+        Script(tokenizer, said), tokenizer, [0], max_tokens=len(said), temperature=0, stop_at_document_end=False
+    )
+    assert "".join(step.text for step in steps) == tokenizer.decode(said)
+
+
+@with_every_rule
+def test_the_recorded_routing_is_that_of_the_step_s_own_token(tokenizer: Tokenizer, rule: Rule | None) -> None:
+    model = make_model(tokenizer, rule)
+    prompt = [5, 6, 7]
+    steps = list(generate(model, tokenizer, prompt, max_tokens=10, seed=0, record=True))
+    assert tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0)) == [step.token for step in steps]
+    with torch.no_grad():
+        full = model(torch.tensor([prompt + [step.token for step in steps]]), record=True)
+    for position, step in enumerate(steps, len(prompt)):
+        assert step.routing is not None
+        assert len(step.routing) == len(full.routings)
+        for layer, routing in zip(step.routing, full.routings, strict=True):
+            scores, chosen = routing.scores[0, position], routing.assignment[0, position]
+            assert layer.scores == pytest.approx(scores.tolist(), abs=1e-4)
+            assert list(layer.experts) == chosen.nonzero()[:, 0].tolist()
+            assert layer.gates == pytest.approx(scores[chosen].sigmoid().tolist(), abs=1e-4)
+
+
+def test_routing_is_left_out_unless_recorded(tokenizer: Tokenizer, model: GPT) -> None:
+    assert next(generate(model, tokenizer, "a", max_tokens=1)).routing is None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_runs_in_evaluation_mode_and_gets_its_mode_back(tokenizer: Tokenizer, training: bool) -> None:
+    model = make_model(tokenizer).train(training)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    modes: list[bool] = []
+    model.blocks[1].register_forward_hook(lambda module, *_: modes.append(module.training))
+    list(generate(model, tokenizer, "a", max_tokens=3))
+    steps = generate(model, tokenizer, "a", max_tokens=3, stop_at_document_end=False)
+    next(steps)
+    steps.close()  # given up early
+    assert modes
+    assert not any(modes)
+    assert all(module.training == training for module in model.modules())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not torch.is_inference_mode_enabled()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"seed": -1}, "seed=-1 must be"),
+        ({"seed": 2**63}, "seed=9223372036854775808 must be"),
+        ({"temperature": -1.0}, r"temperature=-1\.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"prompt": []}, "prompt has no tokens"),
+    ],
+)
+def test_nonsense_is_refused_before_anything_runs(
+    tokenizer: Tokenizer, model: GPT, options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(model, tokenizer, **({"prompt": "a", "max_tokens": 1} | options))
+
+
+def test_a_token_s_colour_says_how_many_experts_it_went_to() -> None:
+    def step(*fanouts: int) -> Step:
+        routing = tuple(TokenRouting((0.0,) * 16, tuple(range(n)), (0.5,) * n) for n in fanouts)
+        return Step(0, "hat", -1.0, None, routing)
+
+    rendered = [render_routing(step(*fanouts)) for fanouts in ((0, 0), (1, 0), (1, 1), (16, 16))]
+    assert [text.plain for text in rendered] == ["hat"] * 4
+    assert len({str(text.style) for text in rendered}) == 4
+    assert render_routing(step()).plain == "hat"  # a dense model
+    assert "0.5" in LEGEND.plain
