@@ -1,0 +1,1 @@
+"""What runs show: figures from their records, and a page per run."""

@@ -1,0 +1,165 @@
+"""What several methods reached with the same budget, data order and seeds: the finished runs' numbers in one table."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from statistics import mean, median, stdev
+from typing import NamedTuple
+
+from ..runs import RunFolder
+
+
+class Result(NamedTuple):
+    """What one finished run reached. Without routed experts there is neither load nor fanout."""
+
+    method: str
+    seed: int
+    loss: float | None  # cross-entropy of the last validation, nats per token; None if it was not finite
+    bits_per_byte: float | None
+    tokens_per_second: float  # median over the intervals of training
+    load_spread: float | None  # of the last validation, largest load over mean load, in the worst layer
+    fanout_mean: float | None  # of the last validation, over tokens and layers
+    fanout_std: float | None
+    curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
+
+
+class Row(NamedTuple):
+    """A method's results over `seeds` runs: means, but for the speed, which is a median. A spread needs two runs."""
+
+    method: str
+    seeds: int
+    loss: float | None
+    loss_std: float | None
+    bits_per_byte: float | None
+    bits_per_byte_std: float | None
+    tokens_per_second: float
+    load_spread: float | None
+    fanout_mean: float | None
+    fanout_std: float | None
+
+
+HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
+NOTES = (
+    "Loss in nats per token, mean ± standard deviation over seeds. Max load / mean: tokens of the busiest expert over "
+    "those of the mean expert, in the worst layer. Fanout: routed experts of a token, mean ± standard deviation over "
+    "tokens. Loss, loads and fanout are those of causal validation; tokens/s is the median while training."
+)
+
+
+def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
+    """The result of a run; None if it is not finished. Raises ValueError if it is damaged or does not validate."""
+    config = folder.config
+    steps = config["train"]["steps"]
+    records = folder.metrics.read()
+    validations = {record["step"]: record for record in records if record["split"] == "validation"}
+    if folder.latest_checkpoint() != steps or steps not in validations:
+        return None
+    tokens = config["train"]["batch_size"] * config["train"]["accumulation"] * config["model"]["context"]
+    last = validations[steps]
+    layers = last["layers"].values()
+    fanout_counts = zip(*(layer["fanout_counts"] for layer in layers), strict=True)
+    fanout_mean, fanout_std = _moments([sum(counts) for counts in fanout_counts])
+    return Result(
+        method,
+        seed,
+        last["loss"],
+        last["bits_per_byte"],
+        median(record["tokens_per_second"] for record in records if record["split"] == "train"),
+        max((layer["load_spread"] for layer in layers), default=None),
+        fanout_mean,
+        fanout_std,
+        [(step * tokens, record["loss"]) for step, record in sorted(validations.items())],
+    )
+
+
+def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
+    """Mean and standard deviation of a number of which `counts[n]` tokens have n."""
+    total = sum(counts)
+    if not total:
+        return None, None
+    center = sum(n * count for n, count in enumerate(counts)) / total
+    return center, (sum(count * (n - center) ** 2 for n, count in enumerate(counts)) / total) ** 0.5
+
+
+def summarise(results: Sequence[Result]) -> list[Row]:
+    """A row for each method, in the order in which they first occur."""
+    rows = []
+    for method in dict.fromkeys(result.method for result in results):
+        runs = [result for result in results if result.method == method]
+        losses = [run.loss for run in runs]
+        bits = [run.bits_per_byte for run in runs]
+        rows.append(
+            Row(
+                method,
+                len(runs),
+                _over_seeds(mean, losses),
+                _over_seeds(stdev, losses) if len(runs) > 1 else None,
+                _over_seeds(mean, bits),
+                _over_seeds(stdev, bits) if len(runs) > 1 else None,
+                median(run.tokens_per_second for run in runs),
+                _over_seeds(mean, [run.load_spread for run in runs]),
+                _over_seeds(mean, [run.fanout_mean for run in runs]),
+                _over_seeds(mean, [run.fanout_std for run in runs]),
+            )
+        )
+    return rows
+
+
+def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
+    """Validation loss over the tokens trained on, by method, mean over the seeds."""
+    found = {}
+    for method in dict.fromkeys(result.method for result in results):
+        points = zip(*(result.curve for result in results if result.method == method), strict=True)
+        found[method] = [(at[0][0], _over_seeds(mean, [loss for _, loss in at])) for at in points]
+    return found
+
+
+def _over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+    """None as soon as one run has no number."""
+    known = [value for value in values if value is not None]
+    return statistic(known) if len(known) == len(values) else None
+
+
+def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str]]:
+    """The table as text, below `HEADERS`; the best loss and the best bits per byte are emphasised."""
+    lines = []
+    for row in rows:
+        loss, bits = _number(row.loss, 3), _number(row.bits_per_byte, 3)
+        loss += "" if row.loss_std is None else f" ± {row.loss_std:.3f}"
+        lines.append(
+            [
+                row.method,
+                str(row.seeds),
+                emphasise(loss) if _is_lowest(row.loss, [other.loss for other in rows]) else loss,
+                emphasise(bits) if _is_lowest(row.bits_per_byte, [other.bits_per_byte for other in rows]) else bits,
+                f"{row.tokens_per_second:,.0f}",
+                _number(row.load_spread, 2),
+                _number(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
+            ]
+        )
+    return lines
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:
+    return value is not None and value == min(other for other in all_values if other is not None)
+
+
+def to_markdown(rows: Sequence[Row]) -> str:
+    """The table as README files have it."""
+    lines = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)], *cells(rows, lambda text: f"**{text}**")]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """Every digit of every row; empty where there is no number."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Row._fields)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,159 @@
+"""Measures of routing: pure functions of assignments, loads and scores.
+
+An assignment is a boolean tensor (layers, tokens, experts) of routed experts; the shared expert is no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..routing import bounds, kth_largest, take
+
+
+def weighted_jaccard(a: Tensor, b: Tensor) -> float:
+    """|E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 if neither has any (paper, Routing
+    Consistency Sweep)."""
+    common, first, second = (sizes.sum() for sizes in _sizes(a, b))
+    return _ratio(common, first + second - common).item()
+
+
+def weighted_dice(a: Tensor, b: Tensor) -> float:
+    """2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 if neither has any (paper, ibid.)."""
+    common, first, second = (sizes.sum() for sizes in _sizes(a, b))
+    return _ratio(2 * common, first + second).item()
+
+
+def jaccard(a: Tensor, b: Tensor) -> float:
+    """Mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; a token with no expert in either counts as 1 (paper,
+    ibid.)."""
+    common, first, second = _sizes(a, b)
+    return _ratio(common, first + second - common).mean().item()
+
+
+def dice(a: Tensor, b: Tensor) -> float:
+    """Mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); a token with no expert in either counts as 1
+    (paper, ibid.)."""
+    common, first, second = _sizes(a, b)
+    return _ratio(2 * common, first + second).mean().item()
+
+
+def joint_jsd(a: Tensor, b: Tensor) -> float:
+    """Mean over layers and tokens of the Jensen-Shannon divergence, in bits, between the uniform distributions over A_t
+    and over B_t (paper, ibid.): 0 if neither has an expert, 1 if only one has.
+
+    In bits, since disjoint sets are then exactly as far apart, 1, as an empty set and one that is not.
+    """
+    common, first, second = _sizes(a, b)
+    p, q = 1 / first.clamp(min=1), 1 / second.clamp(min=1)  # the mass of one expert
+    apart = (1 - common * p) + (1 - common * q)  # experts of one set only: log2(p / m) = 1
+    shared = common * (p * (2 * p / (p + q)).log2() + q * (2 * q / (p + q)).log2())
+    return torch.where(first + second > 0, (apart + shared) / 2, 0).mean().item()
+
+
+def total_variation(a: Tensor, b: Tensor) -> float:
+    """Mean over layers and tokens of ½ Σ_i |P_t(i) − Q_t(i)|, with P_t and Q_t uniform over A_t and over B_t (paper,
+    ibid.): 0 if neither has an expert, 1 if only one has."""
+    common, first, second = _sizes(a, b)
+    return (1 - _ratio(common, torch.maximum(first, second))).mean().item()
+
+
+def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """|A_t ∩ B_t|, |A_t| and |B_t|, float64 (layers, tokens); all six measures follow from these."""
+    assert a.shape == b.shape, f"assignments of the same tokens, not {a.shape} and {b.shape}"
+    assert a.dtype == b.dtype == torch.bool
+    assert a.numel(), "no token"
+    return (a & b).sum(-1).double(), a.sum(-1).double(), b.sum(-1).double()
+
+
+def _ratio(part: Tensor, whole: Tensor) -> Tensor:
+    return torch.where(whole > 0, part / whole.clamp(min=1), 1)
+
+
+def expert_token_ratio(assignment: Tensor) -> Tensor:
+    """The share of the tokens that each expert got, float64 (layers, experts) (paper, Expert Specialization)."""
+    return assignment.sum(-2).double() / assignment.shape[-2]
+
+
+def mutual_information(weights: Tensor) -> Tensor:
+    """I(row; column) in bits of the joint distribution proportional to weights (…, rows, columns), none negative.
+
+    With the expert token ratios of several domains, (domains, experts), it says how much the expert of a routed token
+    tells of its domain when all domains have equally many tokens: 0 where experts are blind to domains, at most
+    log2(min(domains, experts)). 0 where nothing is routed.
+    """
+    weights = weights.double()
+    joint = weights / weights.sum((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    marginals = _entropy(joint.sum(-1)) + _entropy(joint.sum(-2))
+    return (marginals - _entropy(joint.flatten(-2))).clamp(min=0)  # no rounding below 0
+
+
+def _entropy(p: Tensor) -> Tensor:
+    return -torch.xlogy(p, p).sum(-1) / math.log(2)
+
+
+def load_spread(load: Tensor) -> Tensor:
+    """Largest load over mean load of loads (…, experts): 1 is perfect balance; NaN where nothing is routed."""
+    return load.max(-1).values / load.double().mean(-1)
+
+
+def load_variation(load: Tensor) -> Tensor:
+    """Coefficient of variation of loads (…, experts), their standard deviation over their mean: 0 is perfect balance;
+    NaN where nothing is routed."""
+    load = load.double()
+    return load.std(-1, correction=0) / load.mean(-1)
+
+
+def fanout_distribution(assignment: Tensor) -> Tensor:
+    """The share of tokens with fanout 0, 1, …, experts, float64 (layers, experts + 1)."""
+    tokens, experts = assignment.shape[-2:]
+    fanout = assignment.sum(-1)
+    return torch.stack([(fanout == count).sum(-1) for count in range(experts + 1)], -1).double() / tokens
+
+
+def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
+    """Σ z·r over tokens and experts (…, tokens, experts), float64: what routing maximises (paper, Eq. 3 to 5)."""
+    return torch.where(assignment, scores.double(), 0).sum((-2, -1))
+
+
+def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
+    """The assignment of the largest Σ z·r in which every expert has k = ⌊tokens · experts_per_token / experts⌋ tokens
+    (paper, Eq. 4), of scores (tokens, experts) float32. Raises ValueError if k is 0."""
+    tokens, experts = scores.shape
+    k, _, _ = bounds(tokens, experts_per_token, experts, slack=0)
+    (cut,) = kth_largest(scores[None], [k])
+    return take(scores[None], cut)[0]
+
+
+def best_token_choice(scores: Tensor, experts_per_token: int) -> Tensor:
+    """The assignment of the largest Σ z·r in which every token has `experts_per_token` experts and all experts have
+    equally many tokens (paper, Eq. 3), of scores (tokens, experts).
+
+    A linear program: its constraints are those of a bipartite graph, so that its vertices are whole numbers. Seconds
+    for thousands of tokens. Raises ValueError if experts cannot share the tokens equally, or without scipy.
+    """
+    try:
+        from scipy.optimize import linprog
+        from scipy.sparse import eye, kron, vstack
+    except ImportError:
+        raise ValueError("the optimum of token choice needs scipy, which is missing; pip install scipy") from None
+    tokens, experts = scores.shape
+    k, rest = divmod(tokens * experts_per_token, experts)
+    if rest or not 1 <= experts_per_token <= experts:
+        raise ValueError(
+            f"tokens={tokens} with experts_per_token={experts_per_token} cannot fill {experts} experts equally; "
+            f"take a multiple of {experts} tokens and 1 to {experts} experts per token"
+        )
+    of_token = kron(eye(tokens), np.ones((1, experts)))  # Σ_i z[t, i]
+    of_expert = kron(np.ones((1, tokens)), eye(experts))  # Σ_t z[t, i]
+    sums = np.repeat([experts_per_token, k], [tokens, experts])
+    costs = -scores.detach().double().cpu().numpy().ravel()
+    solution = linprog(costs, A_eq=vstack([of_token, of_expert]).tocsr(), b_eq=sums, bounds=(0, 1), method="highs-ds")
+    assert solution.success, solution.message
+    best = torch.from_numpy(solution.x > 0.5).view(tokens, experts)
+    assert (best.sum(1) == experts_per_token).all(), "a vertex is whole"
+    assert (best.sum(0) == k).all(), "a vertex is whole"
+    return best.to(scores.device)

@@ -1,0 +1,184 @@
+"""A page whole in itself: text, style and vector figures in one file, for light and dark, screens and phones."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, NamedTuple
+
+from .figures import NARROW, THEME, WIDE, style
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Exhibit(NamedTuple):
+    """A figure with what to say about it. draw: width in inches -> figure."""
+
+    title: str
+    sentence: str
+    draw: Callable[[float], Figure]
+    wide: bool = False  # as wide as the page; on a phone it is drawn anew, narrow
+
+
+class LeftOut(NamedTuple):
+    """Figures that are not shown, and why."""
+
+    titles: str
+    reason: str
+
+
+CSS = """
+*, ::before, ::after { box-sizing: border-box }
+body { margin: 0; background: var(--page); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif }
+main { max-width: 58rem; margin: auto; padding: 2rem 1rem 4rem }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; text-wrap: balance }
+h2 { font-size: 1.25rem; margin: 3rem 0 .5rem }
+h3 { font-size: 1rem; margin: 0 0 .5rem }
+p { margin: .5rem 0; max-width: 44rem }
+.muted, figcaption, dt, th { color: var(--muted) }
+.numbers { display: flex; flex-wrap: wrap; gap: .75rem 2.25rem; margin: 1.5rem 0; padding: 0; list-style: none }
+.numbers li { color: var(--muted); font-size: .875rem }
+.numbers b { display: block; font-size: 1.6rem; line-height: 1.2; font-weight: 600; color: var(--ink) }
+.numbers li:first-child b { color: var(--accent) }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; margin: 0; font-size: .9375rem }
+dd { margin: 0; overflow-wrap: anywhere }
+.figures { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2.25rem 2rem; margin-top: 1rem }
+figure { margin: 0; min-width: 0 }
+figure.wide { grid-column: 1 / -1 }
+figcaption { font-size: .875rem; margin-top: .25rem; max-width: 44rem }
+svg { display: block; width: 100%; height: auto; overflow: visible; font-variant-numeric: tabular-nums }
+svg * { stroke-linejoin: round; stroke-linecap: butt }
+.narrow { display: none }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem 1.25rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid) }
+th { font-weight: 500 }
+pre { margin: .5rem 0; padding: 1rem; border: 1px solid var(--grid); border-radius: .375rem; font-size: .8125rem;
+  line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere }
+summary { cursor: pointer; padding: .25rem 0 }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px }
+@media (max-width: 44rem) {
+  main { padding-top: 1.25rem }
+  .figures { grid-template-columns: minmax(0, 1fr) }
+  dl { font-size: .875rem; column-gap: .75rem }
+  .wide .broad { display: none } .wide .narrow { display: block }
+}
+@media print { .figures { break-inside: avoid } }
+"""
+COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
+NAMES = {light: name for name, (light, _) in COLOURS.items()}
+LIGHT, DARK = (";".join(f"--{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
+VARIABLES = f":root {{ {LIGHT} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}"
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """The whole document. title: plain text; body: HTML."""
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)}</title>
+<style>
+{VARIABLES}{CSS}</style>
+</head>
+<body>
+<main>
+{"".join(body)}
+</main>
+</body>
+</html>
+"""
+
+
+def exhibits(section: str, shown: Sequence[Exhibit]) -> str:
+    """Figures side by side, under a heading; nothing if there are none."""
+    if not shown:
+        return ""
+    figures = "\n".join(_figure(f"{section} {exhibit.title}", exhibit) for exhibit in shown)
+    return f'<section><h2>{escape(section)}</h2>\n<div class="figures">\n{figures}\n</div></section>'
+
+
+def left_out(entries: Sequence[LeftOut]) -> str:
+    """What is not shown and why, under a heading; nothing if all is shown."""
+    lines = "".join(f"<li>{escape(titles)}: {escape(reason)}.</li>" for titles, reason in entries)
+    return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if entries else ""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where it is too wide."""
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Table"><table><thead><tr>{names}</tr></thead>\n'
+        f"<tbody>{lines}</tbody></table></div>"
+    )
+
+
+def text_block(text: str) -> str:
+    """Text as it is, but for control characters, which HTML has not."""
+    visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
+    return f"<pre>{escape(visible)}</pre>"
+
+
+def _figure(name: str, exhibit: Exhibit) -> str:
+    prefix = re.sub(r"\W+", "-", name.lower())
+    alt = f"Chart: {exhibit.title}"  # the caption tells what it shows
+    if exhibit.wide:
+        drawn = [
+            svg(exhibit.draw(WIDE), prefix, alt, "broad"),
+            svg(exhibit.draw(NARROW), f"{prefix}-narrow", alt, "narrow"),
+        ]
+    else:
+        drawn = [svg(exhibit.draw(NARROW), prefix, alt, "broad")]
+    return (
+        f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
+        + "\n".join(drawn)
+        + f"\n<figcaption>{escape(exhibit.sentence)}</figcaption></figure>"
+    )
+
+
+def svg(figure: Figure, prefix: str, alt: str, kind: str) -> str:
+    """The figure as an <svg> element for a page: text as text, the theme's colours as variables, ids of its own.
+
+    prefix: what no other figure's ids on the page begin with. alt: what those are told who do not see it.
+    """
+    file = io.StringIO()
+    with style():
+        figure.savefig(file, format="svg")
+    root = ElementTree.fromstring(file.getvalue())
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', file.getvalue()))
+    for element in list(root.iter()):
+        element.tag = _local(element.tag)
+        element.text, element.tail = (element.text or "").strip() or None, None
+        attributes = {_local(name): value for name, value in element.attrib.items()}
+        element.attrib.clear()
+        element.attrib.update({n: _for_page(n, v, prefix) for n, v in attributes.items() if n != "id" or v in used})
+        for child in list(element):
+            if _local(child.tag) in ("metadata", "style"):
+                element.remove(child)
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt, "class": kind}
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _for_page(name: str, value: str, prefix: str) -> str:
+    if name == "id":
+        return f"{prefix}-{value}"
+    value = re.sub(r"url\(#", f"url(#{prefix}-", value)
+    if name == "href" and value.startswith("#"):
+        return f"#{prefix}-{value[1:]}"
+    if name == "style":
+        value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)  # the page's typeface
+        value = re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", value)
+    return value
+
+
+def _local(name: str) -> str:
+    """Without the namespace, which HTML knows by itself."""
+    return name.rpartition("}")[2]

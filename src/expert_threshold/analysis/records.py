@@ -1,0 +1,55 @@
+"""Series of numbers out of the lines of metrics.jsonl. What was not finite, null there, is NaN here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Record = Mapping[str, Any]
+Points = Sequence[tuple[float, float]]
+"""(x, y) in the order of x; y is NaN where there is no number."""
+
+
+def series(records: Sequence[Record], key: str) -> Points:
+    """(step, value) of every record that has the key."""
+    return [(record["step"], _number(record[key])) for record in records if key in record]
+
+
+def layers(records: Sequence[Record]) -> list[int]:
+    """The layers with experts, first to last."""
+    return sorted({int(layer) for record in records for layer in record["layers"]})
+
+
+def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
+    """Layer -> (step, value) of every record that has the key; a layer without any is left out."""
+    found = {layer: series(_of_layer(records, layer), key) for layer in layers(records)}
+    return {layer: points for layer, points in found.items() if finite(points)}
+
+
+def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Layer -> steps (records,) and values (records, experts); a layer without any number is left out."""
+    found = {}
+    for layer in layers(records):
+        having = [record for record in _of_layer(records, layer) if key in record]
+        values = np.array([[_number(value) for value in record[key]] for record in having])
+        if np.isfinite(values).any():
+            found[layer] = np.array([record["step"] for record in having]), values
+    return found
+
+
+def finite(points: Points) -> list[tuple[float, float]]:
+    """The points that have a number."""
+    return [(x, y) for x, y in points if math.isfinite(y)]
+
+
+def _of_layer(records: Sequence[Record], layer: int) -> list[Record]:
+    return [
+        {"step": record["step"], **record["layers"][str(layer)]} for record in records if str(layer) in record["layers"]
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,204 @@
+"""What a figure shows, in a sentence of numbers computed from what the figure of the same name is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+
+import numpy as np
+
+from .records import Points, Record, expert_series, finite, layer_series, series
+
+LATE = 0.75
+"""Where the last quarter of the steps begins, over which sentences look at what a run came to."""
+
+
+def loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
+    made, measured = finite(series(train, "cross_entropy")), finite(series(validation, "loss"))
+    parts = []
+    if made:
+        (first, start), (last, end) = made[0], made[-1]
+        parts.append(f"training went from {start:.3f} at step {first:,} to {end:.3f} at step {last:,}")
+    if measured:
+        step, value = measured[-1]
+        before = [y for x, y in made if LATE * step < x <= step]
+        gap = value - fmean(before) if before else 0
+        side = "above" if gap >= 0 else "below"
+        than = f", {abs(gap):.3f} {side} the mean of training over the quarter of the steps before" if before else ""
+        parts.append(f"validation ended at {value:.3f}{than}{_best(measured)}")
+    return _sentence(parts)
+
+
+def bits_per_byte(points: Points) -> str:
+    numbers = finite(points)
+    (first, start), (last, end) = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"{end:.3f} bits per byte after {short(last)} tokens."
+    return f"From {start:.3f} after {short(first)} tokens to {end:.3f} after {short(last)}{_best(numbers, 'tokens')}."
+
+
+def usage(train: Sequence[Record], target: float) -> str:
+    shares = {
+        (layer, expert): share
+        for layer, values in _late_means(train, "usage").items()
+        for expert, share in enumerate(values)
+        if math.isfinite(share)
+    }
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    if _percent(shares[least]) == _percent(shares[most]):
+        return (
+            f"Over the last quarter of the steps every expert got {_percent(shares[least])} of the tokens; the target "
+            f"is {_percent(target)}."
+        )
+    near = sum(target / 2 <= share <= 2 * target for share in shares.values())
+    return (
+        f"Over the last quarter of the steps an expert got on average {_percent(shares[least])} (expert {least[1]} of "
+        f"layer {least[0]}) to {_percent(shares[most])} (expert {most[1]} of layer {most[0]}) of the tokens; the "
+        f"target is {_percent(target)}. {_of_all(near, len(shares), 'expert')} got between half and twice the target."
+    )
+
+
+def load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
+    parts = []
+    for what, records in (("training", train), ("validation", validation)):
+        late = {layer: _late(points) for layer, points in layer_series(records, "load_spread").items()}
+        means = {layer: fmean(values) for layer, values in late.items() if values}
+        if means:
+            worst = max(means, key=means.__getitem__)
+            parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
+    return f"Over the last quarter of the steps the busiest expert had {' and '.join(parts)}."
+
+
+def cutoffs(train: Sequence[Record]) -> str:
+    ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(train, "cutoff").values()]
+    low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
+    text = f"Cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
+    deviation = _late_deviation(train)
+    spreads = [y for points in layer_series(train, "score_std").values() for y in _late(points)]
+    if deviation is None or not spreads:
+        return text
+    return (
+        f"{text} Over the last quarter of the steps batch cutoffs (grey) lay {deviation:.3f} from their running means "
+        f"(colour; root mean square), which is {_percent(deviation / fmean(spreads))} of the scores' standard "
+        "deviation."
+    )
+
+
+def fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
+    total = np.sum([np.array(tokens, dtype=float) for tokens in counts.values()], axis=0)
+    share = total / max(total.sum(), 1)
+    mean = float(np.arange(len(share)) @ share)
+    most = int(np.flatnonzero(total).max(initial=0))
+    return (
+        f"A token met {mean:.2f} routed experts of a layer on average, {target:g} being aimed at; "
+        f"{_percent(share[0])} of the tokens met none, and the most that one met was {most}."
+    )
+
+
+def saturation(train: Sequence[Record], exact_until: float) -> str:
+    """exact_until: the last step at which an expert takes exactly k tokens; infinite in expert choice."""
+    return _bounded(train, "saturation", "of the tokens above a cutoff were dropped", exact_until)
+
+
+def starvation(train: Sequence[Record], exact_until: float) -> str:
+    """exact_until: as in `saturation`."""
+    return _bounded(train, "starvation", "of the places aimed at were filled with tokens below the cutoff", exact_until)
+
+
+def score_spread(train: Sequence[Record]) -> str:
+    return _went(train, "score_std")
+
+
+def gate_spread(train: Sequence[Record]) -> str:
+    return _went(train, "gate_std")
+
+
+def speed(train: Sequence[Record]) -> str:
+    rates = [y for _, y in finite(series(train, "tokens_per_second"))]
+    return f"{median(rates):,.0f} tokens per second in the median, {min(rates):,.0f} to {max(rates):,.0f} in all."
+
+
+def short(count: float) -> str:
+    """Three digits and a unit: 16M, 2.43B."""
+    unit = ""
+    for larger in "kMBT":
+        if count >= 999.5:
+            count, unit = count / 1000, larger
+    return f"{count:.3g}{unit}"
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _best(points: Points, unit: str = "") -> str:
+    """What the lowest was, or that the last is it."""
+    x, y = min(points, key=lambda point: point[1])
+    if len(points) == 1:
+        return ""
+    if y == points[-1][1]:
+        return "; it was never lower"
+    where = f"after {short(x)} {unit}" if unit else f"at step {x:,}"
+    return f"; the lowest was {y:.3f} {where}"
+
+
+def _late(points: Points) -> list[float]:
+    """The numbers of the last quarter of the steps; the last number at least, if there is any."""
+    numbers = finite(points)
+    return [y for x, y in numbers if x > LATE * numbers[-1][0]]
+
+
+def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
+    """Layer -> mean over the last quarter of the steps, per expert; NaN where there is no number."""
+    means = {}
+    for layer, (steps, values) in expert_series(train, key).items():
+        columns = [[(float(x), float(y)) for x, y in zip(steps, column, strict=True)] for column in values.T]
+        means[layer] = [fmean(late) if (late := _late(points)) else math.nan for points in columns]
+    return means
+
+
+def _late_deviation(train: Sequence[Record]) -> float | None:
+    """Root mean square of batch cutoff − cutoff over experts, layers and the last quarter of the steps."""
+    squares = []
+    for record in train:
+        if record["step"] > LATE * train[-1]["step"]:
+            for values in record["layers"].values():
+                pairs = zip(values.get("cutoff", []), values.get("batch_cutoff", []), strict=False)
+                squares += [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
+    return math.sqrt(fmean(squares)) if squares else None
+
+
+def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -> str:
+    every = [
+        (step, value, layer) for layer, points in layer_series(train, key).items() for step, value in finite(points)
+    ]
+    after = [entry for entry in every if entry[0] > exact_until]
+    step, most, layer = max(after or every, key=lambda entry: entry[1])
+    mean = fmean(value for _, value, _ in after or every)
+    when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
+    return f"{when}{_percent(mean)} {what} on average, at most {_percent(most)} (layer {layer}, step {step:,})."
+
+
+def _went(train: Sequence[Record], key: str) -> str:
+    lines = {layer: finite(points) for layer, points in layer_series(train, key).items()}
+    (start, first), (end, last) = ((max(p[i][0] for p in lines.values()), i) for i in (0, -1))
+    widest = max(lines, key=lambda layer: lines[layer][-1][1])
+    where = f", largest in layer {widest}" if len(lines) > 1 else ""
+    values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
+    return f"From {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
+
+
+def _range(values: Sequence[float]) -> str:
+    """The layers' values."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low}–{high}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"
+
+
+def _of_all(some: int, count: int, what: str) -> str:
+    return f"All {count} {what}s" if some == count else f"{some} of {count} {what}s"

@@ -1,0 +1,165 @@
+"""Leakage of expert choice: Eq. 7 against whole numbers, the cutoff that tells a choice, and exhaustive search."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.analysis.leakage import (
+    MoELayers,
+    binary_entropy,
+    bound,
+    decode,
+    encode,
+    finite_leakage,
+    leakage,
+    least_advice,
+    limit,
+    log2_choices,
+)
+
+EXAMPLE = MoELayers(expansion=8, granularity=2, layers=9)  # the paper's: 9 layers, sparsity 2/16
+models = st.builds(MoELayers, st.integers(2, 64), st.integers(1, 8), st.integers(1, 40))
+
+
+def test_the_papers_example_leaks_more_than_50_bits_a_token_by_the_bound_and_78_exactly() -> None:
+    assert EXAMPLE.experts == 144
+    assert bound(EXAMPLE) == pytest.approx(50.5, abs=0.05)
+    assert leakage(EXAMPLE, 524_288) == pytest.approx(78.3, abs=0.05)
+    assert limit(EXAMPLE) == pytest.approx(78.3, abs=0.05)
+
+
+@given(st.integers(1, 3000), st.data())
+def test_log2_choices_is_that_of_the_whole_number(n: int, data: st.DataObject) -> None:
+    k = data.draw(st.integers(0, n))
+    assert log2_choices(n, k) == pytest.approx(math.log2(math.comb(n, k)), rel=1e-13, abs=1e-13)
+
+
+@pytest.mark.parametrize(("n", "k"), [(10**6, 10**6 // 8), (5_000_000, 312_500)])
+def test_log2_choices_agrees_with_lgamma_for_millions(n: int, k: int) -> None:
+    nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    assert log2_choices(n, k) == pytest.approx(nats / math.log(2), rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_log2_choices_loses_nothing_for_a_few_of_very_many(k: int) -> None:
+    n = 10**15
+    assert log2_choices(n, k) == pytest.approx(math.log2(math.comb(n, k)), rel=1e-13)
+
+
+@given(models, st.integers(1, 10**9))
+def test_leakage_lies_between_the_papers_bound_and_the_limit_where_pools_divide(model: MoELayers, k: int) -> None:
+    assert bound(model) < leakage(model, k * model.expansion) < limit(model) * (1 + 1e-12)
+
+
+@given(models, st.integers(1, 10**9))
+def test_leakage_per_token_is_a_constant_that_a_larger_pool_comes_closer_to(model: MoELayers, k: int) -> None:
+    """Not superlinear: by Stirling, what is missing is ½ log2(2π·N·p·(1 − p)) / N per expert."""
+    per_token = [leakage(model, factor * k * model.expansion) for factor in (1, 2, 4)]
+    assert all(a < b * (1 + 1e-12) for a, b in pairwise(per_token))
+    tokens, p = k * model.expansion, 1 / model.expansion
+    missing = model.experts * math.log2(2 * math.pi * tokens * p * (1 - p)) / 2 / tokens
+    slack = model.experts / k / tokens + 1e-12 * limit(model)
+    assert limit(model) - per_token[0] == pytest.approx(missing, abs=slack)
+
+
+@pytest.mark.parametrize("expansion", [2, 8, 16])
+def test_leakage_over_n_log_n_falls_to_nothing(expansion: int) -> None:
+    over = [log2_choices(n, n // expansion) / (n * math.log2(n)) for n in (10**3, 10**6, 10**12)]
+    assert over[1] == pytest.approx(over[0] / 2, rel=0.05)
+    assert over[2] == pytest.approx(over[1] / 2, rel=0.001)
+
+
+def test_the_entropy_of_a_coin_has_the_values_worked_by_hand() -> None:
+    assert [binary_entropy(p) for p in (0, 0.5, 1)] == [0, 1, 0]
+    assert binary_entropy(0.25) == pytest.approx(2 - 0.75 * math.log2(3))
+
+
+@given(models, st.integers(1, 10**6), st.sampled_from([16, 32]))
+def test_finite_precision_leaks_its_bits_once_per_pool_and_never_more_than_infinite(
+    model: MoELayers, tokens: int, bits: int
+) -> None:
+    found = finite_leakage(model, tokens, bits)
+    assert found * tokens <= model.experts * bits * (1 + 1e-12)
+    assert found <= leakage(model, tokens)
+    assert found == pytest.approx(min(model.experts * bits / tokens, leakage(model, tokens)))
+
+
+choices = st.lists(st.booleans(), max_size=300)
+
+
+@given(choices, st.fractions(0, 1).filter(lambda place: place < 1))
+def test_every_cutoff_of_a_choice_tells_that_choice_and_nothing_else(choice: list[bool], place: Fraction) -> None:
+    lower, upper = encode(choice)
+    for cutoff in (lower, lower + place * (upper - lower)):
+        decoded, _, left = decode(cutoff, len(choice))
+        assert decoded == choice
+        assert left == (lower, upper)
+    if upper < 1:
+        assert decode(upper, len(choice))[0] != choice
+
+
+@given(choices)
+def test_the_choice_told_is_that_of_expert_choice(choice: list[bool]) -> None:
+    """The tokens taken are the k with the highest scores, and no two scores are equal."""
+    _, scores, _ = decode(encode(choice)[0], len(choice))
+    top = sorted(scores, reverse=True)[: sum(choice)]
+    assert [score in top for score in scores] == choice
+    assert len(set(scores)) == len(scores)
+
+
+@given(choices, st.integers(0, 300))
+def test_a_score_depends_on_nothing_but_the_choices_before_it(choice: list[bool], other: int) -> None:
+    at = min(other, len(choice))
+    changed = choice[:at] + [not taken for taken in choice[at:]]
+    scores = [decode(encode(c)[0], len(choice))[1] for c in (choice, changed)]
+    assert scores[0][: at + 1] == scores[1][: at + 1]
+
+
+def test_all_choices_together_fill_the_cutoffs_without_overlap() -> None:
+    for tokens in range(7):
+        intervals = sorted(encode(choice) for choice in product([False, True], repeat=tokens))
+        assert (intervals[0][0], intervals[-1][1]) == (0, 1)
+        assert all(a[1] == b[0] for a, b in pairwise(intervals))
+
+
+def test_the_papers_comparison_with_equality_would_fail_at_the_lower_end() -> None:
+    """z = 1{r ≥ c}, as Algorithm 2 writes, takes the one token that this choice leaves."""
+    lower, _ = encode([False])
+    _, (score,), _ = decode(lower, 1)
+    assert score == lower
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(n, k) for n in range(1, 5) for k in range(n + 1)])
+def test_no_causal_decoder_does_with_less_advice_than_the_number_of_choices(tokens: int, k: int) -> None:
+    """With the 2ᴺ − 1 scores that binary search can ask for."""
+    assert least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+@pytest.mark.parametrize("k", [1, 2])
+def test_with_fewer_scores_less_advice_will_do(tokens: int, k: int) -> None:
+    """The k-th largest itself is advice enough: N different scores are known beforehand, and leak nothing."""
+    needed = [least_advice(tokens, k, levels) for levels in range(tokens, tokens + 4)]
+    assert needed[0] == 1
+    for spare, labels in enumerate(needed):
+        assert labels <= min(math.comb(tokens, k), spare + 1)
+
+
+@pytest.mark.parametrize(("tokens", "k", "levels"), [(2, 1, 3), (3, 1, 3), (3, 2, 3)])
+def test_the_search_finds_what_trying_all_decoders_finds(tokens: int, k: int, levels: int) -> None:
+    """A decoder says yes or no to every sequence of scores that it may have seen; labels are decoders."""
+    every = [s for s in product(range(levels), repeat=tokens) if len(set(s)) == tokens]
+    seen = sorted({s[: t + 1] for s in every for t in range(tokens)})
+    top = {s: [score in sorted(s)[tokens - k :] for score in s] for s in every}
+    right: set[frozenset[tuple[int, ...]]] = set()
+    for answers in product([False, True], repeat=len(seen)):
+        says = dict(zip(seen, answers, strict=True))
+        right.add(frozenset(s for s in every if [says[s[: t + 1]] for t in range(tokens)] == top[s]))
+    enough = next(n for n in range(1, 9) if any(frozenset().union(*c) == set(every) for c in combinations(right, n)))
+    assert least_advice(tokens, k, levels) == enough

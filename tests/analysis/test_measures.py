@@ -1,0 +1,253 @@
+"""Measures against values worked by hand, the paper's definitions written out, and what must hold for any routing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from expert_threshold.analysis.measures import (
+    best_expert_choice,
+    best_token_choice,
+    dice,
+    expert_token_ratio,
+    fanout_distribution,
+    jaccard,
+    joint_jsd,
+    load_spread,
+    load_variation,
+    mutual_information,
+    routing_objective,
+    total_variation,
+    weighted_dice,
+    weighted_jaccard,
+)
+
+Pair = Callable[[Tensor, Tensor], float]
+OVERLAPS: list[Pair] = [weighted_jaccard, weighted_dice, jaccard, dice]  # 1 if equal
+DISTANCES: list[Pair] = [joint_jsd, total_variation]  # 0 if equal
+
+
+def routed(*layers: list[set[int]], experts: int = 4) -> Tensor:
+    """The assignment of a list of sets, one set a token, per layer."""
+    return torch.tensor([[[expert in token for expert in range(experts)] for token in layer] for layer in layers])
+
+
+@st.composite
+def assignments(draw: st.DrawFn, count: int) -> list[Tensor]:
+    """Assignments of one shape; sparse and empty ones are common."""
+    shape = draw(st.tuples(*[st.integers(1, 4)] * 3))
+    bits = [draw(st.integers(0, 2 ** math.prod(shape) - 1)) for _ in range(count)]
+    thinning = draw(st.integers(0, 2 ** math.prod(shape) - 1)) if draw(st.booleans()) else -1
+    return [
+        torch.tensor([bool(b & thinning & (1 << place)) for place in range(math.prod(shape))]).view(shape) for b in bits
+    ]
+
+
+# One layer of four tokens: equal sets, half shared, one of two, disjoint.
+A = routed([{0, 1}, {0, 1}, {2}, {3}])
+B = routed([{0, 1}, {1, 2}, {2, 3}, {0}])
+
+
+@pytest.mark.parametrize(
+    ("measure", "value"),
+    [
+        (weighted_jaccard, 4 / 9),  # 4 edges in common of 6 + 7 − 4
+        (weighted_dice, 8 / 13),
+        (jaccard, (1 + 1 / 3 + 1 / 2 + 0) / 4),
+        (dice, (1 + 1 / 2 + 2 / 3 + 0) / 4),
+        # {2} against {2, 3}: M = (3/4, 1/4), ½·log2(4/3) + ½·(½·log2(2/3) + ½·log2(2)) = 3/4·log2(4/3)
+        (joint_jsd, (0 + 1 / 2 + 0.75 * math.log2(4 / 3) + 1) / 4),
+        (total_variation, (0 + 1 / 2 + 1 / 2 + 1) / 4),
+    ],
+)
+def test_a_measure_of_two_assignments_has_the_value_worked_by_hand(measure: Pair, value: float) -> None:
+    assert measure(A, B) == pytest.approx(value, abs=1e-12)
+
+
+def test_the_values_worked_by_hand_count_every_edge() -> None:
+    assert (A.sum(), B.sum(), (A & B).sum()) == (6, 7, 4)
+
+
+@pytest.mark.parametrize(("measures", "same"), [(OVERLAPS, 1), (DISTANCES, 0)])
+def test_empty_sets_follow_the_papers_conventions(measures: list[Pair], same: float) -> None:
+    empty, some = routed([set(), set()]), routed([{1}, {0, 1, 2}])
+    for measure in measures:
+        assert measure(empty, empty) == same
+        assert measure(empty, some) == measure(some, empty) == 1 - same
+
+
+def test_a_token_empty_in_both_counts_per_token_but_adds_no_edge() -> None:
+    a, b = routed([set(), {0}]), routed([set(), {1}])
+    assert [measure(a, b) for measure in OVERLAPS] == [0, 0, 0.5, 0.5]
+    assert [measure(a, b) for measure in DISTANCES] == [0.5, 0.5]
+
+
+@given(assignments(2))
+def test_measures_of_two_assignments_are_symmetric_and_lie_between_0_and_1(pair: list[Tensor]) -> None:
+    a, b = pair
+    for measure in OVERLAPS + DISTANCES:
+        value = measure(a, b)
+        assert value == pytest.approx(measure(b, a), abs=1e-12)
+        assert -1e-12 <= value <= 1 + 1e-12
+
+
+@given(assignments(2))
+def test_a_measure_is_at_its_best_for_equal_assignments_and_for_no_others(pair: list[Tensor]) -> None:
+    a, b = pair
+    for measures, same in ((OVERLAPS, 1), (DISTANCES, 0)):
+        for measure in measures:
+            assert measure(a, a) == same
+            assert (measure(a, b) == pytest.approx(same, abs=1e-9)) == a.equal(b)
+
+
+@given(assignments(2))
+def test_divergences_are_those_of_the_distributions_written_out(pair: list[Tensor]) -> None:
+    jsd, tv = [], []
+    for a, b in zip(*(x.flatten(0, 1).double() for x in pair), strict=True):
+        if not a.any() or not b.any():
+            jsd.append(float(a.any() or b.any()))
+            tv.append(jsd[-1])
+            continue
+        p, q = a / a.sum(), b / b.sum()
+        m = (p + q) / 2
+        kl = [(torch.xlogy(x, x) - torch.xlogy(x, m)).sum() / math.log(2) for x in (p, q)]
+        jsd.append(float(sum(kl)) / 2)
+        tv.append(float((p - q).abs().sum()) / 2)
+    assert joint_jsd(*pair) == pytest.approx(sum(jsd) / len(jsd), abs=1e-12)
+    assert total_variation(*pair) == pytest.approx(sum(tv) / len(tv), abs=1e-12)
+
+
+@given(assignments(2))
+def test_dice_is_never_below_jaccard_and_pooled_dice_is_a_function_of_it(pair: list[Tensor]) -> None:
+    pooled = weighted_jaccard(*pair)
+    assert weighted_dice(*pair) == pytest.approx(2 * pooled / (1 + pooled), abs=1e-12)
+    assert dice(*pair) >= jaccard(*pair) - 1e-12
+
+
+def test_measures_refuse_assignments_of_different_tokens() -> None:
+    for measure in OVERLAPS + DISTANCES:
+        with pytest.raises(AssertionError):
+            measure(A, A[:, :2])
+
+
+def test_expert_token_ratio_is_the_share_of_tokens_that_each_expert_got() -> None:
+    assert expert_token_ratio(A).tolist() == [[0.5, 0.5, 0.25, 0.25]]
+
+
+def test_fanout_distribution_is_the_share_of_tokens_per_number_of_experts() -> None:
+    layers = routed([{0, 1}, {0, 1}, {2}, {3}], [set(), set(), {0, 1, 2, 3}, {3}])
+    assert fanout_distribution(layers).tolist() == [[0, 0.5, 0.5, 0, 0], [0.5, 0.25, 0, 0, 0.25]]
+
+
+@given(assignments(1))
+def test_fanout_and_expert_token_ratio_have_the_same_mean_fanout(one: list[Tensor]) -> None:
+    share = fanout_distribution(*one)
+    mean = (share * torch.arange(share.shape[-1])).sum(-1)
+    torch.testing.assert_close(mean, expert_token_ratio(*one).sum(-1))
+    torch.testing.assert_close(share.sum(-1), torch.ones_like(mean))
+
+
+def test_mutual_information_has_the_values_worked_by_hand() -> None:
+    own_expert = torch.tensor([[0.5, 0.0], [0.0, 0.5]])
+    blind = torch.tensor([[0.1, 0.3], [0.2, 0.6]])
+    # Joint (½, 0; ¼, ¼): H(rows) = 1, H(columns) = h(¼), H(joint) = 1.5.
+    half = torch.tensor([[2.0, 0.0], [1.0, 1.0]])
+    h = -0.25 * math.log2(0.25) - 0.75 * math.log2(0.75)
+    found = mutual_information(torch.stack([own_expert, blind, half, torch.zeros(2, 2)]))
+    assert found.tolist() == pytest.approx([1, 0, 1 + h - 1.5, 0], abs=1e-7)
+
+
+@given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.floats(0, 9), min_size=n, max_size=n), min_size=1)))
+def test_mutual_information_is_symmetric_and_bounded_by_both_sides(rows: list[list[float]]) -> None:
+    weights = torch.tensor(rows, dtype=torch.float64)
+    bits = mutual_information(weights).item()
+    assert bits == pytest.approx(mutual_information(weights.T).item(), abs=1e-9)
+    assert 0 <= bits <= math.log2(min(weights.shape)) + 1e-9
+
+
+def test_load_measures_have_the_values_worked_by_hand() -> None:
+    loads = torch.tensor([[3, 3, 3, 3], [1, 1, 1, 5], [0, 0, 0, 12]])
+    assert load_spread(loads).tolist() == [1, 2.5, 4]
+    assert load_variation(loads).tolist() == pytest.approx([0, math.sqrt(3) / 2, math.sqrt(3)])
+    nothing = torch.zeros(4, dtype=torch.int64)
+    assert load_spread(nothing).isnan()
+    assert load_variation(nothing).isnan()
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=9).filter(any), st.integers(1, 50))
+def test_load_measures_do_not_depend_on_the_number_of_tokens(load: list[int], factor: int) -> None:
+    one = torch.tensor(load)
+    for measure in (load_spread, load_variation):
+        torch.testing.assert_close(measure(one), measure(factor * one))
+    assert 1 <= load_spread(one) <= len(load)
+    assert 0 <= load_variation(one) <= math.sqrt(len(load) - 1) + 1e-9
+
+
+def test_the_routing_objective_adds_the_scores_of_what_is_assigned() -> None:
+    scores = torch.tensor([[1.0, -2.0], [4.0, torch.inf]])
+    assert routing_objective(scores, torch.tensor([[True, True], [True, False]])) == 3
+
+
+def every_assignment(tokens: int, experts: int) -> list[Tensor]:
+    places = itertools.product([False, True], repeat=tokens * experts)
+    return [torch.tensor(place).view(tokens, experts) for place in places]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "experts_per_token"), [(4, 2, 1), (3, 3, 2), (4, 3, 1), (3, 3, 3)])
+def test_the_optima_are_the_best_of_all_assignments(tokens: int, experts: int, experts_per_token: int) -> None:
+    k, rest = divmod(tokens * experts_per_token, experts)
+    choices = [z for z in every_assignment(tokens, experts) if (z.sum(0) == k).all()]
+    both = [z for z in choices if (z.sum(1) == experts_per_token).all()]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        scores = torch.randn(tokens, experts, generator=generator)
+        mine = best_expert_choice(scores, experts_per_token)
+        assert routing_objective(scores, mine) == max(routing_objective(scores, z) for z in choices)
+        if not rest:
+            mine = best_token_choice(scores, experts_per_token)
+            best = max(routing_objective(scores, z) for z in both)
+            assert routing_objective(scores, mine) == pytest.approx(best.item(), abs=1e-12)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 99), st.booleans())
+def test_with_one_expert_per_token_the_optimum_is_that_of_linear_assignment(
+    k: int, experts: int, seed: int, ties: bool
+) -> None:
+    scores = torch.randn(k * experts, experts, generator=torch.Generator().manual_seed(seed))
+    scores = scores.round() if ties else scores
+    places = scores.double().repeat(1, k).numpy()  # k places of each expert
+    rows, columns = linear_sum_assignment(places, maximize=True)
+    found = routing_objective(scores, best_token_choice(scores, 1))
+    assert found.item() == pytest.approx(places[rows, columns].sum(), abs=1e-9)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 6), st.integers(1, 6), st.data())
+def test_more_constraints_never_raise_the_optimum(k: int, experts: int, data: st.DataObject) -> None:
+    fanout = data.draw(st.integers(1, experts))
+    scores = torch.randn(k * experts, experts, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    token, expert = best_token_choice(scores, fanout), best_expert_choice(scores, fanout)
+    assert token.sum(0).equal(expert.sum(0))
+    assert routing_objective(scores, token) <= routing_objective(scores, expert) + 1e-9
+
+
+@pytest.mark.parametrize(("tokens", "experts_per_token"), [(5, 1), (4, 0), (4, 5)])
+def test_constraints_that_cannot_be_met_are_refused(tokens: int, experts_per_token: int) -> None:
+    with pytest.raises(ValueError, match=f"tokens={tokens} with experts_per_token={experts_per_token} .*multiple of 4"):
+        best_token_choice(torch.zeros(tokens, 4), experts_per_token)
+
+
+def test_without_scipy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(ValueError, match="pip install scipy"):
+        best_token_choice(torch.zeros(4, 4), 1)

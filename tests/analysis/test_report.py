@@ -1,0 +1,437 @@
+"""The report of a run: every figure that has numbers, reasons for the others, and nothing that a page must not hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.analysis import figures, sentences
+from expert_threshold.analysis.page import svg
+from expert_threshold.analysis.records import expert_series, finite, layer_series, series
+from expert_threshold.analysis.report import duration, write_report
+from expert_threshold.data import DataConfig
+from expert_threshold.model import GPTConfig
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig, train
+
+RULES: dict[str, Rule | None] = {
+    "expert_threshold": ExpertThreshold(num_experts=4, warmup_steps=2, decay=0.5),
+    "expert_choice": ExpertChoice(num_experts=4),
+    "token_choice": TokenChoice(num_experts=4, balance="aux"),
+    "dense": None,
+}
+OF_EVERY_RUN = {"Loss", "Bits per byte", "Tokens per second"}
+OF_EXPERTS = {"Usage of each expert", "Load spread", "Fanout", "Spread of scores", "Spread of gates"}
+OF_CUTOFFS = {"Cutoffs", "Saturation", "Starvation"}
+FIGURES = {
+    "expert_threshold": OF_EVERY_RUN | OF_EXPERTS | OF_CUTOFFS,
+    "expert_choice": OF_EVERY_RUN | OF_EXPERTS | OF_CUTOFFS,
+    "token_choice": OF_EVERY_RUN | OF_EXPERTS,
+    "dense": OF_EVERY_RUN,
+}
+SAMPLE = "--- <script>alert('&amp;')</script>\x00\x0c after http://example.org\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of six steps by each rule, of two layers with experts."""
+    folder = tmp_path_factory.mktemp("runs")
+    chance, words = random.Random(0), ["the", "model", "reads", "text", "and", "learns"]
+    documents = ({"text": " ".join(chance.choices(words, k=40))} for _ in range(40))
+    (folder / "corpus.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    threads = torch.get_num_threads()
+    for name, rule in RULES.items():
+        sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
+        train(
+            RunFolder.create(folder / name),
+            GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes),
+            DataConfig(source=str(folder / "corpus.jsonl"), validation_fraction=0.2),
+            OptimConfig(),
+            TrainConfig(steps=6, batch_size=4, log_every=1, eval_every=3, sample_every=3, threads=1, device="cpu"),
+            sample=lambda model, tokenizer, step: f"step {step} {SAMPLE}",
+        )
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
+    """A copy of the run by a rule, its metrics after `change`, which takes a record and returns it or None."""
+
+    def run(name: str = "expert_threshold", change: Callable[[Any], Any] = lambda record: record) -> RunFolder:
+        shutil.copytree(runs / name, tmp_path / name)
+        folder = RunFolder.open(tmp_path / name)
+        records = [changed for record in folder.metrics.read() if (changed := change(record)) is not None]
+        folder.metrics.path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return folder
+
+    return run
+
+
+class Page(HTMLParser):
+    """What is on a page; asserts that every element is closed where it should be."""
+
+    VOID = frozenset({"meta", "link"})
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        for tag in self.open:
+            self.texts[tag][-1] += data
+
+    def ids(self) -> list[str]:
+        return [value for _, name, value in self.attributes if name == "id"]
+
+
+class Report(NamedTuple):
+    html: str
+    page: Page
+
+
+@pytest.fixture(scope="module")
+def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Of the run by expert threshold."""
+    folder = shutil.copytree(runs / "expert_threshold", tmp_path_factory.mktemp("report") / "run")
+    html = write_report(RunFolder.open(folder)).read_text(encoding="utf-8")
+    return Report(html, Page(html))
+
+
+def page_of(folder: RunFolder) -> Page:
+    assert write_report(folder) == folder.report
+    return Page(folder.report.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: Callable[..., RunFolder]) -> None:
+    page = page_of(run(name))
+    assert set(page.texts["h3"]) == FIGURES[name]
+    assert len(page.texts["figcaption"]) == len(FIGURES[name])
+    for caption in page.texts["figcaption"]:
+        assert re.search(r"\d", caption), caption
+        assert "nan" not in caption
+    assert page.texts["h1"][0].startswith(name.replace("_", " ").capitalize())
+    assert {"What it writes", "Validation", "Configuration", "Learning"} <= set(page.texts["h2"])
+
+
+@pytest.mark.parametrize(
+    ("name", "titles", "reason"),
+    [
+        ("dense", ["Usage", "load spread", "cutoffs", "fanout"], "no layer of this model has routed experts"),
+        ("token_choice", ["Cutoffs", "Saturation", "Starvation"], "compares a token's scores with each other"),
+    ],
+)
+def test_figures_without_a_meaning_are_left_out_with_the_reason(
+    name: str, titles: list[str], reason: str, run: Callable[..., RunFolder]
+) -> None:
+    lines = page_of(run(name)).texts["ul"][-1].split(".")
+    for title in titles:
+        assert any(title in line and reason in line for line in lines), title
+
+
+def test_nothing_is_left_out_of_a_run_by_expert_threshold(report: Report) -> None:
+    assert "Left out" not in report.page.texts["h2"]
+
+
+def test_a_page_asks_no_other_host_and_runs_no_script(report: Report) -> None:
+    html, page = report
+    assert not {"script", "iframe", "object", "embed"} & page.texts.keys()
+    for tag, name, value in page.attributes:
+        if name in ("src", "href", "action", "data", "srcset"):
+            assert value.startswith(("data:", "#")), (tag, name, value)
+        assert not name.startswith("on"), (tag, name)
+    assert "@import" not in html
+    assert all(target.startswith("#") for target in re.findall(r"url\(([^)]*)\)", html))
+    without_samples = re.sub(r"<pre>.*?</pre>", "", html, flags=re.DOTALL)
+    assert not re.search(r"https?:", without_samples)
+
+
+def test_text_of_samples_is_shown_and_not_obeyed(report: Report) -> None:
+    texts = report.page.texts["pre"]
+    shown = SAMPLE.replace("\x00", "\ufffd").replace("\x0c", "\ufffd")
+    assert texts[0] == f"step 6 {shown}"
+    assert texts[1] == f"step 3 {shown}"
+
+
+def test_ids_are_unique_and_what_is_referred_to_exists(report: Report) -> None:
+    ids = report.page.ids()
+    assert ids
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:url\(|href=")#([^)"]+)', report.html)) == set(ids)
+
+
+def test_every_colour_changes_with_the_theme(report: Report) -> None:
+    charts = "".join(re.findall(r"<svg.*?</svg>", report.html, flags=re.DOTALL))
+    styles = re.findall(r'style="([^"]*)"', charts)
+    assert any("var(--accent)" in style for style in styles)
+    assert not any("#" in style.replace("url(#", "") for style in styles)
+    for name in set(re.findall(r"var\(--([\w-]+)\)", report.html)):
+        assert report.html.count(f"--{name}:#") == 2, name
+
+
+def test_figures_are_named_for_those_who_do_not_see_them(report: Report) -> None:
+    attributes = report.page.attributes
+    named = [value for tag, name, value in attributes if (tag, name) == ("svg", "aria-label")]
+    images = [value for tag, name, value in attributes if (tag, name) == ("svg", "role")]
+    assert len(named) == len(images)
+    assert {name.removeprefix("Chart: ") for name in named} == FIGURES["expert_threshold"]
+
+
+def test_the_same_records_make_the_same_page(run: Callable[..., RunFolder]) -> None:
+    folder = run()
+    first = write_report(folder).read_bytes()
+    assert write_report(folder).read_bytes() == first
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_without_metrics_has_a_report(name: str, run: Callable[..., RunFolder]) -> None:
+    page = page_of(run(name, lambda record: None))
+    assert "h3" not in page.texts
+    assert "no loss was recorded yet" in page.texts["ul"][-1]
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_run_with_one_record_has_a_report(name: str, split: str, run: Callable[..., RunFolder]) -> None:
+    def first(record: dict[str, Any]) -> dict[str, Any] | None:
+        is_first = record["step"] == {"train": 1, "validation": 3}[split]
+        return record if record["split"] == split and is_first else None
+
+    assert "Loss" in page_of(run(name, first)).texts["h3"]
+
+
+def nulls(value: Any) -> Any:
+    """Every measured number as a run writes what is not finite."""
+    if isinstance(value, float):
+        return None
+    if isinstance(value, list):
+        return [nulls(item) for item in value]
+    return {key: nulls(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_numbers_that_were_not_finite_are_gaps(name: str, run: Callable[..., RunFolder]) -> None:
+    def second_null(record: dict[str, Any]) -> dict[str, Any]:
+        return nulls(record) | {"seconds": record.get("seconds")} if record["step"] in (2, 3, 6) else record
+
+    page = page_of(run(name, second_null))
+    assert set(page.texts["h3"]) <= FIGURES[name]
+    assert "Loss" in page.texts["h3"]
+    assert not any("nan" in caption for caption in page.texts["figcaption"])
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_run_of_nothing_but_gaps_has_a_report(name: str, run: Callable[..., RunFolder]) -> None:
+    def all_null(record: dict[str, Any]) -> dict[str, Any]:
+        return nulls(record) | {"seconds": 1.5}
+
+    assert set(page_of(run(name, all_null)).texts.get("h3", [])) <= {"Fanout"}
+
+
+def test_events_are_told(run: Callable[..., RunFolder]) -> None:
+    folder = run()
+    folder.metrics.append({"step": 4, "split": "event", "event": "dead_expert", "layer": 2, "expert": 3})
+    folder.metrics.append({"step": 5, "split": "event", "event": "skipped_step", "in_a_row": 1})
+    folder.metrics.append({"step": 6, "split": "event", "event": "skipped_step", "in_a_row": 2})
+    text = " ".join(page_of(folder).texts["p"])
+    assert "expert 3 of layer 2 (up to step 4)" in text
+    assert "steps 5, 6" in text
+
+
+def test_a_damaged_record_is_told(run: Callable[..., RunFolder]) -> None:
+    folder = run()
+    lines = folder.metrics.path.read_text().splitlines(keepends=True)
+    folder.metrics.path.write_text("".join(["{\n", *lines]))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 1 is damaged"):
+        write_report(folder)
+    assert not folder.report.exists()
+
+
+def test_without_matplotlib_the_remedy_is_told(run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"pip install 'expert-threshold\[viz\]'"):
+        write_report(folder)
+    assert not folder.report.exists()
+
+
+def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> None:
+    records = run().metrics.read()
+    train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
+    raw, smoothed, measured = figures.loss(train, validation).axes[0].lines
+    assert raw.get_xydata().tolist() == [[r["step"], r["cross_entropy"]] for r in train]
+    assert len(smoothed.get_xydata()) == len(train)
+    assert measured.get_xydata().tolist() == [[r["step"], r["loss"]] for r in validation]
+
+
+def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
+    train = [r for r in run().metrics.read() if r["split"] == "train"]
+    first, second = figures.saturation(train).axes[0].lines
+    for line, layer in ((first, "1"), (second, "2")):
+        expected = [[r["step"], 100 * r["layers"][layer]["saturation"]] for r in train]
+        np.testing.assert_allclose(line.get_xydata(), expected)
+    panels = figures.cutoffs(train, 2).axes
+    assert [panel.get_title(loc="left") for panel in panels] == ["layer 1, score", "layer 2, score"]
+    batch_cutoffs, means = panels[1].lines[:4], panels[1].lines[4:8]
+    for expert in range(4):
+        assert means[expert].get_ydata().tolist() == [r["layers"]["2"]["cutoff"][expert] for r in train]
+        assert batch_cutoffs[expert].get_ydata().tolist() == [r["layers"]["2"]["batch_cutoff"][expert] for r in train]
+
+
+def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:
+    bars = figures.fanout({1: [50, 30, 20, 0, 0]}).axes[0].patches
+    assert [bar.get_height() for bar in bars] == pytest.approx([50, 30, 20, 0, 0])
+
+
+def test_usage_is_drawn_for_the_nearest_record() -> None:
+    steps = [1, 2, 3, 4, 100]
+    train = [{"step": s, "layers": {"1": {"usage": [0.5, 1.0 if s == 100 else 0.25]}}} for s in steps]
+    (image,) = figures.usage(train, 0.5).axes[0].images
+    colours = np.asarray(image.get_array())
+    assert colours.shape == (2, 5, 4)
+    assert colours[0, :, 3].tolist() == [0] * 5
+    assert colours[1, :, 3].tolist() == [1] * 5
+    assert (colours[1, -1, :3] == figures.ABOVE).all()
+    assert (colours[1, 0, :3] == figures.BELOW).all()
+
+
+def test_deviations_are_coloured_by_side_and_size() -> None:
+    colours = figures.deviation_colours(np.array([0, 0.5, 2**-0.5, 1, 2**0.5, 2, 8, math.nan]))
+    np.testing.assert_allclose(colours[:7, 3], [1, 1, 0.5, 0, 0.5, 1, 1])
+    assert (colours[:3, :3] == figures.BELOW).all()
+    assert (colours[4:7, :3] == figures.ABOVE).all()
+    assert (colours[7, :3] == figures.MISSING).all()
+
+
+def test_losses_by_method_end_in_their_names() -> None:
+    curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
+    axes = figures.loss_by_method(curves).axes[0]
+    assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
+    assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
+
+
+def test_a_figure_becomes_an_element_with_text_as_text() -> None:
+    element = svg(figures.bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
+    assert element.startswith("<svg ")
+    assert 'aria-label="Bits &amp; bytes"' in element
+    assert ">1.250</text>" in element
+    assert "font:" not in element
+    assert "xmlns" not in element
+
+
+@given(st.lists(st.floats(-1, 2), min_size=1, max_size=8), st.floats(0, 0.12))
+def test_labels_keep_their_order_their_distance_and_to_the_axes(wanted: list[float], gap: float) -> None:
+    places = figures.spread(sorted(wanted), gap)
+    assert len(places) == len(wanted)
+    assert all(b - a >= gap - 1e-9 for a, b in pairwise(places))
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
+
+
+def test_labels_with_room_stay_where_they_are() -> None:
+    assert figures.spread([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
+    assert figures.spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
+
+
+@given(st.lists(st.floats(-1e6, 1e6), max_size=200))
+def test_smoothing_keeps_within_the_numbers_and_a_constant_as_it_is(values: list[float]) -> None:
+    points = list(enumerate(values))
+    smoothed = figures.smooth(points)
+    assert [x for x, _ in smoothed] == [x for x, _ in points]
+    assert all(min(values) - 1e-6 <= y <= max(values) + 1e-6 for _, y in smoothed)
+    assert figures.smooth([(x, 2.5) for x, _ in points]) == [(x, 2.5) for x, _ in points]
+    assert figures.smooth([*points, (len(points), math.nan)])[: len(points)] == smoothed
+
+
+@pytest.mark.parametrize(("lines", "points"), [(1, figures.LONGEST), (1000, 24), (10**6, 2)])
+def test_thinned_lines_keep_both_ends(lines: int, points: int) -> None:
+    steps = np.arange(10_000)
+    few, values = figures.thin(steps, steps[:, None] * 2.0, lines)
+    assert len(few) == points
+    assert (few[0], few[-1]) == (0, 9_999)
+    assert (values[:, 0] == 2 * few).all()
+
+
+def test_short_lines_are_not_thinned() -> None:
+    steps = np.array([3, 5])
+    assert figures.thin(steps, steps, lines=1)[0].tolist() == [3, 5]
+    assert figures.thin(steps[:1], steps[:1], lines=10**6)[0].tolist() == [3]
+
+
+def test_series_tell_what_was_not_finite() -> None:
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": 2.0, "layers": {"10": {"a": 1.0, "b": [1.0, None]}, "9": {"a": None, "b": [None, None]}}},
+        {"step": 2, "loss": None, "layers": {"10": {"a": 3.0}}},
+    ]
+    assert finite(series(records, "loss")) == [(1, 2.0)]
+    assert math.isnan(series(records, "loss")[1][1])
+    assert layer_series(records, "a") == {10: [(1, 1.0), (2, 3.0)]}
+    assert expert_series(records, "b").keys() == {10}
+    assert series(records, "absent") == []
+
+
+def records_of(key: str, values: list[Any]) -> list[dict[str, Any]]:
+    return [{"step": step, "layers": {"1": {key: value}}} for step, value in enumerate(values, start=1)]
+
+
+def test_sentences_are_computed_from_the_numbers() -> None:
+    losses = [{"step": 1, "cross_entropy": 5.0}, {"step": 8, "cross_entropy": 3.0}, {"step": 10, "cross_entropy": 2.0}]
+    text = sentences.loss(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}])
+    assert "from 5.000 at step 1 to 2.000 at step 10" in text
+    assert "validation ended at 3.500, 1.000 above the mean of training" in text
+    assert text.endswith("; the lowest was 2.500 at step 5.")
+    usage = sentences.usage(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]]), 0.5)
+    assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
+    assert "1 of 2 experts got between half and twice the target" in usage
+    dropped = sentences.saturation(records_of("saturation", [0.9, 0.1, 0.3]), exact_until=1)
+    assert dropped.startswith("After warmup 20 % of the tokens above a cutoff were dropped on average, at most 30 %")
+    exact = sentences.saturation(records_of("saturation", [0.9]), math.inf)
+    assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
+    assert "every expert got 25 % of the tokens" in sentences.usage(records_of("usage", [[0.25] * 4]), 0.25)
+    assert "2 tokens" not in sentences.fanout({1: [1, 1, 2]}, 1)
+    assert "met 1.25 routed experts" in sentences.fanout({1: [1, 1, 2]}, 1)
+    assert sentences.bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
+    cutoffs = [
+        {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "batch_cutoff": [1.3, -2.4], "score_std": 2.0}}}
+        for step in (1, 2)
+    ]
+    assert "between −2.00 and 1.00" in sentences.cutoffs(cutoffs)
+    assert "lay 0.354 from their running means" in sentences.cutoffs(cutoffs)
+
+
+def test_durations_have_two_units() -> None:
+    assert [duration(s) for s in (0.4, 59.6, 185, 7_800)] == ["0 s", "1 min 00 s", "3 min 05 s", "2 h 10 min"]
