@@ -1,0 +1,112 @@
+"""The command `et`: finds the command that is meant, and shows what goes wrong as one line."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .. import __version__
+
+
+class Entry(NamedTuple):
+    module: str  # of this package; has run(arguments), and is imported when the command is called
+    summary: str
+
+
+COMMANDS = {
+    "train": Entry("train", "train a language model into a run folder, or resume one"),
+    "plan": Entry("plan", "tell what a run would cost: parameters, tokens and FLOPs"),
+    "generate": Entry("generate", "continue a text with a trained model"),
+    "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
+    "compare": Entry("compare", "train several methods alike and say what each reached"),
+}
+
+# What to do about an OSError.
+FULL = "free some space and try again; nothing that was saved is harmed, and --resume goes on from it"
+REMEDIES = {
+    errno.ENOSPC: FULL,
+    errno.EDQUOT: FULL,
+    errno.EACCES: "change its permissions, or name another path",
+    errno.EPERM: "change its permissions, or name another path",
+    errno.EROFS: "name a path on a disk that can be written",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.EISDIR: "name a file",
+}
+
+USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line, sys.argv's unless given, and return its exit code.
+
+    ValueError and OSError are the user's business: one line on stderr and 2. With ET_DEBUG=1 they show their traceback,
+    as every other exception does.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    prog = " ".join(["et", *arguments[:1]]) if arguments and arguments[0] in COMMANDS else "et"
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, OSError) as error:
+        if os.environ.get("ET_DEBUG") == "1":
+            raise
+        print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+        return USAGE_ERROR
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if not arguments:
+        raise ValueError(f"name a command: {', '.join(COMMANDS)}; see et --help")
+    name, *rest = arguments
+    if name in ("-h", "--help"):
+        print(_help())
+        return 0
+    if name == "--version":
+        print(f"expert-threshold {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
+        raise ValueError(f"unknown command {name}; {remedy}")
+    try:
+        importlib.import_module(f".{COMMANDS[name].module}", __name__).run(rest)
+    except SystemExit as stop:  # --help was shown
+        return int(stop.code or 0)
+    return 0
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  et {name:{width}}  {entry.summary}" for name, entry in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: et COMMAND [OPTIONS]",
+            "",
+            "Mixture-of-experts language models with Expert Threshold routing.",
+            "",
+            *lines,
+            "",
+            "et COMMAND --help shows every option with its default.",
+        ]
+    )
+
+
+def _one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")
+        return f"{where}{error.strerror}; {remedy}"
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,336 @@
+"""`et compare`: train several methods with the same budget, data order and seeds, and say what each reached."""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+from ..analysis.comparison import (
+    HEADERS,
+    NOTES,
+    Result,
+    cells,
+    curves,
+    read_result,
+    summarise,
+    to_csv,
+    to_markdown,
+)
+from ..analysis.figures import loss_by_method, style
+from ..analysis.sentences import short
+from ..config import DEFAULT_PRESET, RunConfig, options_of_rule
+from ..data import Corpus, open_source
+from ..data.sources import absolute
+from ..routing import rule_to_dict
+from ..runs import RunFolder
+from ..runs.files import read_json, replace_file, to_json
+from ..runs.lock import exclusive
+from ..train.device import keep_freed_memory, machine, pick_device
+from ..train.log import Title, clock
+from ..train.prepare import require_pools_fit
+from .options import Option
+from .plan import plan
+from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run
+from .train import train_run
+
+
+class Method(NamedTuple):
+    """A rule with the options that make it this method; its other options are those of any run."""
+
+    rule: str
+    options: dict[str, Any]
+    summary: str
+
+    def leaves_open(self, option: str) -> bool:
+        """Whether this option of a rule can be chosen."""
+        return option in options_of_rule(self.rule) and option not in self.options
+
+
+METHODS = {
+    "dense": Method("dense", {}, "no routed experts, as many FLOPs per token"),
+    "token_choice": Method("token_choice", {"balance": "none"}, "each token takes its best experts"),
+    "token_choice_aux": Method("token_choice", {"balance": "aux"}, "the same with the auxiliary balancing loss"),
+    "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "the same balanced by biases"),
+    "expert_choice_sequence": Method(
+        "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens of every sequence"
+    ),
+    "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "the same of every micro-batch"),
+    "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff"),
+    "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on"),
+}
+
+DESCRIPTION = "Train several methods with the same budget, data order and seeds, and say what each reached.\n\n" + (
+    "\n\n".join(f"{name}: {method.summary}." for name, method in METHODS.items())
+)
+ALL = "all"
+OPTIONS = [
+    Option("rules", str, ALL, "The methods to compare, as A,B; options of rules go to those that leave them open."),
+    Option("seeds", int, 1, "Train each method so many times, with seed 0, 1, and so on."),
+    Option("out", str, "runs/compare-PRESET", "The folder to make, or of the comparison to go on with."),
+]
+# Options of a run that --rules and --seeds decide.
+DECIDED = {"rule", "seed"} | {
+    option for option in RULE_OPTIONS if not any(method.leaves_open(option) for method in METHODS.values())
+}
+
+FORMAT, VERSION = "expert-threshold comparison", 1
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Train what is not trained yet, and show the table."""
+    given = parse_run("et compare", DESCRIPTION, OPTIONS, arguments, without=DECIDED)
+    methods = chosen_methods(given.pop("rules", ALL))
+    seeds = given.pop("seeds", 1)
+    if seeds < 1:
+        raise ValueError(f"--seeds {seeds}: must be at least 1")
+    preset = given.get("preset", DEFAULT_PRESET)
+    out = Path(given.pop("out", f"runs/compare-{preset}"))
+    configs = configure(given, methods)
+    keep_freed_memory()
+    data = next(iter(configs.values())).data
+    corpus = open_source(data.source, data.text_field, data.validation_fraction)
+    console = Console() if Console().is_terminal else Console(width=120)
+    with _opened(out):
+        comparison = Comparison(out, configs, seeds, _record(out, preset, configs, corpus))
+        comparison.write()
+        console.print(comparison.introduction(), markup=False, highlight=False, soft_wrap=True)
+        try:
+            comparison.train(console)
+        except KeyboardInterrupt:
+            again = shlex.join(["et", "compare", *arguments])
+            console.print(f"to go on with the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
+            raise
+        console.print(comparison.table())
+        console.print(NOTES, markup=False, highlight=False)
+        console.print(comparison.conclude(), markup=False, highlight=False, soft_wrap=True)
+
+
+def chosen_methods(text: str) -> list[str]:
+    """The methods that --rules names, in the order of METHODS. Raises ValueError if there is none of that name."""
+    names = list(METHODS) if text == ALL else text.split(",")
+    for name in names:
+        if name not in METHODS:
+            near = get_close_matches(name, METHODS, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ValueError(f"--rules {name}: unknown method; {hint}there are {', '.join(METHODS)}")
+    return [method for method in METHODS if method in names]
+
+
+def configure(given: Given, methods: Sequence[str]) -> dict[str, RunConfig]:
+    """The run of each method with seed 0. Raises ValueError for whatever could not train or not be compared."""
+    for option in RULE_OPTIONS:
+        if option in given and not any(METHODS[method].leaves_open(option) for method in methods):
+            flag = "--" + option.replace("_", "-")
+            raise ValueError(f"{flag} {given[option]}: not an option of {', '.join(methods)}; leave it out")
+    configs = {}
+    for name in methods:
+        method = METHODS[name]
+        closed = [option for option in RULE_OPTIONS if not method.leaves_open(option)]
+        own = {option: value for option, value in given.items() if option not in closed}
+        config = resolve_run(own | {"rule": method.rule, "seed": 0} | method.options)
+        require_pools_fit(config.model, config.train)
+        configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
+    if config.train.eval_every is None:
+        raise ValueError("--eval-every none: methods are compared by their validation loss; leave it out")
+    pick_device(config.train.device)
+    return configs
+
+
+@contextmanager
+def _opened(out: Path) -> Iterator[None]:
+    """The folder of a comparison, made or found, for this process alone."""
+    if out.exists() and not (out / "compare.json").is_file() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: already exists and is no comparison; name another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with exclusive(out / ".lock"):
+        yield
+
+
+def _record(out: Path, preset: str, configs: Mapping[str, RunConfig], corpus: Corpus) -> dict[str, Any]:
+    """What decides the comparison, as compare.json has it. Raises ValueError where it differs from what is there."""
+    sections = next(iter(configs.values())).to_dict()
+    del sections["model"]["rule"], sections["train"]["seed"]
+    # What follows from other options comes after them, so that a difference is told of what was typed.
+    options = {"run": {"preset": preset}} | {name: sections[name] for name in ("train", "data", "model", "optim")}
+    here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
+        "expert_threshold": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    now: dict[str, Any] = json.loads(
+        to_json(
+            {
+                "format": FORMAT,
+                "version": VERSION,
+                "options": options,
+                "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
+                "corpus": {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes},
+                "machines": [here],
+            }
+        )
+    )
+    path = out / "compare.json"
+    if not path.exists():
+        return now
+    before = read_json(path)
+    if (before.get("format"), before.get("version")) != (FORMAT, VERSION):
+        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; name another --out")
+    for name, section in (now["options"] | now["methods"]).items():
+        _require_same(out, (before["options"] | before["methods"]).get(name, section), section)
+    if before["corpus"]["hash"] != corpus.hash:
+        raise ValueError(f"{corpus.name} has changed since {out} began; restore the text, or name another --out")
+    return now | {
+        "methods": before["methods"] | now["methods"],
+        "machines": [*(machine for machine in before["machines"] if machine != here), here],
+    }
+
+
+def _require_same(out: Path, before: Given, now: Given) -> None:
+    for option, value in now.items():
+        if value != before.get(option):
+            raise ValueError(
+                f"{option}={value!r} differs from {before.get(option)!r}, with which {out} began; "
+                "leave it as it was, or name another --out"
+            )
+
+
+class Comparison(NamedTuple):
+    """Runs of several methods in folder/METHOD/seed_N, and the files that sum them up."""
+
+    folder: Path
+    configs: Mapping[str, RunConfig]  # by method, with seed 0
+    seeds: int
+    record: dict[str, Any]  # of compare.json, without results
+
+    def run_path(self, method: str, seed: int) -> Path:
+        return self.folder / method / f"seed_{seed}"
+
+    def results(self) -> list[Result]:
+        """Of the runs that are finished, by method and seed."""
+        found = []
+        for method in self.configs:
+            for seed in range(self.seeds):
+                path = self.run_path(method, seed)
+                if _is_begun(path) and (result := read_result(RunFolder.open(path), method, seed)):
+                    found.append(result)
+        return found
+
+    def train(self, console: Console) -> None:
+        """Every run that is not finished, all methods of one seed before the next seed; one that is begun goes on.
+
+        Raises KeyboardInterrupt after a run that a signal stopped, ValueError and OSError as `train` does.
+        """
+        done = {(result.method, result.seed) for result in self.results()}
+        runs = [(method, seed) for seed in range(self.seeds) for method in self.configs]
+        seconds: list[float] = []
+        for number, (method, seed) in enumerate(runs, start=1):
+            if (method, seed) in done:
+                continue
+            start = time.monotonic()
+            later = sum(run not in done for run in runs[number:])
+            title = run_title(f"{number}/{len(runs)} {method} seed {seed}", start, seconds, later)
+            path, config = self.run_path(method, seed), self.configs[method]
+            path.mkdir(parents=True, exist_ok=True)
+            result = train_run(
+                RunFolder(path),
+                replace(config, train=replace(config.train, seed=seed)),
+                console,
+                resume=_is_begun(path),
+                title=title,
+            )
+            if not result.finished:
+                raise KeyboardInterrupt
+            seconds.append(time.monotonic() - start)
+            self.write()
+
+    def write(self) -> None:
+        """The table of what is finished by now, as JSON, CSV and Markdown."""
+        results = self.results()
+        rows = summarise(results)
+        record = self.record | {
+            "table": [row._asdict() for row in rows],
+            "runs": [result._asdict() for result in results],
+        }
+        for name, text in (
+            ("compare.json", to_json(record, indent=2) + "\n"),
+            ("compare.csv", to_csv(rows)),
+            ("compare.md", f"{self.headline()}\n\n{to_markdown(rows)}\n{NOTES}\n"),
+        ):
+            replace_file(self.folder / name, text.encode())
+
+    def introduction(self) -> str:
+        """How much there is to do."""
+        runs = len(self.configs) * self.seeds
+        return f"{self.headline()}\nmethods × seeds: {len(self.configs)} × {self.seeds} = {runs} runs in {self.folder}"
+
+    def headline(self) -> str:
+        """On what, for how long and where."""
+        costs = plan(next(iter(self.configs.values())))
+        preset, corpus = self.record["options"]["run"]["preset"], Path(self.record["corpus"]["name"]).name
+        machines = "; ".join(
+            f"{m['gpu'] or m['cpu']}, threads: {m['threads']}, torch {m['torch']}" for m in self.record["machines"]
+        )
+        return (
+            f"{preset} on {corpus}: {costs['steps']:,} steps of {costs['tokens_per_step']:,} tokens = "
+            f"{short(costs['tokens'])} tokens; {machines}"
+        )
+
+    def table(self) -> Table:
+        """For the terminal. Where that is narrow the methods' names are folded; numbers never are."""
+        lines = cells(summarise(self.results()), lambda text: f"[bold]{text}[/bold]")
+        table = Table(HEADERS[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+        table.columns[0].overflow = "fold"
+        for header, texts in zip(HEADERS[1:], list(zip(*lines, strict=True))[1:], strict=True):
+            words = map(len, header.split())
+            width = max(min(len(header), 8), *words, *(Text.from_markup(text).cell_len for text in texts))
+            table.add_column(header, justify="right", width=width)
+        for line in lines:
+            table.add_row(*line)
+        return table
+
+    def conclude(self) -> str:
+        """Draw the figure, and tell where all of it lies."""
+        try:
+            styled = style()
+        except ValueError as missing:
+            return f"all of it lies in {self.folder}, but no figure: {missing}"
+        figure = loss_by_method(curves(self.results()))
+        with styled:
+            for kind in ("png", "svg"):
+                image = io.BytesIO()
+                figure.savefig(image, format=kind, dpi=200, facecolor="white")
+                replace_file(self.folder / f"loss_by_method.{kind}", image.getvalue())
+        return f"all of it lies in {self.folder}: compare.md, .csv and .json, loss_by_method.png and .svg"
+
+
+def _is_begun(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
+    """What opens a run's lines. seconds: what earlier runs took; later: how many runs follow."""
+
+    def title(left: float | None) -> str:
+        if left is None:
+            return label
+        total = time.monotonic() - start + left
+        return f"{label} ({clock(left + later * mean([*seconds, total]))} left in all)"
+
+    return title

@@ -1,0 +1,57 @@
+"""`et generate`: continue a text with a trained model, as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from ..generate import LEGEND, generate, render_routing
+from ..runs import load_model
+from ..train.config import DeviceName, DtypeName
+from ..train.device import pick_device, pick_dtype
+from .options import Command, Option, parse
+
+OPTIONS = [
+    Option("run", str, None, "The folder of the run to write with.", positional=True, required=True),
+    Option("prompt", str, "", "The text to continue; none opens a document."),
+    Option("max_tokens", int, 200, "Tokens to write at most; the end of a document and the context end earlier."),
+    Option("temperature", float, 0.8, "0 takes the likeliest token, 1 draws as the model believes."),
+    Option("top_k", int | None, 50, "Draw from so many of the likeliest tokens; none is all."),
+    Option("seed", int | None, None, "The same seed writes the same text; none draws one."),
+    Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
+    Option("step", int | None, None, "The checkpoint to use; none is the last."),
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
+    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write the continuation to stdout, token by token."""
+    command = Command("et generate", "Continue a text with a trained model.", {"generate": OPTIONS})
+    options = {option.name: option.default for option in OPTIONS} | parse(command, arguments)
+    device = pick_device(options["device"])
+    model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
+    steps = generate(
+        model,
+        tokenizer,
+        options["prompt"],
+        max_tokens=options["max_tokens"],
+        temperature=options["temperature"],
+        top_k=options["top_k"],
+        seed=options["seed"],
+        record=options["show_routing"],
+    )
+    if not options["show_routing"]:
+        print(options["prompt"], end="", flush=True)
+        for step in steps:
+            print(step.text, end="", flush=True)
+        print()
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(LEGEND)
+    console.print(Text(options["prompt"]), end="")
+    for step in steps:
+        console.print(render_routing(step), end="")
+    console.print()

@@ -1,0 +1,224 @@
+"""Options of a command: from the components' records to flags, and from a command line to values or one clear line."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import field, make_dataclass
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
+
+import tyro
+
+from ..config import alternatives
+
+HELP_FLAGS = ("-h", "--help")
+
+
+class _RefusedError(Exception):
+    """A value that cannot be understood; no ValueError, since tyro would draw a box around that."""
+
+
+class Option(NamedTuple):
+    """`--name VALUE`, or a positional argument NAME.
+
+    kind: a type as records have them; bool makes a pair, --name and --no-name. default: what --help shows.
+    many: a positional argument that may come more than once, the last of them; its value is the list of texts.
+    """
+
+    name: str
+    kind: Any
+    default: Any
+    help: str
+    positional: bool = False
+    required: bool = False
+    many: bool = False
+
+    @property
+    def flag(self) -> str:
+        """As it is typed."""
+        return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+
+class Command(NamedTuple):
+    """prog: as it is typed, 'et train'. groups: the options under the titles that --help shows."""
+
+    prog: str
+    description: str
+    groups: Mapping[str, Sequence[Option]]
+
+    @property
+    def options(self) -> list[Option]:
+        return [option for group in self.groups.values() for option in group]
+
+
+def field_comments(record: type) -> dict[str, str]:
+    """The comment lines right above each field of a dataclass, joined, as a command line puts it: none, not None."""
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    for line in inspect.getsource(record).splitlines():
+        if name := re.match(r"    (\w+): ", line):
+            found[name[1]] = re.sub(r"\bNone\b", "none", " ".join(comment))
+        text = re.match(r"    # (.*)", line)
+        comment = [*comment, text[1]] if text else []
+    return found
+
+
+def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
+    """The options that are given, by name. --help prints and exits with 0.
+
+    Raises ValueError for whatever cannot be understood, one line that names the option and the remedy.
+    """
+    plain, named, more = _check(command, arguments)
+    try:
+        groups: Any = tyro.cli(_record(command), prog=command.prog, description=command.description, args=plain)
+    except _RefusedError as refused:
+        raise ValueError(str(refused)) from None
+    given: dict[str, Any] = {}
+    values = [value for group in vars(groups).values() for value in vars(group).values()]
+    for option, value in zip(command.options, values, strict=True):
+        if isinstance(value, _Given):
+            given[option.name] = [value.value, *more] if option.many else value.value
+        elif option.kind is bool and option.name in named:
+            given[option.name] = value
+        elif option.required:
+            raise ValueError(f"{option.flag} is missing: {option.help} See {command.prog} --help")
+    return given
+
+
+def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[str], list[str]]:
+    """The arguments with every value joined to its flag, the names of the flags, and what came after the last place.
+
+    Refuses here all that tyro would refuse with a box of many lines.
+    """
+    flags = {option.flag: option for option in command.options if not option.positional}
+    flags |= {"--no-" + option.flag[2:]: option for option in command.options if option.kind is bool}
+    places = sum(option.positional for option in command.options)
+    plain, named, more = [], set(), []
+    left = list(arguments)
+    while left:
+        argument = left.pop(0)
+        if argument in HELP_FLAGS:
+            plain.append(argument)
+        elif argument.startswith("-"):
+            flag, equals, value = argument.partition("=")
+            option = flags.get(flag.replace("_", "-"))
+            if option is None:
+                near = difflib.get_close_matches(flag, flags, 1)
+                raise ValueError(f"unknown option {flag}; {_did_you_mean(near) or f'see {command.prog} --help'}")
+            named.add(option.name)
+            if option.kind is bool:
+                if equals:
+                    raise ValueError(f"{flag} takes no value; leave ={value} out")
+                plain.append(flag)
+            elif equals:
+                plain.append(argument)
+            elif left and not left[0].startswith("--"):
+                plain.append(f"{flag}={left.pop(0)}")
+            else:
+                raise ValueError(f"{flag} needs a value: {describe(option.kind)}; see {command.prog} --help")
+        elif places:
+            places -= 1
+            plain.append(argument)
+        elif any(option.many for option in command.options):
+            more.append(argument)
+        else:
+            raise ValueError(f"unexpected {argument}; options begin with --, see {command.prog} --help")
+    return plain, named, more
+
+
+def _did_you_mean(near: Sequence[str]) -> str:
+    return f"did you mean {near[0]}?" if near else ""
+
+
+class _Given(NamedTuple):
+    """Tells a value that was typed from a default that equals it."""
+
+    value: Any
+
+
+def _record(command: Command) -> type:
+    """The command as tyro wants it: a dataclass of a dataclass per group."""
+    groups = []
+    for title, options in command.groups.items():
+        group = make_dataclass(title, [(o.name, _annotation(o), field(default=o.default)) for o in options])
+        group.__doc__ = ""
+        flat: Any = Annotated[group, tyro.conf.OmitArgPrefixes]
+        groups.append((title, flat, field(default_factory=group)))
+    return make_dataclass("command", groups)
+
+
+def _annotation(option: Option) -> Any:
+    if option.kind is bool:
+        return Annotated[bool, tyro.conf.arg(help=option.help)]
+    spec: tyro.constructors.PrimitiveConstructorSpec[Any] = tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=option.flag + ("…" if option.many else "") if option.positional else metavar(option.kind),
+        instance_from_str=lambda texts: _Given(_value(option, texts[0])),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [show(value)],
+    )
+    hint = "(required)" if option.required else f"(default: {show(option.default)})"
+    kind: Any = Annotated[object, spec, tyro.conf.arg(help=option.help, help_behavior_hint=hint)]
+    return Annotated[kind, tyro.conf.Positional] if option.positional else kind
+
+
+def _value(option: Option, text: str) -> Any:
+    try:
+        return parse_value(option.kind, text)
+    except ValueError:
+        near = difflib.get_close_matches(text, [str(a) for a in alternatives(option.kind)], 1)
+        expected = f"{option.flag} {text}: expected {describe(option.kind)}"
+        raise _RefusedError("; ".join(filter(None, [expected, _did_you_mean(near)]))) from None
+
+
+def parse_value(kind: Any, text: str) -> Any:
+    """`text` as a value of a record's type. Raises ValueError."""
+    for alternative in alternatives(kind):
+        if alternative is type(None):
+            if text.lower() == "none":
+                return None
+        elif isinstance(alternative, str):
+            if text == alternative:
+                return text
+        elif get_origin(alternative) is tuple:
+            kinds, texts = get_args(alternative), text.split(",")
+            return tuple(parse_value(k, t) for k, t in zip(kinds, texts, strict=True))
+        else:
+            with contextlib.suppress(ValueError):
+                value = alternative(text)
+                if not isinstance(value, float) or math.isfinite(value):
+                    return value
+    raise ValueError(text)
+
+
+def describe(kind: Any) -> str:
+    """A record's type in words."""
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    parts = [
+        f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
+        if get_origin(a) is tuple
+        else words.get(a, str(a))
+        for a in alternatives(kind)
+    ]
+    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def metavar(kind: Any) -> str:
+    """A record's type as --help shows it."""
+    words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", type(None): "none"}
+    parts = [
+        ",".join(metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
+        for a in alternatives(kind)
+    ]
+    return "|".join(parts)
+
+
+def show(value: Any) -> str:
+    """A value as it would be typed."""
+    if isinstance(value, tuple | list):
+        return ",".join(show(item) for item in value)
+    return "none" if value is None else str(value)

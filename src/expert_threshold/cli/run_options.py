@@ -1,0 +1,162 @@
+"""The options that decide a run, which every command that plans or trains one has in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from ..config import (
+    DEFAULT_PRESET,
+    DEFAULT_RULE,
+    RUNS,
+    SECTIONS,
+    RunConfig,
+    options_of_rule,
+    resolve,
+    scaled_rule,
+)
+from ..routing import RULES, rule_to_dict
+from ..runs import RunFolder
+from .options import HELP_FLAGS, Command, Option, field_comments, parse
+
+Given = Mapping[str, Any]
+
+PRESET = Option(
+    "preset", Literal[tuple(RUNS)], DEFAULT_PRESET, "The run to start from; options change it.", positional=True
+)
+RULE = Option("rule", Literal[("dense", *RULES)], DEFAULT_RULE, "How scores become an assignment.")
+CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags go first.")
+
+RULE_OPTIONS = tuple(dict.fromkeys(name for rule in RULES for name in options_of_rule(rule)))
+
+# Flags that are called otherwise than the field they set.
+FLAGS = {"source": "data"}
+
+# For records that have no comment above each field.
+HELP = {
+    "vocab_size": "Tokens in the vocabulary.",
+    "context": "Tokens in the longest sequence.",
+    "layers": "Layers.",
+    "d_model": "Width. Other widths that are not given keep their proportion to it.",
+    "heads": "Attention heads.",
+    "kv_heads": "Key-value heads; fewer than heads is grouped-query attention.",
+    "d_expert": "Hidden width of each expert.",
+    "d_feed_forward": "Hidden width of dense layers.",
+    "shared_experts": "Experts that see every token; 0 leaves them out.",
+    "dense_layers": "How many of the first layers have no experts.",
+    "softcap": "Logits are kept within ± this; none is off.",
+    "gate_norm": "Divide the routed sum by the fanout; none is off.",
+    "activation": "Nonlinearity of the feed-forwards.",
+    "z_loss": "Strength of the router z-loss; none is off.",
+    "dispatch": "How tokens get to experts: auto, reference or grouped.",
+    "source": "Text to train on: embedded, Python's standard library; or a .txt, .jsonl or .parquet file or a folder.",
+    "text_field": "Field or column that holds the text, in .jsonl and .parquet.",
+    "validation_fraction": "Share of documents held out, where a source has no validation split of its own.",
+    "num_experts": "Routed experts in a layer.",
+    "experts_per_token": "Routed experts of one token, on average.",
+    "decay": "Share of the old mean in the running mean of cutoffs; by default it grows with --steps.",
+    "warmup_steps": "Steps of expert choice before the cutoffs decide; by default a fifth of --steps, at most 4000.",
+    "capacity_slack": "Loads may differ from the mean by this share while training; none is without bounds.",
+    "pool": "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or so many.",
+    "debias": "Correct the running mean for its start at 0.",
+    "balance": "How loads are balanced.",
+    "aux_strength": "Strength of the auxiliary losses.",
+    "bias_rate": "Step of the loss-free biases.",
+}
+
+
+def _names(record: type) -> list[str]:
+    """The record's fields that a flag of their own sets: all but the rule."""
+    return [f.name for f in fields(record) if f.name != "rule"]
+
+
+def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
+    """The options of a run under their titles, with the defaults that `config` has."""
+    record = config.to_dict()
+    rule = record["model"].pop("rule")
+    return {
+        "rule": [RULE._replace(default=rule["name"]), *_rule_options(config, rule)],
+        **{section: _section_options(kind, record[section]) for section, kind in SECTIONS.items()},
+    }
+
+
+def _section_options(record: type, defaults: Given) -> list[Option]:
+    """An option for each of the record's fields in `defaults`."""
+    kinds, comments = get_type_hints(record), field_comments(record)
+    return [
+        Option(FLAGS.get(name, name), kinds[name], default, comments[name] or HELP[name])
+        for name, default in defaults.items()
+    ]
+
+
+def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
+    """Every rule's options, with the chosen rule's default where that has the option."""
+    found: dict[str, Option] = {}
+    for rule in dict.fromkeys([chosen["name"], *RULES]):
+        defaults = chosen if rule == chosen["name"] else rule_to_dict(scaled_rule(rule, config.train.steps))
+        for name in options_of_rule(rule):
+            having = [other for other in RULES if name in options_of_rule(other)]
+            scope = "" if len(having) == len(RULES) else f" ({', '.join(having)})"
+            kind = get_type_hints(RULES[rule])[name]
+            found.setdefault(name, Option(name, kind, defaults[name], HELP[name] + scope))
+    return list(found.values())
+
+
+def resolve_run(given: Given) -> RunConfig:
+    """The run that the given options mean: flags over a file over the model of --init-from over the preset.
+
+    Raises ValueError.
+    """
+    file: dict[str, Any] = {}
+    if "init_from" in given:
+        file["model"] = RunFolder.open(given["init_from"]).section("model")
+    if "config" in given:
+        for section, options in read_config_file(given["config"]).items():
+            file[section] = file.get(section, {}) | options if isinstance(options, dict) else options
+    return resolve(
+        given.get("preset", DEFAULT_PRESET),
+        given.get("rule"),
+        rule_options={name: given[name] for name in RULE_OPTIONS if name in given},
+        changes={
+            section: {name: given[flag] for name in _names(record) if (flag := FLAGS.get(name, name)) in given}
+            for section, record in SECTIONS.items()
+        },
+        file=file,
+    )
+
+
+def read_config_file(path: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError where it is none."""
+    remedy = "name a JSON file such as the config.json of a run"
+    if not Path(path).is_file():
+        raise ValueError(f"--config {path}: no such file; {remedy}")
+    try:
+        value = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--config {path}: not JSON ({error}); {remedy}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"--config {path}: not an object of sections; {remedy}")
+    return value
+
+
+def parse_run(
+    prog: str, description: str, own: Sequence[Option], arguments: Sequence[str], without: Collection[str] = ()
+) -> dict[str, Any]:
+    """The given options of a command that has options of its own beside those of a run, but for those in `without`.
+
+    --help shows the defaults of the preset, the rule and the file that the command line names.
+    """
+
+    def command(config: RunConfig) -> Command:
+        groups = {"run": [PRESET, *own, CONFIG]} | run_groups(config)
+        left = {title: [o for o in options if o.name not in without] for title, options in groups.items()}
+        return Command(prog, description, left)
+
+    asks = [argument for argument in arguments if argument in HELP_FLAGS]
+    given = parse(command(resolve()), [argument for argument in arguments if argument not in asks])
+    if asks:
+        parse(command(resolve_run(given)), asks)
+    return given

@@ -1,0 +1,221 @@
+"""Whole runs: presets of model, data, optimizer and training together, and how files and flags change them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from .data import DataConfig
+from .model import PRESETS, GPTConfig
+from .optim import OptimConfig
+from .routing import RULES, Rule, rule_from_dict
+from .train import TrainConfig
+
+Options = Mapping[str, Any]
+
+# The paper's warmups and decay are meant for this many steps (Table "Training hyperparameters"); d20 keeps them.
+PAPER_STEPS = 19_073
+PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
+PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
+
+
+@dataclass(frozen=True)
+class Preset:
+    """What a preset of `model.PRESETS` adds to the model's size to make a run; all else is scaled or a default."""
+
+    train: Options
+    optim: Options = field(default_factory=dict)
+    rule: Options = field(default_factory=dict)  # a rule takes only what it has
+
+
+# 54 tokens per active parameter, as d12 has, in all but the smallest.
+RUNS: dict[str, Preset] = {
+    "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
+    # Under four minutes on two cores without bfloat16 products; docs/log.md has the sizes that were tried.
+    "quickstart": Preset(
+        train={"steps": 360, "batch_size": 16, "eval_every": 90, "sample_every": 180},
+        optim={"matrix_lr": 0.012, "embed_lr": 0.08},
+    ),
+    "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
+    "d6": Preset(train={"steps": 10_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
+    "d8": Preset(train={"steps": 10_000, "batch_size": 256, "eval_every": 250, "checkpoint_every": 1000}),
+    "d12": Preset(train={"steps": 19_073, "batch_size": 256, "eval_every": 250, "checkpoint_every": 1000}),
+    "d20": Preset(
+        train={"steps": 21_362, "batch_size": 128, "accumulation": 2, "eval_every": 250, "checkpoint_every": 1000}
+    ),
+}
+DEFAULT_PRESET = "quickstart"
+DEFAULT_RULE = "expert_threshold"
+# What a rule takes over from another rule's options: the sizes of the layer.
+SHARED_RULE_OPTIONS = ("num_experts", "experts_per_token")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All that decides a run; the sections of its config.json."""
+
+    model: GPTConfig
+    data: DataConfig
+    optim: OptimConfig
+    train: TrainConfig
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a JSON object of four."""
+        return {
+            "model": self.model.to_dict(),
+            "data": asdict(self.data),
+            "optim": asdict(self.optim),
+            "train": asdict(self.train),
+        }
+
+    @classmethod
+    def from_dict(cls, record: Options) -> RunConfig:
+        """Of `to_dict`, or of a whole config.json. Raises ValueError on a missing section or an unknown option."""
+        for section in SECTIONS:
+            if section not in record:
+                raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
+        check_changes(record)
+        return cls(
+            model=GPTConfig.from_dict(record["model"]),
+            data=DataConfig(**record["data"]),
+            optim=OptimConfig(**record["optim"]),
+            train=TrainConfig(**record["train"]),
+        )
+
+
+SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+# What a run's config.json has beside the sections: facts of that run, which decide nothing in another.
+FACTS = ("format", "version", "corpus", "versions", "init_from")
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """The types and literal values that a record's type allows, literals first: `Literal["a"] | int` is ("a", int)."""
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        found = [alternative for part in get_args(kind) for alternative in alternatives(part)]
+        return tuple(sorted(found, key=lambda alternative: not isinstance(alternative, str)))
+    return (kind,)
+
+
+def _allows(alternative: Any, value: Any) -> bool:
+    if isinstance(alternative, str):
+        return bool(value == alternative)
+    if get_origin(alternative) is tuple:
+        kinds = get_args(alternative)
+        return isinstance(value, list | tuple) and len(value) == len(kinds) and all(map(_allows, kinds, value))
+    if alternative is float:
+        return type(value) in (int, float)
+    return type(value) is alternative
+
+
+def check_changes(changes: Options) -> None:
+    """Raise ValueError that names a section or an option that there is not, or a value of another type."""
+    for section, options in changes.items():
+        if section in FACTS:
+            continue
+        if section not in SECTIONS:
+            raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
+        if not isinstance(options, Mapping):
+            raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
+        kinds = get_type_hints(SECTIONS[section])
+        for option, value in options.items():
+            if option not in kinds:
+                near = get_close_matches(option, kinds, 1)
+                remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
+                raise ValueError(f"option {option!r} of section {section!r} is unknown; {remedy}")
+            if option == "rule":
+                if not (isinstance(value, Mapping) and "name" in value):
+                    raise ValueError(f'rule={value!r} must be an object such as {{"name": "expert_threshold"}}')
+            elif not any(_allows(alternative, value) for alternative in alternatives(kinds[option])):
+                raise ValueError(f"{section}: {option}={value!r} is of the wrong type")
+
+
+def options_of_rule(name: str) -> tuple[str, ...]:
+    """The names of a rule's options. Raises ValueError if there is no such rule."""
+    if name not in ("dense", *RULES):
+        raise ValueError(f"rule={name!r} is unknown; use one of dense, {', '.join(RULES)}")
+    return () if name == "dense" else tuple(f.name for f in fields(RULES[name]))  # type: ignore[arg-type]
+
+
+def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
+    """The rule for a run of `steps`: the paper's warmup and decay in proportion to the run, unless `options` say.
+
+    Warmup is 4000 steps, or a fifth of a run shorter than the paper's. The running mean remembers the same share of
+    the run as the paper's, 1 − β = 0.001 · 19,073 / steps, but at least 10 steps. None is 'dense'.
+    Raises ValueError naming an option that the rule lacks.
+    """
+    known = options_of_rule(name)
+    for option in options:
+        if option not in known:
+            having = [other for other in RULES if option in options_of_rule(other)]
+            remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
+            raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
+    short = 1 - (1 - PAPER_DECAY) * PAPER_STEPS / max(steps, 1)
+    scaled = {
+        "decay": min(PAPER_DECAY, max(0.9, round(short, 4))),
+        "warmup_steps": PAPER_WARMUP_STEPS if steps >= PAPER_STEPS else min(PAPER_WARMUP_STEPS, steps // 5),
+    }
+    return rule_from_dict({"name": name} | {k: v for k, v in scaled.items() if k in known} | options)
+
+
+def scaled_optim(steps: int, **options: Any) -> OptimConfig:
+    """The optimizers for a run of `steps`: the paper's, with warmups of at most a tenth of the run unless told."""
+    scaled = {
+        "adamw_warmup_steps": min(PAPER_ADAMW_WARMUP_STEPS, steps // 10),
+        "momentum_warmup_steps": min(PAPER_MOMENTUM_WARMUP_STEPS, steps // 10),
+    }
+    return OptimConfig(**(scaled | options))
+
+
+def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
+    """Sizes after `changes`: widths that are not given keep their proportion to d_model, and heads their width."""
+    d_model = changes.get("d_model", base["d_model"])
+    sizes = dict(base)
+    if isinstance(d_model, int):
+        sizes |= {name: base[name] * d_model // base["d_model"] for name in ("d_expert", "d_feed_forward", "heads")}
+    sizes["kv_heads"] = changes.get("heads", sizes["heads"]) * base["kv_heads"] // base["heads"]
+    return {**sizes, **changes}
+
+
+def resolve(
+    preset: str = DEFAULT_PRESET,
+    rule: str | None = None,
+    *,
+    rule_options: Options | None = None,
+    changes: Options | None = None,
+    file: Options | None = None,
+) -> RunConfig:
+    """The run of a preset, changed by a file, changed by what is given here.
+
+    file: sections as config.json has them. changes: the same, without a rule. rule_options: the options of the rule;
+    where it is another than the file's, only the numbers of experts and of experts per token are taken from there.
+    Raises ValueError on unknown names and on values that cannot train.
+    """
+    if preset not in RUNS:
+        raise ValueError(f"preset {preset!r} is unknown; use one of {', '.join(RUNS)}")
+    file = {} if file is None else file
+    check_changes(file)
+    given = {section: dict(file.get(section, {})) | dict((changes or {}).get(section, {})) for section in SECTIONS}
+
+    in_file = dict(given["model"].pop("rule", {}))
+    name_in_file = in_file.pop("name", None)
+    name = rule or name_in_file or DEFAULT_RULE
+    known = options_of_rule(name)
+    if name != name_in_file:
+        in_file = {k: v for k, v in in_file.items() if k in SHARED_RULE_OPTIONS and k in known}
+    own = {k: v for k, v in RUNS[preset].rule.items() if k in known}
+
+    train = TrainConfig(**(dict(RUNS[preset].train) | given["train"]))
+    return RunConfig(
+        model=GPTConfig(
+            **scaled_model(PRESETS[preset], given["model"]),
+            rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {}))),
+        ),
+        data=DataConfig(**given["data"]),
+        optim=scaled_optim(train.steps, **(dict(RUNS[preset].optim) | given["optim"])),
+        train=train,
+    )

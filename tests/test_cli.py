@@ -1,0 +1,603 @@
+"""The command `et`: what it understands, what it refuses in one line, and what it leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from expert_threshold.cli import COMMANDS, main
+from expert_threshold.cli import compare as compare_command
+from expert_threshold.cli import evaluate as evaluate_command
+from expert_threshold.cli import generate as generate_command
+from expert_threshold.cli import train as train_command
+from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
+from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
+from expert_threshold.config import RUNS, RunConfig, resolve
+from expert_threshold.routing import ExpertThreshold, TokenChoice
+from expert_threshold.runs import RunFolder
+
+RUN_OPTIONS = [option for group in run_groups(resolve()).values() for option in group]
+OPTIONS: dict[str, list[Option]] = {
+    "train": [*train_command.OPTIONS, *RUN_OPTIONS],
+    "plan": RUN_OPTIONS,
+    "generate": generate_command.OPTIONS,
+    "evaluate": evaluate_command.OPTIONS,
+    "compare": [
+        *compare_command.OPTIONS,
+        *(option for option in RUN_OPTIONS if option.name not in compare_command.DECIDED),
+    ],
+}
+TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def content(folder: Path) -> dict[str, str]:
+    """The hash of every file and the name of every folder below `folder`."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def unwrapped(help_text: str) -> str:
+    """Without the boxes and line ends."""
+    return " ".join(help_text.replace("│", " ").split())
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of forty documents."""
+    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    words = TEXT.split()
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(200)) for i in range(1, 41)]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(text: Path) -> list[object]:
+    """Options of a run that takes no time."""
+    return ["tiny", "--data", text, "--vocab-size", 280, "--batch-size", 2, "--context", 64, "--threads", 1]
+
+
+@pytest.fixture(scope="module")
+def run(small: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run. No test may change it."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with contextlib.redirect_stdout(io.StringIO()):
+        code = et(
+            "train",
+            *small,
+            "--steps",
+            4,
+            "--eval-every",
+            4,
+            "--sample-every",
+            4,
+            "--checkpoint-every",
+            2,
+            "--out",
+            path,
+        )
+    assert code == 0
+    return path
+
+
+def test_help_tells_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert et("--help") == 0
+    text = capsys.readouterr().out
+    for name, entry in COMMANDS.items():
+        assert f"et {name} " in text
+        assert entry.summary in text
+    assert et("--version") == 0
+    assert capsys.readouterr().out.startswith("expert-threshold ")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_option_with_its_default(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert et(command, "--help") == 0
+    text = unwrapped(capsys.readouterr().out)
+    assert text.startswith(f"usage: et {command}")
+    for option in OPTIONS[command]:
+        assert option.flag in text
+        assert option.help
+        assert " ".join(option.help.split()) in text, option.flag
+        assert option.required or f"(default: {show(option.default)})" in text
+
+
+def test_help_shows_the_defaults_of_the_preset_and_the_rule_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    et("plan", "d12", "--rule", "token_choice", "--seed", 17, "--help")
+    text = unwrapped(capsys.readouterr().out)
+    for default in ("19073", "65536", "token_choice", "17"):
+        assert f"(default: {default})" in text
+
+
+def test_no_two_options_of_a_run_share_a_name() -> None:
+    names = [option.name for option in OPTIONS["train"]]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize("rule", ["expert_threshold", "token_choice", "dense"])
+def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> None:
+    for group in run_groups(resolve(preset, rule)).values():
+        for option in group:
+            if option.kind is not bool:
+                assert parse_value(option.kind, show(option.default)) == option.default
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (int, "12", 12),
+        (float, "1e-3", 0.001),
+        (float | None, "none", None),
+        (float | None, "0.5", 0.5),
+        (Literal["none", "aux"], "none", "none"),
+        (Literal["batch", "global"] | int, "global", "global"),
+        (Literal["batch", "global"] | int, "64", 64),
+        (tuple[float, float], "0.8,0.9", (0.8, 0.9)),
+        (str, "none", "none"),
+    ],
+)
+def test_values_are_read(kind: Any, text: str, value: object) -> None:
+    assert parse_value(kind, text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5", "nan", "none"])
+def test_a_whole_number_is_nothing_else(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        parse_value(int, text)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "x"])
+def test_a_number_is_finite(text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        parse_value(float, text)
+
+
+def test_types_are_told_in_words() -> None:
+    assert describe(int) == "a whole number"
+    assert describe(float | None) == "a number or none"
+    assert describe(tuple[float, float]) == "2 numbers such as 0.9,0.9"
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active", "tokens"),
+    [("d12", 575_016_960, 185_733_120, 19_073 * 524_288), ("d20", 2_429_153_280, 561_377_280, 21_362 * 524_288)],
+)
+def test_plan_counts_the_papers_models(
+    preset: str, total: int, active: int, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("plan", preset, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["params_total"], plan["params_active"], plan["tokens"]) == (total, active, tokens)
+    assert sum(plan["parameters"].values()) == total
+    assert plan["steps"] * plan["tokens_per_step"] == tokens
+    assert plan["flops_total"] == plan["flops_per_token"] * tokens
+    assert et("plan", preset) == 0
+    table = capsys.readouterr().out
+    assert f"{total:,}" in table
+    assert f"{active:,}" in table
+
+
+def test_flags_set_what_they_name() -> None:
+    arguments = "tiny --pool 128 --capacity-slack none --no-debias --softcap=none --gate-norm fanout --betas 0.8,0.9"
+    given = parse_run("et plan", "", [], [*arguments.split(), "--eval-every", "none", "--d_model", "128"])
+    config = resolve_run(given)
+    rule = config.model.rule
+    assert isinstance(rule, ExpertThreshold)
+    assert (rule.pool, rule.capacity_slack, rule.debias) == (128, None, False)
+    assert (config.model.softcap, config.model.gate_norm, config.model.d_model) == (None, "fanout", 128)
+    assert (config.optim.betas, config.train.eval_every) == ((0.8, 0.9), None)
+
+
+@pytest.mark.parametrize("arguments", [["--prompt=--x"], ["--prompt="], ["--prompt", ""], ["--prompt", "- x = 1"]])
+def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
+    command = Command("et generate", "", {"generate": generate_command.OPTIONS})
+    text = arguments[-1].removeprefix("--prompt=")
+    assert parse(command, ["run", *arguments, "--seed", "-1"]) == {"run": "run", "prompt": text, "seed": -1}
+
+
+def test_flags_go_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"train": {"steps": 7, "batch_size": 3}, "model": {"rule": {"name": "dense"}}}')
+    assert et("plan", "tiny", "--config", file, "--batch-size", 5, "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["steps"], plan["tokens_per_step"], plan["rule"]) == (7, 5 * 128, "dense")
+
+
+def test_training_says_what_it_does_and_what_to_type_next(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a run"
+    assert et("train", *small, "--steps", 2, "--sample-every", 2, "--out", out) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "rule expert_threshold among 16 experts" in shown.out
+    assert "2 steps of 128 tokens" in shown.out
+    assert "bits per byte" in shown.out
+    assert "prompt 'def '" in shown.out
+    assert f"next: et generate '{out}' --prompt" in shown.out
+    assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
+    assert f"report: {out / 'report.html'}" in shown.out
+    assert "<h1>Expert threshold, " in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_report_that_fails_loses_nothing_but_itself(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "run"
+    assert et("train", *small, "--steps", 1, "--out", out) == 0
+    shown = capsys.readouterr()
+    (warning,) = (line for line in shown.out.splitlines() if line.startswith("warning"))
+    assert warning.startswith("warning: no report was written: figures need matplotlib")
+    assert "report: " not in shown.out
+    assert f"next: et generate {out}" in shown.out
+    assert RunFolder.open(out).latest_checkpoint() == 1
+    assert not (out / "report.html").exists()
+
+
+def test_the_config_of_a_run_repeats_it(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    assert et("train", "--config", run / "config.json", "--out", again) == 0
+    model = RunFolder.open(run).load_checkpoint().tensors["model"]
+    repeated = RunFolder.open(again).load_checkpoint().tensors["model"]
+    assert all(torch.equal(model[name], repeated[name]) for name in model)
+
+
+def test_a_run_is_resumed_from_its_folder_alone(small: list[object], run: Path, tmp_path: Path) -> None:
+    part = tmp_path / "part"
+    shutil.copytree(run, part)
+    shutil.rmtree(part / "checkpoints" / "step_000004")
+    assert et("train", "--resume", part, "--log-every", 1) == 0
+    assert (
+        content(part)["checkpoints/step_000004/model.safetensors"]
+        == content(run)["checkpoints/step_000004/model.safetensors"]
+    )
+
+
+def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "next"
+    options = ["--data", text, "--batch-size", 2, "--steps", 1, "--seed", 5, "--rule", "token_choice", "--threads", 1]
+    assert et("train", "tiny", "--init-from", run, *options, "--out", out) == 0
+    config = RunConfig.from_dict(RunFolder.open(out).config)
+    assert config.model.context == 64
+    assert config.model.rule == TokenChoice()
+    assert RunFolder.open(out).config["init_from"] == str(run)
+
+
+def test_the_folder_of_a_run_is_named_after_preset_and_rule(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert et("train", *small, "--steps", 1, "--rule", "dense") == 0
+    assert (tmp_path / "runs" / "tiny-dense" / "config.json").is_file()
+
+
+def test_generation_repeats_itself_under_a_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in (1, 1, 2):
+        assert et("generate", run, "--prompt", "the cat", "--max-tokens", 20, "--seed", seed) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("the cat") for text in texts)
+
+
+def test_generation_shows_where_tokens_went(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", run, "--prompt", "the [cat]", "--max-tokens", 20, "--seed", 1]
+    assert et(*arguments) == 0
+    plain = capsys.readouterr().out
+    assert et(*arguments, "--show-routing") == 0
+    legend, _, text = capsys.readouterr().out.partition("\n")
+    assert legend.startswith("routed experts per layer")
+    assert text == plain
+
+
+def write(path: Path, text: str | bytes) -> Path:
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+# What is typed, and what the one line has to say: the option or the file, and what to do about it.
+USAGE: list[tuple[str, list[str]]] = [
+    ("", ["name a command", "et --help"]),
+    ("tarin", ["unknown command tarin", "did you mean train?"]),
+    ("xyz", ["unknown command xyz", "use one of train, plan, generate"]),
+    ("train --stepz 3", ["unknown option --stepz", "did you mean --steps?"]),
+    ("train --zzzzzz 3", ["unknown option --zzzzzz", "see et train --help"]),
+    ("train --steps", ["--steps needs a value", "a whole number", "see et train --help"]),
+    ("train --out --seed 3", ["--out needs a value", "see et train --help"]),
+    ("train --no-debias=yes", ["--no-debias takes no value", "leave =yes out"]),
+    ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
+    ("train --steps many", ["--steps many", "expected a whole number"]),
+    ("train --steps 0", ["steps=0", "at least 1"]),
+    ("train --rule expert_treshold", ["--rule expert_treshold", "did you mean expert_threshold?"]),
+    ("train quickstar", ["PRESET quickstar", "did you mean quickstart?"]),
+    ("train tiny d12", ["unexpected d12", "see et train --help"]),
+    ("train --matrix-lr nan", ["--matrix-lr nan", "expected a number"]),
+    ("train --matrix-lr -1", ["matrix_lr=-1", "positive"]),
+    ("train --betas 0.9", ["--betas 0.9", "2 numbers"]),
+    ("train --gate-norm fanuot", ["--gate-norm fanuot", "did you mean fanout?"]),
+    ("train --dispatch fast", ["dispatch", "reference"]),
+    ("train --device gpu", ["--device gpu", "cuda"]),
+    ("train --track wandb", ["--track wandb", "tensorboard"]),
+    ("train --rule token_choice --pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
+    ("train --rule dense --num-experts 4", ["num_experts", "dense", "leave it out"]),
+    ("train --rule expert_choice --balance aux", ["balance", "expert_choice", "token_choice"]),
+    ("train --rule token_choice --experts-per-token 1.5", ["experts_per_token=1.5", "use 1"]),
+    ("train --heads 3", ["heads=3", "d_model"]),
+    ("train --config missing.json", ["--config missing.json", "no such file"]),
+    ("train --resume missing", ["missing", "no such run folder"]),
+    ("train --init-from missing", ["missing", "no such run folder"]),
+    ("train --data missing", ["missing", "does not exist"]),
+    ("generate", ["RUN is missing", "et generate --help"]),
+    ("generate missing", ["missing", "no such run folder"]),
+    ("generate . --top-k many", ["--top-k many", "a whole number or none"]),
+    ("plan --rule best", ["--rule best", "expected dense, token_choice, expert_choice or expert_threshold"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), USAGE, ids=[line or "nothing" for line, _ in USAGE])
+def test_a_line_that_cannot_be_understood_is_refused_in_one_line(
+    line: str, parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capsys, et(*line.split()), *parts)
+    assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
+
+
+def assert_refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("et")
+    assert error.count("\n") == 1
+    assert error.endswith("\n")
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options", "parts"),
+    [
+        ("empty.txt", b"", [], ["empty.txt"]),
+        ("latin.txt", "caf\xe9 ".encode("latin-1") * 99, [], ["latin.txt", "UTF-8"]),
+        ("a.jsonl", b'{"body": "x"}\n', [], ["a.jsonl", "text"]),
+        ("a.jsonl", b"no json\n", [], ["a.jsonl"]),
+        ("a.parquet", b"no parquet", [], ["a.parquet"]),
+        ("a.csv", b"a,b", [], ["a.csv", ".parquet"]),
+        ("a.jsonl", b'{"text": "x"}\n' * 9, ["--text-field", "body"], ["a.jsonl", "body"]),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_and_nothing_is_made(
+    name: str,
+    data: bytes,
+    options: list[str],
+    parts: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path / name, data)
+    before = content(tmp_path)
+    assert_refused(capsys, et("train", "tiny", "--data", path, *options, "--out", tmp_path / "run"), *parts)
+    assert content(tmp_path) == before
+
+
+def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["x", "y"]}), path)
+    assert_refused(capsys, et("train", "tiny", "--data", path, "--out", tmp_path / "run"), "a.parquet", "text")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--vocab-size", 10], ["10", "25"]),
+        (["--experts-per-token", 0.01, "--pool", "sequence"], ["k", "experts_per_token"]),
+        (["--rule", "expert_choice", "--pool", 100], ["pool", "100"]),
+        (["--threads", 100_000], ["threads=100000", "at most"]),
+    ],
+    ids=["a vocabulary too small", "k = 0", "a pool that does not divide the batch", "threads beyond all machines"],
+)
+def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
+    options: list[object],
+    parts: list[str],
+    small: list[object],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_refused(capsys, et("train", *small, *options, "--out", tmp_path / "run"), *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["train", "--out", "RUN"], ["--out", "already exists", "--resume"]),
+        (["train", "--resume", "RUN", "--steps", 9], ["--steps 9", "leave it out", "--init-from"]),
+        (["train", "d12", "--resume", "RUN"], ["PRESET d12", "leave it out"]),
+        (["train", "--resume", "RUN", "--rule", "dense"], ["--rule dense", "leave it out"]),
+        (["train", "--resume", "RUN", "--out", "x"], ["--out x", "leave it out"]),
+        (["train", "--init-from", "RUN", "--layers", 3, "--out", "x"], ["layers=3", "--init-from"]),
+        (["generate", "RUN", "--step", 3], ["no checkpoint of step 3", "2, 4"]),
+        (["generate", "RUN", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (["generate", "RUN", "--max-tokens", 0], ["max_tokens=0", "at least 1"]),
+        (["generate", "RUN", "--prompt", "the cat " * 99], ["prompt", "shorten it"]),
+    ],
+)
+def test_what_does_not_fit_a_run_is_refused_and_the_run_unharmed(
+    arguments: list[object],
+    parts: list[str],
+    run: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = content(run)
+    data = ["--data", text] if "--init-from" in arguments else []
+    assert_refused(capsys, et(*(run if argument == "RUN" else argument for argument in arguments), *data), *parts)
+    assert content(run) == before
+    assert not list(tmp_path.iterdir())
+
+
+def flip_a_byte(run: Path) -> None:
+    path = run / "checkpoints" / "step_000004" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def make_foreign(run: Path) -> None:
+    (run / "config.json").write_text('{"model_type": "llama"}')
+
+
+def lose_the_tokenizer(run: Path) -> None:
+    (run / "tokenizer.json").unlink()
+
+
+def damage_the_model(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"model": 5}))
+
+
+def damage_the_rule(run: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"rule": None}}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (damage_the_model, ["section 'model'"]),
+        (damage_the_rule, ["rule=None must be an object"]),
+        (flip_a_byte, ["model.safetensors", "step"]),
+        (make_foreign, ["config.json", "not written by expert-threshold"]),
+        (lose_the_tokenizer, ["tokenizer.json", "missing"]),
+    ],
+)
+@pytest.mark.parametrize("arguments", [["generate"], ["train", "--resume"]], ids=["generate", "resume"])
+def test_a_damaged_run_is_told_and_left_as_it_is(
+    arguments: list[str],
+    damage: Callable[[Path], None],
+    parts: list[str],
+    run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    damage(copy)
+    before = content(copy)
+    assert_refused(capsys, et(*arguments, copy), *parts)
+    assert content(copy) == before
+
+
+def test_a_full_disk_is_told_and_what_was_saved_stays(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = RunFolder.save_checkpoint
+
+    def fill_up(folder: RunFolder, step: int, *arguments: Any, **options: Any) -> None:
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        save(folder, step, *arguments, **options)
+
+    monkeypatch.setattr(RunFolder, "save_checkpoint", fill_up)
+    out = tmp_path / "run"
+    code = et("train", *small, "--steps", 4, "--checkpoint-every", 2, "--out", out)
+    assert_refused(capsys, code, "model.safetensors: No space left on device", "free some space", "--resume")
+    assert RunFolder.open(out).load_checkpoint().step == 2
+    monkeypatch.undo()
+    assert et("train", "--resume", out) == 0
+
+
+def exhaust_the_accelerator() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def exhaust_the_cpu() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("run_out", [exhaust_the_accelerator, exhaust_the_cpu])
+def test_running_out_of_memory_names_the_options_that_help(
+    run_out: Callable[[], None],
+    small: list[object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def exhaust(*arguments: object, **options: object) -> None:
+        run_out()
+
+    monkeypatch.setattr(train_command, "train", exhaust)
+    code = et("train", *small, "--out", tmp_path / "run")
+    assert_refused(capsys, code, "out of memory", "--batch-size", "--accumulation", "--activation-checkpointing")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("error", [TypeError, AssertionError])
+def test_a_bug_keeps_its_traceback(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(error("a bug")))
+    with pytest.raises(error, match="a bug"):
+        main([])
+
+
+def test_debugging_shows_the_traceback_of_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ET_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown command"):
+        main(["nonsense"])
+
+
+def test_an_interrupt_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(KeyboardInterrupt()))
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "et train: interrupted\n"
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = "import sys; from expert_threshold.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "expert_threshold", "plan", "tiny", "--stepz", "3"]
+    result = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "et plan: unknown option --stepz; did you mean --steps?\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "expert_threshold", "plan", "tiny", "--json"]
+    result = subprocess.run(command, timeout=120, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")

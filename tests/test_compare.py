@@ -1,0 +1,467 @@
+"""`et compare`: runs that differ in nothing but the method, a table that says what they measured, and interruptions."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import shutil
+import signal
+import socket
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.analysis.comparison import Result, Row, cells, curves, summarise, to_csv, to_markdown
+from expert_threshold.cli import compare, main
+from expert_threshold.cli.compare import METHODS, configure, run_title
+from expert_threshold.config import PAPER_STEPS
+from expert_threshold.data import Batch, Loader
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train.trainer import Trainer
+
+CHOSEN = ["dense", "token_choice", "expert_threshold"]
+STEPS = 4
+CLOCKS = {"tokens_per_second", "seconds"}
+"""All that may differ between two comparisons of one kind."""
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def read(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "compare.json").read_bytes()))
+
+
+def without_clocks(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_clocks(item) for key, item in value.items() if key not in CLOCKS}
+    return [without_clocks(item) for item in value] if isinstance(value, list) else value
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of the runs."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/seed_*/**/*")) if p.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A run sets the number of threads of the process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "by", "old", "river", "where", "cats"]
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(100)) for i in range(1, 31)]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+@pytest.fixture(scope="module")
+def small(text: Path) -> list[object]:
+    """Options of runs that take no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
+    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 3, "--num-experts", 4]
+    intervals = ["--steps", STEPS, "--eval-every", 2, "--log-every", 1, "--checkpoint-every", 2, "--threads", 1]
+    return ["tiny", "--data", text, "--d-model", 32, "--heads", 2, *sizes, *intervals]
+
+
+@pytest.fixture(scope="module")
+def finished(small: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three methods, two seeds. No test may change it."""
+    out = tmp_path_factory.mktemp("comparison") / "out"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", out) == 0
+    return out
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def test_the_table_says_what_the_runs_measured(finished: Path) -> None:
+    table = {row["method"]: row for row in read(finished)["table"]}
+    assert list(table) == CHOSEN
+    for method, row in table.items():
+        last, speeds = [], []
+        for seed in range(2):
+            records = RunFolder.open(finished / method / f"seed_{seed}").metrics.read()
+            last.append(next(r for r in records if r["split"] == "validation" and r["step"] == STEPS))
+            speeds.append(statistics.median(r["tokens_per_second"] for r in records if r["split"] == "train"))
+        assert row["seeds"] == 2
+        assert row["loss"] == pytest.approx(statistics.mean(r["loss"] for r in last))
+        assert row["loss_std"] == pytest.approx(abs(last[0]["loss"] - last[1]["loss"]) / math.sqrt(2))
+        assert row["bits_per_byte"] == pytest.approx(statistics.mean(r["bits_per_byte"] for r in last))
+        assert row["tokens_per_second"] == pytest.approx(statistics.mean(speeds))
+        if method == "dense":
+            assert row["load_spread"] is row["fanout_mean"] is row["fanout_std"] is None
+            continue
+        worst = [max(layer["load_spread"] for layer in r["layers"].values()) for r in last]
+        assert row["load_spread"] == pytest.approx(statistics.mean(worst))
+        fanouts = [
+            np.concatenate([np.repeat(np.arange(5), layer["fanout_counts"]) for layer in r["layers"].values()])
+            for r in last
+        ]
+        assert all(len(r["layers"]) == 2 for r in last)
+        assert row["fanout_mean"] == pytest.approx(np.mean([f.mean() for f in fanouts]))
+        assert row["fanout_std"] == pytest.approx(np.mean([f.std() for f in fanouts]), abs=1e-9)
+    assert table["token_choice"]["fanout_mean"] == 1
+    assert table["token_choice"]["fanout_std"] == 0
+
+
+def test_csv_json_and_markdown_agree(finished: Path) -> None:
+    table = read(finished)["table"]
+    with (finished / "compare.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [{k: v or None for k, v in line.items()} for line in lines] == [
+        {k: None if v is None else str(v) for k, v in row.items()} for row in table
+    ]
+    rows = [Row(**row) for row in table]
+    markdown = (finished / "compare.md").read_text()
+    assert to_markdown(rows) in markdown
+    for row in rows:
+        [line] = [line for line in markdown.splitlines() if line.startswith(f"| {row.method} |")]
+        assert f"{row.loss:.3f} ± {row.loss_std:.3f}" in line
+        assert f"{row.tokens_per_second:,.0f}" in line
+    assert markdown.count("**") == 4  # the best loss and the best bits per byte
+
+
+def test_the_record_tells_the_options_the_machine_and_the_versions(finished: Path, text: Path) -> None:
+    record = read(finished)
+    assert record["options"]["run"] == {"preset": "tiny"}
+    assert record["options"]["train"]["steps"] == STEPS
+    assert record["options"]["data"]["source"] == str(text)
+    assert record["methods"]["expert_threshold"]["name"] == "expert_threshold"
+    assert len(record["corpus"]["hash"]) == 64
+    [machine] = record["machines"]
+    assert machine["torch"] == torch.__version__
+    assert machine["threads"] == 1
+    assert machine["cpu"]
+    assert [(r["method"], r["seed"]) for r in record["runs"]] == [(m, s) for m in CHOSEN for s in range(2)]
+    for run in record["runs"]:
+        assert [tokens for tokens, _ in run["curve"]] == [2 * 2 * 32, 4 * 2 * 32]
+        assert run["curve"][-1][1] == run["loss"]
+
+
+def test_a_figure_is_drawn(finished: Path) -> None:
+    assert (finished / "loss_by_method.png").read_bytes().startswith(b"\x89PNG")
+    svg = (finished / "loss_by_method.svg").read_text()
+    assert all(method in svg for method in CHOSEN)
+
+
+def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: list[object], tmp_path: Path) -> None:
+    alone = tmp_path / "alone"
+    assert et("train", *small, "--rule", "token_choice", "--seed", 1, "--out", alone) == 0
+    run, other = RunFolder.open(finished / "token_choice" / "seed_1"), RunFolder.open(alone)
+    assert without_clocks(run.metrics.read()) == without_clocks(other.metrics.read())
+    assert run.config == other.config
+
+
+def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[Batch]] = []
+
+    class Recorder(Loader):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            seen.append([])
+
+        def __next__(self) -> Batch:
+            seen[-1].append(super().__next__())
+            return seen[-1][-1]
+
+    monkeypatch.setattr("expert_threshold.train.prepare.Loader", Recorder)
+    rules = "dense,expert_choice_batch,expert_threshold"
+    assert et("compare", *small, "--rules", rules, "--seeds", 2, "--out", tmp_path / "out") == 0
+    tokens = [torch.stack([batch.tokens for batch in batches]) for batches in seen]
+    assert len(tokens) == 6
+    assert tokens[0].shape == (STEPS, 2, 32)
+    for run in tokens[:3]:
+        assert torch.equal(run, tokens[0])
+    for run in tokens[3:]:
+        assert torch.equal(run, tokens[3])
+    assert not torch.equal(tokens[0], tokens[3])
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in that step, counted over all runs."""
+    advance, made = Trainer.advance, 0
+
+    def interrupted(trainer: Trainer) -> bool:
+        nonlocal made
+        made += 1
+        if made == step:
+            signal.raise_signal(signal.SIGINT)
+        return advance(trainer)
+
+    monkeypatch.setattr(Trainer, "advance", interrupted)
+
+
+def test_an_interrupted_comparison_goes_on_and_equals_one_that_never_stopped(
+    small: list[object],
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "a folder"
+    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", out]
+    with monkeypatch.context() as patch:
+        interrupt_at(STEPS + 3, patch)
+        assert et(*arguments) == 130
+    shown = capfd.readouterr()
+    assert "to go on with the comparison: et compare tiny --data" in shown.out
+    assert shown.out.rstrip().endswith(f"--out '{out}'")
+    assert [row["method"] for row in read(out)["table"]] == ["dense"]
+    assert RunFolder.open(out / "token_choice" / "seed_0").latest_checkpoint() == 3
+    assert et(*arguments) == 0
+    assert without_clocks(read(out)) == without_clocks(read(finished))
+    for path in sorted(finished.glob("*/seed_*")):
+        run, whole = RunFolder.open(out / path.relative_to(finished)), RunFolder.open(path)
+        assert without_clocks(run.metrics.read()) == without_clocks(whole.metrics.read())
+        one, other = run.load_checkpoint().tensors["model"], whole.load_checkpoint().tensors["model"]
+        assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_or_begins_anew(
+    small: list[object], finished: Path, copy: Path
+) -> None:
+    """One run was killed after step 2, one before its first checkpoint, one before anything was written."""
+    shutil.rmtree(copy / "dense" / "seed_1" / "checkpoints" / "step_000004")
+    shutil.rmtree(copy / "token_choice" / "seed_0" / "checkpoints")
+    for path in (copy / "expert_threshold" / "seed_0").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    (copy / "expert_threshold" / "seed_0" / ".lock").write_text(
+        json.dumps({"pid": 2**22 + 1, "host": socket.gethostname(), "process": "dead"})
+    )
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert without_clocks(read(copy)) == without_clocks(read(finished))
+
+
+def test_a_finished_comparison_is_shown_again_and_no_run_is_touched(
+    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, record = content(copy), read(copy)
+    monkeypatch.setattr(compare, "train_run", None)
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert content(copy) == before
+    assert read(copy) == record
+    assert f"{record['table'][0]['loss']:.3f}" in capsys.readouterr().out
+
+
+def test_methods_and_seeds_can_be_added_later(small: list[object], copy: Path) -> None:
+    before = content(copy)
+    assert et("compare", *small, "--rules", "token_choice_aux,dense", "--seeds", 3, "--out", copy) == 0
+    after, record = content(copy), read(copy)
+    assert before.items() <= after.items()
+    assert [(row["method"], row["seeds"]) for row in record["table"]] == [("dense", 3), ("token_choice_aux", 3)]
+    assert record["methods"].keys() == {*CHOSEN, "token_choice_aux"}
+
+
+def test_progress_names_the_run_the_step_and_what_is_left(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("compare", *small, "--rules", "dense,token_choice", "--seeds", 2, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = [line for line in shown.out.splitlines() if "  step 4/4  loss" in line]
+    assert [line.split(" (")[0] for line in lines] == [
+        "1/4 dense seed 0",
+        "2/4 token_choice seed 0",
+        "3/4 dense seed 1",
+        "4/4 token_choice seed 1",
+    ]
+    for line in lines:
+        assert " left in all)  step 4/4  loss " in line
+        assert line.endswith("  0:00 left")
+    assert "methods × seeds: 2 × 2 = 4 runs" in shown.out
+
+
+def test_the_time_left_in_all_is_that_of_this_run_and_of_as_many_as_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("expert_threshold.cli.compare.time.monotonic", lambda: now)
+    first = run_title("1/3", now, [], later=2)
+    last = run_title("3/3", now, [90.0, 110.0], later=0)
+    second = run_title("2/3", now, [90.0], later=1)
+    now += 20
+    assert first(40.0) == "1/3 (2:40 left in all)"
+    assert second(70.0) == "2/3 (2:40 left in all)"
+    assert last(40.0) == "3/3 (0:40 left in all)"
+    assert first(None) == "1/3"
+
+
+def test_without_matplotlib_all_but_the_figure_is_written(
+    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in copy.glob("loss_by_method.*"):
+        path.unlink()
+    (copy / "compare.md").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert (copy / "compare.md").is_file()
+    assert not list(copy.glob("loss_by_method.*"))
+    assert "pip install 'expert-threshold[viz]'" in capsys.readouterr().out.splitlines()[-1]
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("et compare: ")
+    assert error.count("\n") == 1
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?", *METHODS]),
+        (["--rules", "dense,"], ["--rules : unknown", *METHODS]),
+        (["--seeds", 0], ["--seeds 0", "at least 1"]),
+        (["--seed", 3], ["unknown option --seed", "--seeds"]),
+        (["--rule", "dense"], ["unknown option --rule", "--rules"]),
+        (["--balance", "aux"], ["unknown option --balance"]),
+        (["--rules", "dense,token_choice", "--decay", 0.5], ["--decay 0.5", "dense, token_choice", "leave it out"]),
+        (["--eval-every", "none"], ["--eval-every none", "leave it out"]),
+        (["--experts-per-token", 0.05], ["experts_per_token=0.05"]),
+        (["--rules", "dense,expert_threshold", "--pool", 7], ["pool", "7"]),
+        (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_made(
+    options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, et("compare", *small, *options, "--out", tmp_path / "out"), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--steps", 8], ["steps=8 differs from 4"]),
+        (["--layers", 2], ["layers=2 differs from 3"]),
+        (["--matrix-lr", 0.5], ["matrix_lr=0.5 differs from 0.02"]),
+        (["--validation-fraction", 0.5], ["validation_fraction=0.5 differs from 0.05"]),
+        (["--warmup-steps", 2], ["warmup_steps=2 differs from 0"]),
+        (["--rules", "token_choice_aux", "--context", 16], ["context=16 differs from 32"]),
+    ],
+)
+def test_options_that_differ_from_those_of_the_comparison_are_refused_by_name(
+    options: list[object], parts: list[str], small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(copy), read(copy)
+    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy, *options]
+    refused(capsys, et(*arguments), *parts, str(copy), "name another --out")
+    assert (content(copy), read(copy)) == before
+
+
+def test_another_preset_is_refused_by_name(copy: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, et("compare", "d4", "--data", text, "--out", copy), "preset='d4' differs from 'tiny'")
+
+
+def test_another_text_is_refused(
+    small: list[object], tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changing = tmp_path / "corpus.jsonl"
+    shutil.copy(text, changing)
+    arguments = ["compare", *small, "--data", changing, "--rules", "token_choice", "--out", tmp_path / "out"]
+    assert et(*arguments) == 0
+    with changing.open("a") as file:
+        file.write('{"text": "one more"}\n')
+    capsys.readouterr()
+    refused(capsys, et(*arguments), "has changed", "restore the text")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "compare.json"])
+def test_a_folder_that_is_no_comparison_is_refused(
+    name: str, small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("{}")
+    refused(capsys, et("compare", *small, "--out", tmp_path), str(tmp_path), "name another --out")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_each_method_is_what_its_name_says() -> None:
+    rules = {name: config.model.rule for name, config in configure({"preset": "tiny"}, list(METHODS)).items()}
+    assert rules["dense"] is None
+    assert [rules[f"token_choice{end}"] for end in ("", "_aux", "_loss_free")] == [
+        TokenChoice(balance="none"),
+        TokenChoice(balance="aux"),
+        TokenChoice(balance="loss_free"),
+    ]
+    for pool in ("sequence", "batch"):
+        rule = rules[f"expert_choice_{pool}"]
+        assert isinstance(rule, ExpertChoice)
+        assert rule.pool == pool
+    warm, cold = rules["expert_threshold"], rules["expert_threshold_no_warmup"]
+    assert isinstance(warm, ExpertThreshold)
+    assert isinstance(cold, ExpertThreshold)
+    assert (warm.warmup_steps, cold.warmup_steps) == (20, 0)
+    assert warm.decay == cold.decay < ExpertThreshold().decay
+
+
+def test_all_methods_are_trained_alike() -> None:
+    configs = configure({"preset": "quickstart"}, list(METHODS)).values()
+    alike = [(config.model.to_dict() | {"rule": None}, config.data, config.optim, config.train) for config in configs]
+    assert all(other == alike[0] for other in alike)
+
+
+def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
+    given: dict[str, Any] = {"preset": "tiny", "num_experts": 8, "warmup_steps": 7, "decay": 0.5}
+    for name, config in configure(given, list(METHODS)).items():
+        rule = config.model.rule
+        assert (rule is None) == (name == "dense")
+        assert rule is None or rule.num_experts == 8
+        if isinstance(rule, ExpertThreshold):
+            assert rule.warmup_steps == (7 if name == "expert_threshold" else 0)
+        if isinstance(rule, ExpertChoice | ExpertThreshold):
+            assert rule.decay == 0.5
+
+
+def test_rules_are_scaled_to_the_steps_of_the_run() -> None:
+    rule = configure({"preset": "tiny", "steps": PAPER_STEPS}, ["expert_threshold"])["expert_threshold"].model.rule
+    assert rule == ExpertThreshold()
+
+
+def result(method: str, seed: int, loss: float | None, curve: list[tuple[int, float | None]] | None = None) -> Result:
+    return Result(method, seed, loss, loss, 100.0 + seed, None, None, None, curve or [])
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
+def test_a_row_has_the_mean_and_the_sample_deviation_of_its_runs(losses: list[float]) -> None:
+    [row] = summarise([result("dense", seed, loss) for seed, loss in enumerate(losses)])
+    assert row.loss == pytest.approx(np.mean(losses))
+    if len(losses) == 1:
+        assert row.loss_std is None
+    else:
+        assert row.loss_std == pytest.approx(np.std(losses, ddof=1), abs=1e-9)
+    assert row.tokens_per_second == pytest.approx(np.median(100 + np.arange(len(losses))))
+
+
+def test_a_loss_that_was_not_finite_is_no_number_and_never_the_best() -> None:
+    rows = summarise([result("dense", 0, None), result("dense", 1, 2.0), result("token_choice", 0, 3.0)])
+    assert rows[0].loss is rows[0].loss_std is None
+    assert [line[2] for line in cells(rows, lambda text: f"*{text}*")] == ["–", "*3.000*"]
+    assert ",,," in to_csv(rows)
+
+
+def test_a_curve_is_the_mean_over_seeds() -> None:
+    runs = [result("dense", 0, 1.0, [(10, 3.0), (20, 1.0)]), result("dense", 1, 2.0, [(10, 5.0), (20, None)])]
+    assert curves(runs) == {"dense": [(10, 4.0), (20, None)]}

@@ -1,0 +1,159 @@
+"""Whole runs: what presets are, how they scale, and what changes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.config import (
+    PAPER_STEPS,
+    RUNS,
+    RunConfig,
+    alternatives,
+    options_of_rule,
+    resolve,
+    scaled_optim,
+    scaled_rule,
+)
+from expert_threshold.model import PRESETS, GPTConfig
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import RULES, ExpertChoice, ExpertThreshold, TokenChoice, rule_name
+
+RULE_NAMES = ("dense", *RULES)
+
+
+def tokens(config: RunConfig) -> int:
+    return config.train.steps * config.train.batch_size * config.train.accumulation * config.model.context
+
+
+def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:
+    assert RUNS.keys() == PRESETS.keys()
+
+
+@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: str) -> None:
+    config = resolve(preset, rule)
+    assert rule_name(config.model.rule) == rule
+    assert GPTConfig.preset(preset, rule=config.model.rule) == config.model
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_papers_runs_are_as_in_the_paper() -> None:
+    d12, d20 = resolve("d12"), resolve("d20")
+    assert d12.train.steps == 19_073
+    assert tokens(d12) == 19_073 * 524_288
+    assert d20.train.steps == 21_362
+    assert tokens(d20) == 21_362 * 524_288
+    assert (d12.train.accumulation, d20.train.accumulation) == (1, 2)
+    assert d12.train.eval_every == d20.train.eval_every == 250
+    assert d12.model.rule == d20.model.rule == ExpertThreshold()
+    assert d12.optim == d20.optim == OptimConfig()
+
+
+@pytest.mark.parametrize("preset", [name for name in RUNS if resolve(name).train.steps < PAPER_STEPS])
+def test_warmup_ends_within_the_first_fifth_of_a_short_preset(preset: str) -> None:
+    config = resolve(preset)
+    assert isinstance(config.model.rule, ExpertThreshold)
+    assert 0 < config.model.rule.warmup_steps <= config.train.steps / 5
+
+
+@given(steps=st.integers(1, 100_000))
+def test_what_is_scaled_stays_in_its_bounds_and_grows_with_the_run(steps: int) -> None:
+    short, longer = scaled_rule("expert_threshold", steps), scaled_rule("expert_threshold", steps + 1)
+    assert isinstance(short, ExpertThreshold)
+    assert isinstance(longer, ExpertThreshold)
+    assert 0 <= short.warmup_steps <= longer.warmup_steps <= 4000
+    assert 0.9 <= short.decay <= longer.decay <= 0.999
+    assert short.warmup_steps <= steps / 5 or steps >= PAPER_STEPS
+    optim = scaled_optim(steps)
+    assert optim.adamw_warmup_steps <= min(250, steps / 10)
+    assert optim.momentum_warmup_steps <= min(300, steps / 10)
+
+
+@given(steps=st.integers(2_000, PAPER_STEPS))
+def test_the_running_mean_remembers_the_same_share_of_every_run(steps: int) -> None:
+    rule = scaled_rule("expert_choice", steps)
+    assert isinstance(rule, ExpertChoice)
+    assert (1 - rule.decay) * steps == pytest.approx(0.001 * PAPER_STEPS, rel=0.05)
+
+
+def test_an_option_that_is_given_is_not_scaled() -> None:
+    assert scaled_rule("expert_threshold", 100, decay=0.5, warmup_steps=7) == ExpertThreshold(decay=0.5, warmup_steps=7)
+    assert scaled_optim(100, adamw_warmup_steps=99).adamw_warmup_steps == 99
+
+
+@pytest.mark.parametrize("rule", RULE_NAMES)
+def test_an_option_that_the_rule_lacks_is_refused_by_both_names(rule: str) -> None:
+    for option in {name for other in RULES for name in options_of_rule(other)} - set(options_of_rule(rule)):
+        with pytest.raises(ValueError, match=rf"^{option}: rule {rule} has no such option; leave it out, or use "):
+            scaled_rule(rule, 100, **{option: 1})
+
+
+def test_widths_that_are_not_given_follow_the_width_of_the_model() -> None:
+    model = resolve("quickstart", changes={"model": {"d_model": 512}}).model
+    assert (model.d_expert, model.d_feed_forward, model.heads, model.kv_heads) == (1024, 2048, 8, 8)
+    model = resolve("d6", changes={"model": {"heads": 2}}).model
+    assert (model.heads, model.kv_heads, model.d_expert) == (2, 2, 768)
+    model = resolve("quickstart", changes={"model": {"d_model": 512, "d_expert": 100, "kv_heads": 4}}).model
+    assert (model.d_expert, model.heads, model.kv_heads) == (100, 8, 4)
+
+
+def test_what_is_given_goes_before_the_file_and_the_file_before_the_preset() -> None:
+    file = {"train": {"steps": 50, "seed": 3}, "model": {"rule": {"name": "token_choice", "balance": "aux"}}}
+    config = resolve("tiny", file=file, changes={"train": {"seed": 4}}, rule_options={"bias_rate": 0.1})
+    assert (config.train.steps, config.train.seed) == (50, 4)
+    assert config.train.batch_size == resolve("tiny").train.batch_size
+    assert config.model.rule == TokenChoice(balance="aux", bias_rate=0.1)
+
+
+def test_the_config_of_a_run_gives_the_same_run() -> None:
+    config = resolve("tiny", "expert_choice", changes={"optim": {"betas": (0.8, 0.9)}, "model": {"softcap": None}})
+    recorded = json.loads(json.dumps(config.to_dict())) | {"format": "x", "version": 1, "corpus": {}, "versions": {}}
+    assert resolve("d12", file=recorded) == config
+
+
+def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
+    recorded = resolve("tiny", rule_options={"num_experts": 8, "experts_per_token": 2, "decay": 0.5}).to_dict()
+    config = resolve("tiny", "expert_choice", file=recorded)
+    assert config.model.rule == scaled_rule("expert_choice", config.train.steps, num_experts=8, experts_per_token=2)
+    assert resolve("tiny", "dense", file=recorded).model.rule is None
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ({"trian": {}}, r"section 'trian' is unknown; use model, data, optim, train"),
+        ({"train": 3}, r"section 'train' must be an object of options, not 3"),
+        ({"train": {"stepz": 3}}, r"option 'stepz' of section 'train' is unknown; did you mean steps\?"),
+        ({"optim": {"zzz": 3}}, r"option 'zzz' of section 'optim' is unknown; there are matrix_lr, "),
+        ({"train": {"steps": "many"}}, r"train: steps='many' is of the wrong type"),
+        ({"train": {"steps": True}}, r"train: steps=True is of the wrong type"),
+        ({"train": {"device": "gpu"}}, r"train: device='gpu' is of the wrong type"),
+        ({"optim": {"betas": ["a", "b"]}}, r"optim: betas=\['a', 'b'\] is of the wrong type"),
+        ({"optim": {"betas": [0.9]}}, r"optim: betas=\[0.9\] is of the wrong type"),
+        ({"optim": {"clip": "x"}}, r"optim: clip='x' is of the wrong type"),
+        ({"model": {"rule": "token_choice"}}, r"rule='token_choice' must be an object such as \{\"name\": "),
+        ({"model": {"rule": {"name": "best"}}}, r"rule='best' is unknown; use one of dense, token_choice, "),
+        ({"model": {"rule": {"name": "token_choice", "decay": 1}}}, r"^decay: rule token_choice has no such option"),
+    ],
+)
+def test_nonsense_in_a_file_is_refused_by_name(file: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(file=file)
+
+
+def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"preset 'd13' is unknown; use one of tiny, "):
+        resolve("d13")
+    with pytest.raises(ValueError, match=r"configuration has no section 'data'"):
+        RunConfig.from_dict({"model": {}})
+
+
+def test_alternatives_are_the_literals_first() -> None:
+    assert alternatives(float | None) == (float, type(None))
+    assert alternatives(int) == (int,)

@@ -1,0 +1,219 @@
+"""The command `et evaluate`: what it measures, writes and does not do twice, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.cli import evaluate as command
+from expert_threshold.cli import main
+from expert_threshold.evaluation import centred
+
+CORE_YAML = """\
+icl_tasks:
+-
+  label: copy
+  dataset_uri: copy.jsonl
+  num_fewshot: [1]
+  icl_task_type: language_modeling
+-
+  label: animals
+  dataset_uri: animals.jsonl
+  num_fewshot: [0]
+  icl_task_type: multiple_choice
+"""
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
+    words = "the cat sat on a mat and saw another cat by the old river where all the other cats lived".split()  # noqa: SIM905
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(200)) for i in range(1, 31)]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def train(corpus: Path, out: Path, *options: object) -> None:
+    small = ["tiny", "--data", corpus, "--vocab-size", 280, "--batch-size", 2, "--context", 64, "--threads", 1]
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert et("train", *small, "--steps", 2, "--eval-every", 2, "--out", out, *options) == 0
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs "threshold" and "choice". No test may change them."""
+    folder = tmp_path_factory.mktemp("runs")
+    train(corpus, folder / "threshold")
+    train(corpus, folder / "choice", "--rule", "expert_choice")
+    return folder
+
+
+@pytest.fixture
+def runs(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "runs"))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "bundle"
+    (path / "eval_data").mkdir(parents=True)
+    (path / "core.yaml").write_text(CORE_YAML)
+    (path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nanimals,50\n")
+    copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
+    animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
+    for name, rows in {"copy": copy, "animals": animals}.items():
+        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(run: Path) -> Any:
+    return json.loads((run / "evaluation.json").read_text())
+
+
+def test_runs_stand_side_by_side_and_each_gets_its_file(
+    runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("evaluate", runs / "threshold", runs / "choice", "--bundle", bundle) == 0
+    printed = capsys.readouterr()
+    for name in ("validation loss", "bits per byte", "loss by training pools", "copy", "animals", "CORE", "cropped"):
+        assert name in printed.out
+    assert "animals" in printed.err
+    for name in ("threshold", "choice"):
+        result = read(runs / name)
+        (logged,) = [
+            line
+            for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
+            if line["split"] == "validation"
+        ]
+        assert result["step"] == 2
+        assert result["validation"]["loss"] == pytest.approx(logged["loss"], rel=1e-4)
+        assert result["validation"]["bits_per_byte"] == pytest.approx(logged["bits_per_byte"], rel=1e-4)
+        assert f"{result['validation']['loss']:.4f}" in printed.out
+        assert ("training_pools" in result["validation"]) == (name == "choice")
+        tasks = result["core"]["tasks"]
+        assert list(tasks) == ["copy", "animals"]
+        assert tasks["animals"]["accuracy"] == 0.5  # the same answer to the same question
+        assert tasks["copy"]["rows"] == 5
+        assert result["core"]["metric"] == pytest.approx(sum(task["centred"] for task in tasks.values()) / 2)
+
+
+def test_json_is_what_the_files_have(runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "threshold"
+    assert et("evaluate", run, "--bundle", bundle, "--no-validation", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == [{"run": str(run)} | read(run)]
+    assert "validation" not in read(run)
+
+
+def test_what_was_measured_is_not_measured_again(
+    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "choice"
+    asked: list[str] = []
+    ask = command.evaluate_task
+
+    def note(task: Any, *arguments: Any, **options: Any) -> Any:
+        if task.label == "animals" and not asked:
+            asked.append("interrupted")
+            raise KeyboardInterrupt
+        asked.append(task.label)
+        return ask(task, *arguments, **options)
+
+    monkeypatch.setattr(command, "evaluate_task", note)
+    asked.append("")
+    assert et("evaluate", run, "--bundle", bundle, "--tasks", "copy") == 0
+    asked.clear()
+    assert et("evaluate", run, "--bundle", bundle) == 130
+    assert asked == ["interrupted"]
+    assert read(run)["core"]["metric"] is None
+    monkeypatch.setattr(command, "evaluate", None)  # validation is done
+    assert et("evaluate", run, "--bundle", bundle) == 0
+    assert asked == ["interrupted", "animals"]
+    before = read(run)
+    assert et("evaluate", run, "--bundle", bundle, "--max-per-task", 3) == 0
+    assert asked == ["interrupted", "animals", "copy", "animals"]
+    assert read(run)["core"]["tasks"]["copy"]["rows"] == 3
+    assert read(run)["validation"] == before["validation"]
+    (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
+    assert et("evaluate", run, "--bundle", bundle, "--max-per-task", 3) == 0
+    assert asked == ["interrupted", "animals", "copy", "animals", "copy"]
+    capsys.readouterr()
+
+
+def test_results_of_other_weights_are_forgotten(runs: Path) -> None:
+    run = runs / "threshold"
+    assert et("evaluate", run) == 0
+    first = read(run)
+    (run / "evaluation.json").write_text(json.dumps(first | {"weights": "others", "core": {}}))
+    assert et("evaluate", run) == 0
+    assert read(run) == first
+
+
+def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundle: Path) -> None:
+    for name in ("core.yaml", "eval_meta_data.csv"):
+        (bundle / name).write_text((bundle / name).read_text().replace("animals\n", "agi_eval_lsat_ar\n"))
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nagi_eval_lsat_ar,20\n")
+    run = runs / "threshold"
+    for name, baseline in (("nanochat", 0.2), ("dclm", 0.25)):
+        assert et("evaluate", run, "--bundle", bundle, "--no-validation", "--baselines", name) == 0
+        result = read(run)["core"]
+        assert result["baselines"] == name
+        assert result["tasks"]["agi_eval_lsat_ar"]["centred"] == centred(0.5, baseline)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["threshold", "--bundle", "nowhere"], "nowhere: no eval bundle, core.yaml is missing"),
+        (
+            ["threshold", "--bundle", "bundle", "--tasks", "animal"],
+            "--tasks animal: unknown task; did you mean animals?",
+        ),
+        (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
+        (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task 0: must be at least 1"),
+        (["threshold", "--eval-tokens", 0], "--eval-tokens 0: must be at least 1"),
+        (["threshold", "--tasks", "copy"], "--tasks copy: of no use without --bundle"),
+        (["threshold", "--no-validation"], "--no-validation leaves nothing to do"),
+        (["threshold", "--step", 7], "no checkpoint of step 7"),
+        (["nothing"], "no such run folder"),
+        (["threshold", "bare"], "no checkpoint was saved yet"),
+        ([], "RUN is missing"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_2(
+    runs: Path,
+    bundle: Path,
+    options: list[object],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shutil.copytree(bundle, runs / "bundle")
+    shutil.copytree(runs / "threshold", runs / "bare")
+    shutil.rmtree(runs / "bare" / "checkpoints")
+    monkeypatch.chdir(runs)
+    assert et("evaluate", *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(runs.rglob("evaluation.json"))
+
+
+def test_text_that_has_changed_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = Path(shutil.copy(corpus, tmp_path / "own.jsonl"))
+    train(text, tmp_path / "run")
+    text.write_text(text.read_text() + json.dumps({"text": "more"}) + "\n")
+    capsys.readouterr()
+    assert et("evaluate", tmp_path / "run") == 2
+    error = capsys.readouterr().err
+    assert "has changed since" in error
+    assert "--no-validation" in error
