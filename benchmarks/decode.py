@@ -1,0 +1,117 @@
+"""Decoding one sequence with the cache, against reading the active weights once per token, in one run.
+
+    python benchmarks/decode.py [--json] [--preset quickstart d8] [--tokens 64] [--dtype float32]
+
+A batch of one is bound by reading weights. `read_ms` is the time to read as many bytes as one token's weights have:
+those every token meets and those of the experts it was sent to, counted while decoding; the fastest of a sum, a maximum
+and a matrix-vector product over a buffer of that size. `ratio_to_reading` is the median over interleaved repetitions of
+the time per decoded token over it. Weights are random and cutoffs settled, so that loads are near their target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+
+import torch
+from common import compute_dtype, machine, time_interleaved
+from torch import Tensor
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.generate import Step, generate
+from expert_threshold.model import GPT, GPTConfig, parameter_counts
+from expert_threshold.routing import ExpertThreshold
+
+PROMPT = 16
+NUM_EXPERTS = 16
+
+
+def settled_model(preset: str, vocab_size: int, dtype: torch.dtype) -> GPT:
+    """Random weights, zero-initialised ones included, under cutoffs that have followed them."""
+    torch.manual_seed(0)
+    rule = ExpertThreshold(num_experts=NUM_EXPERTS, experts_per_token=1, decay=0.8, warmup_steps=0)
+    model = GPT(GPTConfig.preset(preset, vocab_size=vocab_size, rule=rule), compute_dtype=dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+        for _ in range(20):
+            model.update_rules(model(torch.randint(vocab_size, (4, 256))).observations)
+    return model.eval()
+
+
+def readers(size: int, d_model: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Ways to read `size` numbers once."""
+    buffer = torch.randn(size // d_model, d_model).to(dtype)
+    x = torch.randn(d_model).to(dtype)
+    return {"sum": buffer.sum, "max": buffer.amax, "product": lambda: buffer @ x}
+
+
+def measure(
+    preset: str, vocab_size: int, tokens: int, dtype: torch.dtype, repeats: int
+) -> dict[str, float | int | str]:
+    model = settled_model(preset, vocab_size, dtype)
+    config = model.config
+    pairs = [bytes(divmod(i, 256)) for i in range(vocab_size - 257)]
+    tokenizer = Tokenizer([bytes([byte]) for byte in range(256)] + pairs)
+    prompt = torch.randint(vocab_size, (PROMPT,)).tolist()
+
+    def decode(count: int, record: bool = False) -> list[Step]:
+        steps = generate(model, tokenizer, prompt, max_tokens=count, seed=0, stop_at_document_end=False, record=record)
+        return list(steps)
+
+    fanouts = [len(layer.experts) for step in decode(tokens, record=True) for layer in step.routing or ()]
+    fanout = statistics.mean(fanouts)
+    counts = parameter_counts(config)
+    idle = counts["routed_experts"] * (1 - fanout / NUM_EXPERTS)
+    numbers = round(counts["total"] - counts["embedding"] - idle)
+
+    calls = {"decode": lambda: decode(tokens), "first": lambda: decode(1), **readers(numbers, config.d_model, dtype)}
+    times = time_interleaved(calls, repeats)
+    token = [(a - b) / (tokens - 1) for a, b in zip(times["decode"], times["first"], strict=True)]
+    read = [min(ways) for ways in zip(times["sum"], times["max"], times["product"], strict=True)]
+    return {
+        "preset": preset,
+        "d_model": config.d_model,
+        "layers": config.layers,
+        "vocab_size": vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        "fanout": round(fanout, 3),
+        "active_mb": round(numbers * dtype.itemsize / 1e6, 2),
+        "tokens_per_second": round(1 / statistics.median(token), 1),
+        "token_ms": round(statistics.median(token) * 1e3, 3),
+        "read_ms": round(statistics.median(read) * 1e3, 3),
+        "read_gb_per_second": round(numbers * dtype.itemsize / statistics.median(read) / 1e9, 1),
+        "ratio_to_reading": round(statistics.median(a / b for a, b in zip(token, read, strict=True)), 3),
+        "first_token_ms": round(statistics.median(times["first"]) * 1e3, 3),
+        "repeats": repeats,
+        **machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", nargs="+", default=["quickstart", "d8"])
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    for preset in args.preset:
+        row = measure(preset, args.vocab_size, args.tokens, compute_dtype(args.dtype), args.repeats)
+        if args.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                f"{preset:10}  {row['dtype']}  {row['tokens_per_second']} tokens/s, {row['token_ms']} ms a token; "
+                f"reading {row['active_mb']} MB takes {row['read_ms']} ms: ratio {row['ratio_to_reading']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

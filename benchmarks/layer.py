@@ -1,0 +1,98 @@
+"""The MoE layer, forward and backward, against the dense feed-forward of equal active FLOPs, in one run.
+
+    python benchmarks/layer.py [--json] [--d-model 256 512 768] [--tokens 8192] [--dtype auto]
+
+Weights are already in the compute dtype. `ratio_to_dense` is the MoE's median time over dense's, repetitions
+interleaved; dense is the faster of the model's own feed-forward and the plain PyTorch expression.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+import torch
+from common import compute_dtype, machine, time_interleaved
+from torch import Tensor, nn
+
+from expert_threshold.moe import FeedForward, MoE
+from expert_threshold.routing import ExpertThreshold
+
+
+class PlainFeedForward(nn.Module):
+    """down(relu(up x)²) as one would write it first."""
+
+    def __init__(self, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu().square())
+        return y
+
+
+def forward_backward(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
+    y = layer(x)
+    (y[0] if isinstance(y, tuple) else y).backward(grad)
+    x.grad = None
+    layer.zero_grad(set_to_none=True)
+
+
+def measure(d_model: int, tokens: int, dtype: torch.dtype, repeats: int) -> dict[str, float | int | str]:
+    torch.manual_seed(0)
+    x = torch.randn(tokens // 512, 512, d_model).to(dtype).requires_grad_()
+    grad = torch.randn_like(x)
+    rule = ExpertThreshold(num_experts=16, experts_per_token=1, decay=0.9, warmup_steps=0)
+    moe = MoE(d_model, 2 * d_model, rule).to(dtype)
+    for _ in range(20):  # until the cutoffs stand where loads are near their target
+        with torch.no_grad():
+            moe.router.update(moe(x)[1])
+    fanout = float(moe(x)[1].fanout_mean)
+    layers = {
+        "moe": moe,
+        "dense": FeedForward(d_model, 4 * d_model).to(dtype),
+        "dense_plain": PlainFeedForward(d_model, 4 * d_model).to(dtype),
+    }
+    times = time_interleaved({name: lambda m=m: forward_backward(m, x, grad) for name, m in layers.items()}, repeats)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    flops = 3 * 2 * tokens * 2 * d_model * 4 * d_model
+    return {
+        "d_model": d_model,
+        "tokens": tokens,
+        "dtype": str(dtype).removeprefix("torch."),
+        "fanout": round(fanout, 4),
+        "ratio_to_dense": round(medians["moe"] / min(medians["dense"], medians["dense_plain"]), 4),
+        "ratio_to_plain_dense": round(medians["moe"] / medians["dense_plain"], 4),
+        **{f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in medians.items()},
+        "dense_gflops": round(flops / medians["dense"] / 1e9, 1),
+        "repeats": repeats,
+        **machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--d-model", type=int, nargs="+", default=[256, 512, 768])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    for d_model in args.d_model:
+        row = measure(d_model, args.tokens, compute_dtype(args.dtype), args.repeats)
+        if args.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                f"d_model {d_model:4d}  {row['dtype']}  MoE {row['moe_ms']} ms, dense {row['dense_ms']} ms "
+                f"(plain {row['dense_plain_ms']} ms, {row['dense_gflops']} GFLOP/s): ratio {row['ratio_to_dense']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

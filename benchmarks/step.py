@@ -1,0 +1,106 @@
+"""A whole optimizer step of a preset: its model FLOPs over time, against a 2048³ product's rate in the same run.
+
+    python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--json]
+
+Model FLOPs are those of `flops_per_token`: 6 per active weight that multiplies and attention's products. Muon's
+products, routing and everything else count as time, not as work. Batches are of the embedded corpus; loads are those of
+a model that has trained `--warm-steps` steps, past the warmup of expert threshold, which is set to end before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+
+import torch
+from common import compute_dtype, machine, time_interleaved
+
+from expert_threshold.config import resolve
+from expert_threshold.data import Loader, Tokenizer, open_source, pack
+from expert_threshold.model import GPT, flops_per_token, parameter_counts
+from expert_threshold.optim import make_optimizers
+
+
+def measure(preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps: int) -> dict[str, float | int | str]:
+    torch.manual_seed(0)
+    options = {"warmup_steps": warm_steps // 2} if rule == "expert_threshold" else {}
+    run = resolve(preset, rule, rule_options=options)
+    corpus = open_source("embedded")
+    tokenizer = Tokenizer.train(corpus.documents("train"), run.model.vocab_size)
+    loader = Loader(pack(corpus, tokenizer, "validation"), run.train.batch_size, run.model.context, seed=0)
+    model = GPT(run.model, dtype)
+    optimizers = make_optimizers(model.named_parameters(), run.optim, run.model.d_model)
+    parts: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
+    steps_done = 0
+
+    def step() -> None:
+        nonlocal steps_done
+        batch = next(loader)
+        times = [time.perf_counter()]
+        output = model(batch.tokens, batch.targets)
+        times.append(time.perf_counter())
+        assert output.loss is not None
+        output.loss.backward()
+        times.append(time.perf_counter())
+        optimizers.step(steps_done, run.train.steps)
+        model.update_rules(output.observations)
+        optimizers.zero_grad()
+        times.append(time.perf_counter())
+        steps_done += 1
+        for part, start, end in zip(parts, times, times[1:], strict=False):
+            parts[part].append(end - start)
+
+    a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
+    for _ in range(warm_steps):
+        step()
+    times = time_interleaved({"step": step, "product": lambda: a @ b}, repeats, warmup=1)
+    step_seconds, product_seconds = (statistics.median(times[name]) for name in ("step", "product"))
+    tokens = run.train.batch_size * run.model.context
+    rate, peak = flops_per_token(run.model) * tokens / step_seconds, 2 * 2048**3 / product_seconds
+    counts = parameter_counts(run.model)
+    return {
+        "preset": preset,
+        "rule": rule,
+        "dtype": str(dtype).removeprefix("torch."),
+        "utilisation": round(rate / peak, 4),
+        "step_ms": round(step_seconds * 1e3, 2),
+        **{f"{part}_ms": round(statistics.median(v[-repeats:]) * 1e3, 2) for part, v in parts.items()},
+        "tokens_per_step": tokens,
+        "tokens_per_second": round(tokens / step_seconds),
+        "gflops": round(rate / 1e9, 1),
+        "product_gflops": round(peak / 1e9, 1),
+        "params_total": counts["total"],
+        "params_active": counts["active"],
+        "repeats": repeats,
+        **machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="quickstart")
+    parser.add_argument("--rule", nargs="+", default=["expert_threshold"])
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--warm-steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    for rule in args.rule:
+        row = measure(args.preset, rule, compute_dtype(args.dtype), args.repeats, args.warm_steps)
+        if args.json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                f"{row['preset']} {rule} {row['dtype']}: {row['step_ms']} ms a step (forward {row['forward_ms']}, "
+                f"backward {row['backward_ms']}, optimizer {row['optimizer_ms']}), {row['tokens_per_second']} "
+                f"tokens/s, {row['gflops']} of {row['product_gflops']} GFLOP/s: utilisation {row['utilisation']}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
