@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -167,6 +167,7 @@ def test_mutual_information_has_the_values_worked_by_hand() -> None:
 
 
 @given(st.integers(1, 4).flatmap(lambda n: st.lists(st.lists(st.floats(0, 9), min_size=n, max_size=n), min_size=1)))
+@example([[2.225073858507203e-309]])  # below the smallest normal number
 def test_mutual_information_is_symmetric_and_bounded_by_both_sides(rows: list[list[float]]) -> None:
     weights = torch.tensor(rows, dtype=torch.float64)
     bits = mutual_information(weights).item()

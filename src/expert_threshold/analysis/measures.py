@@ -86,7 +86,9 @@ def mutual_information(weights: Tensor) -> Tensor:
     log2(min(domains, experts)). 0 where nothing is routed.
     """
     weights = weights.double()
-    joint = weights / weights.sum((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    largest = weights.amax((-2, -1), keepdim=True)
+    weights = torch.where(largest > 0, weights / largest, 0)  # by the largest first: a sum of subnormals has few digits
+    joint = weights / weights.sum((-2, -1), keepdim=True).clamp(min=1)
     marginals = _entropy(joint.sum(-1)) + _entropy(joint.sum(-2))
     return (marginals - _entropy(joint.flatten(-2))).clamp(min=0)  # no rounding below 0
 
