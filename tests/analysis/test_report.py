@@ -303,7 +303,7 @@ def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -
     train = [r for r in run().metrics.read() if r["split"] == "train"]
     first, second = figures.saturation(train).axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
-        expected = [[r["step"], 100 * r["layers"][layer]["saturation"]] for r in train]
+        expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
     panels = figures.cutoffs(train, 2).axes
     assert [panel.get_title(loc="left") for panel in panels] == ["layer 1, score", "layer 2, score"]
@@ -394,12 +394,13 @@ def test_short_lines_are_not_thinned() -> None:
 
 def test_series_tell_what_was_not_finite() -> None:
     records: list[dict[str, Any]] = [
-        {"step": 1, "loss": 2.0, "layers": {"10": {"a": 1.0, "b": [1.0, None]}, "9": {"a": None, "b": [None, None]}}},
-        {"step": 2, "loss": None, "layers": {"10": {"a": 3.0}}},
+        {"step": 1, "loss": 2.0, "layers": {"10": {"a": 1.0, "b": [1.0, 4.0]}, "9": {"a": None, "b": [None, None]}}},
+        {"step": 2, "loss": None, "layers": {"10": {"a": 3.0, "b": [3.0, None]}}},
     ]
     assert finite(series(records, "loss")) == [(1, 2.0)]
     assert math.isnan(series(records, "loss")[1][1])
     assert layer_series(records, "a") == {10: [(1, 1.0), (2, 3.0)]}
+    assert layer_series(records, "b") == {10: [(1, 2.5), (2, 3.0)]}  # the mean of the experts that have a number
     assert expert_series(records, "b").keys() == {10}
     assert series(records, "absent") == []
 

@@ -150,7 +150,9 @@ def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path)
             assert layer.keys() == {"usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std"} | (
                 set() if name.startswith("token_choice") else with_pools
             )
-            assert all(len(value) == 4 for value in layer.values() if isinstance(value, list))
+            of_layers = {"load_spread", "fanout_mean", "fanout_std"}
+            assert all(isinstance(layer[key], float) for key in of_layers)
+            assert all(len(layer[key]) == 4 for key in layer.keys() - of_layers)  # one number per expert
             assert math.isclose(sum(layer["usage"]), layer["fanout_mean"], rel_tol=1e-5)
             assert layer["load_spread"] >= 1
     for line in validations:

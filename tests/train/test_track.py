@@ -38,7 +38,7 @@ def test_tensorboard_shows_the_metrics_also_of_a_resumed_run(start: Start, tmp_p
         values = events.Scalars(f"{split}/loss")
         assert [value.step for value in values] == [line["step"] for line in lines]
         assert [value.value for value in values] == pytest.approx([line["loss"] for line in lines])
-    for name in ("cutoff", "batch_cutoff", "usage", "raw_usage"):
+    for name in ("cutoff", "batch_cutoff", "usage", "raw_usage", "saturation", "starvation", "score_std", "gate_std"):
         values = events.Scalars(f"train/layers/1/{name}/3")
         last = [record for record in records if record["split"] == "train"][-1]
         assert values[-1].value == pytest.approx(last["layers"]["1"][name][3])

@@ -236,23 +236,23 @@ def fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
 
 
 def saturation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Tokens dropped by the upper bound over tokens above the cutoff, per layer, in percent."""
+    """Tokens dropped by the upper bound over tokens above the cutoff, in percent, per layer the mean over experts."""
     return _layers_over_steps(train, "saturation", "dropped, % of tokens above a cutoff", width, 100, warmup_steps)
 
 
 def starvation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Tokens filled in by the lower bound over num_experts · k, per layer, in percent."""
+    """Tokens filled in by the lower bound over k, in percent, per layer the mean over experts."""
     return _layers_over_steps(train, "starvation", "filled in, % of the places aimed at", width, 100, warmup_steps)
 
 
 def score_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Standard deviation of the scores over tokens and experts, per layer."""
-    return _layers_over_steps(train, "score_std", "scores, standard deviation", width)
+    """Standard deviation of an expert's scores over tokens, per layer the mean over experts."""
+    return _layers_over_steps(train, "score_std", "scores of an expert, standard deviation", width)
 
 
 def gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Standard deviation of the gates, σ(scores), over tokens and experts, per layer."""
-    return _layers_over_steps(train, "gate_std", "gates, standard deviation", width)
+    """Standard deviation of an expert's gates, σ(scores), over tokens, per layer the mean over experts."""
+    return _layers_over_steps(train, "gate_std", "gates of an expert, standard deviation", width)
 
 
 def speed(train: Sequence[Record], width: float = NARROW) -> Figure:

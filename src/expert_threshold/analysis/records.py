@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,10 @@ def layers(records: Sequence[Record]) -> list[int]:
 
 
 def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
-    """Layer -> (step, value) of every record that has the key; a layer without any is left out."""
+    """Layer -> (step, value) of every record that has the key, the mean over experts where each has its own.
+
+    A layer without any number is left out.
+    """
     found = {layer: series(_of_layer(records, layer), key) for layer in layers(records)}
     return {layer: points for layer, points in found.items() if finite(points)}
 
@@ -51,5 +55,8 @@ def _of_layer(records: Sequence[Record], layer: int) -> list[Record]:
     ]
 
 
-def _number(value: float | None) -> float:
+def _number(value: float | Sequence[float | None] | None) -> float:
+    if isinstance(value, Sequence):
+        known = [number for number in value if number is not None]
+        return fmean(known) if known else math.nan
     return math.nan if value is None else value

@@ -48,13 +48,13 @@ class Observation(NamedTuple):
 
     @property
     def saturation(self) -> Tensor:
-        """Tokens dropped by the upper bound / tokens above the cutoff, of all experts (paper, Capacity Constraints)."""
-        return self.dropped.sum() / self.raw_load.sum().clamp(min=1)
+        """Tokens dropped by the upper bound / tokens above the cutoff, per expert (paper, Capacity Constraints)."""
+        return self.dropped / self.raw_load.clamp(min=1)
 
     @property
     def starvation(self) -> Tensor:
-        """Tokens filled in by the lower bound / (num_experts · k), over all experts (paper, Capacity Constraints)."""
-        return self.filled.sum() / (self.target * len(self.load)).clamp(min=1)
+        """Tokens filled in by the lower bound / k, per expert (paper, Capacity Constraints)."""
+        return self.filled / self.target.clamp(min=1)
 
     @property
     def load_spread(self) -> Tensor:
@@ -75,19 +75,17 @@ class Observation(NamedTuple):
 
     @property
     def score_std(self) -> Tensor:
-        """Standard deviation of all scores over tokens and experts."""
+        """Standard deviation of the scores over tokens, per expert."""
         return _std(self.score_sum, self.score_sq_sum, self.tokens)
 
     @property
     def gate_std(self) -> Tensor:
-        """Standard deviation of all gates over tokens and experts."""
+        """Standard deviation of the gates over tokens, per expert."""
         return _std(self.gate_sum, self.gate_sq_sum, self.tokens)
 
 
 def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
-    count = tokens * len(total)
-    mean = total.sum() / count
-    return (square_total.sum() / count - mean**2).clamp(min=0).sqrt()
+    return (square_total / tokens - (total / tokens) ** 2).clamp(min=0).sqrt()
 
 
 class Routing(NamedTuple):

@@ -32,16 +32,16 @@ def layer_record(seen: Observation, cutoff: Tensor | None) -> Record:
         "load_spread": _number(seen.load_spread),
         "fanout_mean": _number(seen.fanout_mean),
         "fanout_std": _number(seen.fanout_std),
-        "score_std": _number(seen.score_std),
-        "gate_std": _number(seen.gate_std),
+        "score_std": _numbers(seen.score_std),
+        "gate_std": _numbers(seen.gate_std),
     }
     if cutoff is not None:
         record |= {
             "cutoff": _numbers(cutoff),
             "batch_cutoff": _numbers(seen.batch_cutoff),
             "raw_usage": _numbers(seen.raw_usage),
-            "saturation": _number(seen.saturation),
-            "starvation": _number(seen.starvation),
+            "saturation": _numbers(seen.saturation),
+            "starvation": _numbers(seen.starvation),
         }
     return record
 
