@@ -149,7 +149,7 @@ def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path)
         for layer in line["layers"].values():
             assert layer.keys() == {"usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std"} | (
                 set() if name.startswith("token_choice") else with_pools
-            )
+            ) | ({"bias"} if "loss_free" in name else set())
             of_layers = {"load_spread", "fanout_mean", "fanout_std"}
             assert all(isinstance(layer[key], float) for key in of_layers)
             assert all(len(layer[key]) == 4 for key in layer.keys() - of_layers)  # one number per expert

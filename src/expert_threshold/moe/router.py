@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..routing import CutoffState, Observation, Routing, Rule, cutoff
+from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff
 
 
 class Router(nn.Module):
@@ -52,6 +52,12 @@ class Router(nn.Module):
     def cutoff(self) -> Tensor | None:
         """What scores are compared with, (experts,); None under a rule that has no cutoffs."""
         return cutoff(self.state) if isinstance(self.state, CutoffState) else None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added to scores before experts are chosen, (experts,); None under a rule that moves no biases."""
+        moves = isinstance(self.rule, TokenChoice) and self.rule.balance.startswith("loss_free")
+        return self.state.bias if moves else None
 
     @torch.no_grad()
     def update(self, observation: Observation) -> None:

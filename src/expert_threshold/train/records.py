@@ -14,9 +14,9 @@ Record = dict[str, Any]
 
 
 def train_record(model: GPT, seen: Seen) -> Record:
-    """Means over what was seen, and the cutoffs as they are now."""
+    """Means over what was seen, and the cutoffs or biases as they are now."""
     layers = {
-        str(layer): layer_record(observation, moe.router.cutoff)
+        str(layer): layer_record(observation, moe.router.cutoff, moe.router.bias)
         for (layer, moe), observation in zip(model.moe_layers(), seen.observations, strict=True)
     }
     return {
@@ -26,7 +26,7 @@ def train_record(model: GPT, seen: Seen) -> Record:
     }
 
 
-def layer_record(seen: Observation, cutoff: Tensor | None) -> Record:
+def layer_record(seen: Observation, cutoff: Tensor | None, bias: Tensor | None) -> Record:
     record = {
         "usage": _numbers(seen.usage),
         "load_spread": _number(seen.load_spread),
@@ -35,6 +35,8 @@ def layer_record(seen: Observation, cutoff: Tensor | None) -> Record:
         "score_std": _numbers(seen.score_std),
         "gate_std": _numbers(seen.gate_std),
     }
+    if bias is not None:
+        record["bias"] = _numbers(bias)
     if cutoff is not None:
         record |= {
             "cutoff": _numbers(cutoff),

@@ -1,0 +1,270 @@
+"""What all figures have in common: colours, measures, axes, labels. Lengths are in inches.
+
+Every colour is one of `THEME`, which has a counterpart of each for dark pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..records import Points, finite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE, NARROW = 9.0, 4.4
+# Margins around the axes, so that those of all figures stand in line, and the least width of one panel of many.
+LEFT, RIGHT, TOP, BOTTOM, PANEL = 0.45, 0.12, 0.26, 0.46, 1.6
+COLUMN_GAP, ROW_GAP = 0.2, 0.4
+CHARACTER, LINE = 0.078, 0.16  # the room that text takes
+LONGEST, ALL = 240, 24_000  # points of a line, or columns of a heatmap, and of all lines: more could not be told apart
+
+# Name -> (on a light page, on a dark page). Figures are drawn in the light ones.
+THEME = {
+    "ink": ("#1c2127", "#e6e9ec"),
+    "muted": ("#66707b", "#9aa4ae"),
+    "grid": ("#e3e7eb", "#2c3238"),
+    "accent": ("#0b62b5", "#6cb2f5"),
+    # Of methods: Okabe and Ito's hues, which the colour-blind tell apart, as dark as a white page needs.
+    "method-1": ("#2a2f36", "#d5dade"),
+    "method-2": ("#c9720a", "#f0a030"),
+    "method-3": ("#3b96cc", "#73c2f2"),
+    "method-4": ("#00795a", "#2cc59a"),
+    "method-5": ("#b0568a", "#e091bf"),
+    "method-6": ("#8a8200", "#dccf3a"),
+    "method-7": ("#c33a00", "#ff7a3d"),
+    "method-8": ("#1f4fd0", "#8aa8ff"),
+    # From the first layer to the last: the part of viridis that can be read on such a page.
+    "layer-1": ("#482475", "#287d8e"),
+    "layer-2": ("#453581", "#24878e"),
+    "layer-3": ("#404588", "#20928c"),
+    "layer-4": ("#3a548c", "#1e9d89"),
+    "layer-5": ("#33628d", "#22a785"),
+    "layer-6": ("#2d708e", "#2cb17e"),
+    "layer-7": ("#287c8e", "#3bbb75"),
+    "layer-8": ("#23898e", "#50c46a"),
+    "layer-9": ("#1f958b", "#67cc5c"),
+    "layer-10": ("#1fa287", "#84d44b"),
+    "layer-11": ("#28ae80", "#a0da39"),
+    "layer-12": ("#3bbb75", "#bddf26"),
+}
+INK, MUTED, GRID, ACCENT = (THEME[name][0] for name in ("ink", "muted", "grid", "accent"))
+METHODS, LAYERS = (
+    [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-")
+)
+
+STYLE: dict[Any, Any] = {
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "text.color": INK,
+    "text.parse_math": False,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
+    "axes.titlecolor": MUTED,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.major.size": 3,
+    "xtick.major.width": 0.6,
+    "ytick.major.size": 0,
+    "lines.linewidth": 1.5,
+    "lines.markersize": 3,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "expert-threshold",  # the same figure is the same file
+}
+"""matplotlib's settings for these figures; to be in force while one is drawn and while it is saved."""
+
+
+def style() -> AbstractContextManager[None]:
+    """`STYLE` in force. Raises ValueError with the remedy where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("figures need matplotlib, which is missing; pip install 'expert-threshold[viz]'") from None
+    return matplotlib.rc_context(STYLE)
+
+
+def layer_colours(count: int) -> list[str]:
+    """One for each layer, first to last; neighbours of more layers than there are colours share one."""
+    return [LAYERS[round(place)] for place in np.linspace(0, len(LAYERS) - 1, count)]
+
+
+def smooth(points: Points) -> Points:
+    """Means over a twentieth of the points around each, fewer at the ends; points without a number are left out."""
+    numbers = finite(points)
+    reach = len(numbers) // 40
+    windows = (numbers[max(i - reach, 0) : i + reach + 1] for i in range(len(numbers)))
+    return [(x, sum(y for _, y in near) / len(near)) for (x, _), near in zip(numbers, windows, strict=True)]
+
+
+def thin(steps: np.ndarray, values: np.ndarray, lines: int) -> tuple[np.ndarray, np.ndarray]:
+    """As many of the records as one of so many lines can do with, evenly chosen, first and last among them."""
+    count = min(len(steps), LONGEST, max(ALL // lines, 2))
+    chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
+    return steps[chosen], values[chosen]
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places between 0 and 1 in the order of the ascending `wanted`, `gap` apart or more, moved as little as need be.
+
+    What is left of a place after `gap` for each before it must ascend: an isotonic regression, then cut to the range.
+    """
+    blocks: list[tuple[float, int]] = []  # mean and length
+    for index, place in enumerate(wanted):
+        mean, length = place - index * gap, 1
+        while blocks and blocks[-1][0] > mean:
+            before, count = blocks.pop()
+            mean, length = (before * count + mean * length) / (count + length), length + count
+        blocks.append((mean, length))
+    top = max(1 - (len(wanted) - 1) * gap, 0)
+    fitted = [min(max(mean, 0), top) for mean, length in blocks for _ in range(length)]
+    return [place + index * gap for index, place in enumerate(fitted)]
+
+
+def single(width: float, height: float = 1.6) -> tuple[Figure, Axes]:
+    """One panel; height: of the axes."""
+    figure, (axes,) = panels(width, 1, height)
+    return figure, axes
+
+
+def panels(width: float, count: int, height: float, right: float = RIGHT) -> tuple[Figure, list[Axes]]:
+    """Panels in rows, which share their axes. height: of the axes of each; right: margin."""
+    from matplotlib.figure import Figure
+
+    inside = width - LEFT - right
+    columns = max(min(count, int((inside + COLUMN_GAP) / (PANEL + COLUMN_GAP))), 1)
+    rows = -(-count // columns)
+    total = TOP + rows * (height + ROW_GAP) - ROW_GAP + BOTTOM
+    figure = Figure((width, total))
+    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    figure.subplots_adjust(
+        left=LEFT / width,
+        right=1 - right / width,
+        bottom=BOTTOM / total,
+        top=1 - TOP / total,
+        wspace=COLUMN_GAP / ((inside + COLUMN_GAP) / columns - COLUMN_GAP),
+        hspace=ROW_GAP / height,
+    )
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count])
+
+
+def inner_labels_off(figure: Figure) -> None:
+    """Labels of the x axis are for the lowest panel of each column alone."""
+    every = figure.axes
+    spec = every[0].get_subplotspec()
+    assert spec is not None
+    columns = spec.get_gridspec().ncols
+    for axes in every[:-columns]:
+        axes.set_xlabel("")
+    for axes in every[-columns:]:
+        axes.tick_params(labelbottom=True)
+
+
+def line(axes: Axes, points: Points, colour: str, **options: Any) -> None:
+    options = marker(len(points)) | options
+    axes.plot([x for x, _ in points], [y for _, y in points], color=colour, **options)
+
+
+def marker(points: int) -> dict[str, Any]:
+    """One point alone makes no line that could be seen."""
+    return {"marker": "o"} if points == 1 else {}
+
+
+def layer_lines(axes: Axes, values: Mapping[int, Points], bottom: float = 0) -> None:
+    """A line per layer over the least value there can be; names at the ends, of the first and the last of many."""
+    labels = {}
+    for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
+        steps, thinned = np.array(points).T
+        steps, thinned = thin(steps, thinned, len(values))
+        axes.plot(steps, thinned, color=colour, linewidth=1.3, **marker(len(steps)))
+        if len(values) <= 6 or layer in (min(values), max(values)):
+            labels[f"layer {layer}"] = points, colour
+    top = axes.get_ylim()[1]
+    axes.set_ylim(bottom - 0.03 * (top - bottom), top)
+    label_ends(axes, labels)
+
+
+def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
+    """Beside the axes, name each line in its colour as near its end as the others allow; its limits are fixed by that.
+
+    labels: text, with the place for the line's last number if it is to be told -> points and colour.
+    """
+    ends = [
+        (*numbers[-1], text.format(numbers[-1][1]), colour)
+        for text, (points, colour) in labels.items()
+        if (numbers := finite(points))
+    ]
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    longest = max((len(text) for _, _, text, _ in ends), default=0)
+    right = longest * CHARACTER + 0.2
+    figure.subplots_adjust(right=1 - right / figure.get_figwidth())
+    gap = 0.15 / (figure.get_figwidth() - LEFT - right)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high)
+    ends.sort(key=lambda end: end[1])
+    places = spread([(y - low) / (high - low) for _, y, _, _ in ends], LINE / (figure.get_figheight() - TOP - BOTTOM))
+    for (x, y, text, colour), place in zip(ends, places, strict=True):
+        axes.annotate(
+            text, (x, y), (1 + gap, place), textcoords="axes fraction", color=colour, va="center",
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def step_axis(axes: Axes) -> None:
+    from matplotlib.ticker import StrMethodFormatter
+
+    axes.set_xlabel("step", loc="right")
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    width = axes.get_position().width * figure.get_figwidth()
+    whole_ticks(axes.xaxis, min(max(int(width / (10 * CHARACTER)), 2), 5))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+
+
+def tokens_axis(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("tokens trained on", loc="right")
+    axes.set_xlim(left=0)
+
+
+def whole_ticks(axis: Any, count: int) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 5, 10]))
+
+
+def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
+    """A line where warmup ends, if that is in the picture."""
+    low, high = axes.get_xlim()
+    if steps > 0 and low < steps < high:
+        axes.axvline(steps, color=MUTED, linewidth=0.7, linestyle=(0, (2, 2)))
+        if labelled:
+            axes.annotate(
+                "warmup ends", (steps, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
+                color=MUTED, va="top", fontsize=8,
+            )  # fmt: skip
