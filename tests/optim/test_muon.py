@@ -178,8 +178,14 @@ def test_a_parameter_without_gradient_is_skipped_and_keeps_its_momentum() -> Non
 
 
 def test_the_fast_dtype_is_bfloat16_only_where_hardware_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for supported, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda supported=supported: supported)
+    for capabilities, dtype in (
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": False}, torch.float32),
+        ({"neon": True}, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda capabilities=capabilities: capabilities)
         assert fast_dtype(torch.device("cpu")) == dtype
-        assert fast_dtype(torch.device("cuda")) == torch.bfloat16
-        assert fast_dtype(torch.device("mps")) == torch.float32
+    for capability, dtype in (((7, 5), torch.float32), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        assert fast_dtype(torch.device("cuda")) == dtype
+    assert fast_dtype(torch.device("mps")) == torch.float32

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.module_tracker import ModuleTracker
 
 from ..routing import Observation, Routing
 from .router import Router
@@ -39,7 +40,7 @@ class Follower:
     def _gather(self, router: nn.Module, _inputs: Any, routing: Routing) -> None:
         assert isinstance(router, Router)
         # Inside backward this is a recomputation under activation checkpointing, seen already.
-        if not router.training or torch._C._current_graph_task_id() != -1:
+        if not router.training or ModuleTracker().is_bw:
             return
         seen = self.observations.get(router)
         self.observations[router] = routing.observation if seen is None else seen + routing.observation

@@ -17,8 +17,15 @@ BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it (GPUs, CPUs with AVX-512 BF16, so all with AMX too), else float32."""
-    fast = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+    """bfloat16 where the hardware multiplies it, else float32.
+
+    CUDA devices do from compute capability 8.0 on (Ampere), all of ROCm's do, and CPUs with AVX-512 BF16, so all with
+    AMX too.
+    """
+    if device.type == "cuda":
+        fast = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        fast = device.type == "cpu" and torch.cpu.get_capabilities().get("avx512_bf16", False)
     return torch.bfloat16 if fast else torch.float32
 
 
