@@ -1,0 +1,209 @@
+"""Traces: how a model routed each token of a stream and what it lost on it, as a Parquet file of one row per token.
+
+    token, target    int32; target is -1 where nothing follows
+    position         int32, in the window that the model saw
+    loss             float32, nats; NaN without a target
+    scores_L         float32[experts], of layer L
+    assignment_L     uint8[⌈experts / 8⌉], of layer L: bit e % 8 of byte e // 8 is expert e's
+
+The file's metadata hold, as JSON under `expert-threshold`, what `record_trace` was told and the rules' states. Gates
+are not stored: they follow from the scores to the last bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from ..moe import Rule, rule_from_dict, rule_to_dict
+from .gpt import GPT, Output
+
+FORMAT, VERSION = "expert-threshold trace", 1
+_KEY = b"expert-threshold"
+ROWS = 2**16
+"""Tokens of a row group: what writing holds in memory, whatever the length of the stream."""
+
+
+@torch.no_grad()
+def record_trace(
+    model: GPT,
+    windows: Tensor,
+    path: Path,
+    *,
+    facts: Mapping[str, Any] | None = None,
+    batch_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> Trace:
+    """Run the windows through the model, causally, and write the trace to `path`, whole or not at all.
+
+    windows: (rows, time + 1) integers, each row's last being the target of the one before it, or -1. facts: strict JSON
+    that `Trace.facts` returns. batch_size: windows at once. progress is told the tokens done and the tokens in all.
+    The model keeps its mode. Raises OSError where the disk is full.
+    """
+    header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
+    header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
+    header["states"] = {
+        str(layer): {name: value.tolist() for name, value in moe.router.state._asdict().items()}
+        for layer, moe in model.moe_layers()
+    }
+    schema = _schema(header)
+    temporary = path.with_name(f".tmp-{path.name}")
+    was_training = model.training
+    model.eval()
+    try:
+        split = [field.name for field in schema if field.name.startswith("scores_")]
+        with pq.ParquetWriter(
+            temporary,
+            schema,
+            compression="zstd",
+            use_dictionary=["token", "target", "position"],
+            use_byte_stream_split=["loss", *(f"{name}.list.element" for name in split)],
+        ) as writer:
+            rows = max(ROWS // (windows.shape[1] - 1), 1)
+            for start in range(0, len(windows), rows):
+                columns: list[dict[str, np.ndarray]] = []
+                for batch in windows[start : start + rows].split(batch_size):
+                    columns.append(_columns(model, batch))
+                    if progress is not None:
+                        done = start + sum(len(part["token"]) for part in columns) // (windows.shape[1] - 1)
+                        progress(done * (windows.shape[1] - 1), windows[:, 1:].numel())
+                writer.write_table(_table(columns, schema))
+        os.replace(temporary, path)
+    finally:
+        model.train(was_training)
+        temporary.unlink(missing_ok=True)
+    return Trace(path)
+
+
+def _schema(header: Mapping[str, Any]) -> pa.Schema:
+    fields = [pa.field(name, pa.int32()) for name in ("token", "target", "position")] + [pa.field("loss", pa.float32())]
+    for layer in header["states"]:
+        experts = header["rule"]["num_experts"]
+        fields += [
+            pa.field(f"scores_{layer}", pa.list_(pa.float32(), experts)),
+            pa.field(f"assignment_{layer}", pa.list_(pa.uint8(), -(-experts // 8))),
+        ]
+    return pa.schema(fields, {_KEY: json.dumps(header, allow_nan=False)})
+
+
+def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
+    """The rows of a batch of windows, (tokens,) or (tokens, width) by column."""
+    device = model.embed.weight.device
+    tokens, targets = windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
+    output: Output = model(tokens.to(device), targets.to(device), record=True)
+    assert output.token_losses is not None
+    assert output.routings is not None
+    losses = output.token_losses.cpu().where(targets >= 0, torch.nan)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    found = {"token": tokens, "target": targets, "position": positions, "loss": losses}
+    for (layer, _), routing in zip(model.moe_layers(), output.routings, strict=True):
+        found[f"scores_{layer}"] = routing.scores.cpu()
+        packed = np.packbits(routing.assignment.cpu().numpy(), axis=-1, bitorder="little")
+        found[f"assignment_{layer}"] = torch.from_numpy(packed)
+    return {name: values.flatten(0, 1).numpy() for name, values in found.items()}
+
+
+def _table(parts: list[dict[str, np.ndarray]], schema: pa.Schema) -> pa.Table:
+    arrays = []
+    for field in schema:
+        values = np.concatenate([part[field.name] for part in parts])
+        if values.ndim == 2:
+            flat = pa.array(np.ascontiguousarray(values).reshape(-1), field.type.value_type)
+            arrays.append(pa.FixedSizeListArray.from_arrays(flat, type=field.type))
+        else:
+            arrays.append(pa.array(values, field.type))
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+class Trace:
+    """A trace on the disk. Each column is read when it is asked for: one layer of a million tokens is 64 MB."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError if `path` is no trace, or one that this program cannot read."""
+        self.path = path
+        try:
+            self._file = pq.ParquetFile(path)
+            header = json.loads((self._file.schema_arrow.metadata or {})[_KEY])
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            raise ValueError(f"{path}: not a trace, or damaged; delete it and record it again") from error
+        if (header.get("format"), header.get("version")) != (FORMAT, VERSION):
+            raise ValueError(f"{path}: written by another version of expert-threshold; delete it and record it again")
+        self.facts: dict[str, Any] = header["facts"]
+        self.context: int = header["context"]
+        self.layers = [int(layer) for layer in header["states"]]
+        self._header = header
+
+    def __len__(self) -> int:
+        return int(self._file.metadata.num_rows)
+
+    @property
+    def rule(self) -> Rule | None:
+        """None is a dense model."""
+        return rule_from_dict(self._header["rule"])
+
+    def state(self, layer: int) -> Any:
+        """The state of the layer's rule while the trace was recorded."""
+        assert self.rule is not None
+        first = self.rule.init()
+        saved = self._header["states"][str(layer)]
+        return type(first)(*(torch.tensor(saved[name], dtype=old.dtype) for name, old in first._asdict().items()))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """(tokens,) int32."""
+        return self._column("token")
+
+    @property
+    def targets(self) -> np.ndarray:
+        """(tokens,) int32, -1 where nothing follows."""
+        return self._column("target")
+
+    @property
+    def positions(self) -> np.ndarray:
+        """(tokens,) int32, in the window."""
+        return self._column("position")
+
+    @property
+    def losses(self) -> np.ndarray:
+        """(tokens,) float32, nats; NaN without a target."""
+        return self._column("loss")
+
+    def scores(self, layer: int) -> Tensor:
+        """(tokens, experts) float32."""
+        return torch.from_numpy(self._column(f"scores_{layer}"))
+
+    def assignment(self, layer: int) -> Tensor:
+        """(tokens, experts) bool."""
+        packed = self._column(f"assignment_{layer}")
+        experts = self._header["rule"]["num_experts"]
+        return torch.from_numpy(np.unpackbits(packed, axis=1, count=experts, bitorder="little").astype(bool))
+
+    def gates(self, layer: int) -> Tensor:
+        """(tokens, experts) float32, what experts' outputs were multiplied with where they were assigned."""
+        gates = self.scores(layer).sigmoid()
+        if self._header["gate_norm"] == "fanout":
+            gates = gates / self.assignment(layer).sum(-1, keepdim=True).clamp(min=1)
+        return gates
+
+    def fanout(self, layer: int) -> np.ndarray:
+        """(tokens,) int64, routed experts of each token."""
+        return self.assignment(layer).sum(-1).numpy()
+
+    def _column(self, name: str) -> np.ndarray:
+        try:
+            column = self._file.read([name]).column(0).combine_chunks()
+        except (pa.ArrowException, OSError) as error:
+            raise ValueError(f"{self.path}: damaged ({error}); delete it and record it again") from error
+        if pa.types.is_fixed_size_list(column.type):
+            values: np.ndarray = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
+            return np.array(values)  # a copy that may be written to, as torch wants it
+        return np.array(column.to_numpy())
