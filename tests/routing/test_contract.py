@@ -501,6 +501,12 @@ def test_nonsense_is_refused_with_option_value_and_remedy(kind: type[Rule], opti
     assert "\n" not in message
 
 
+def test_a_whole_number_of_experts_is_stored_as_one() -> None:
+    rule = TokenChoice(EXPERTS, 2.0)  # type: ignore[arg-type]
+    assert rule == TokenChoice(EXPERTS, 2)
+    assert type(rule.experts_per_token) is int
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -30,12 +30,20 @@ def check_options(
     for name, value, least in sizes:
         if not (type(value) is int and value >= least):
             raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+    for name, text in (("dispatch", dispatch), ("activation", activation)):
+        if not isinstance(text, str):
+            raise ValueError(f"{name}={text!r} must be a name")
     dispatch_named(dispatch)
     activation_named(activation)
     if gate_norm not in (None, *get_args(GateNorm)):
         raise ValueError(f"gate_norm={gate_norm!r} is unknown; use None or 'fanout'")
     if z_loss is not None and not (type(z_loss) in (int, float) and 0 <= z_loss < math.inf):
         raise ValueError(f"z_loss={z_loss!r} must be a finite number of at least 0; None switches it off")
+
+
+def _require_rule(rule: object) -> None:
+    if isinstance(rule, type) or not isinstance(rule, Rule):
+        raise ValueError(f"rule={rule!r} is no rule; use ExpertThreshold(), say")
 
 
 class MoE(nn.Module):
@@ -59,6 +67,7 @@ class MoE(nn.Module):
         z_loss: float | None = None,
     ) -> None:
         super().__init__()
+        _require_rule(rule)
         check_options(d_model, d_expert, shared_experts, dispatch, activation, gate_norm, z_loss)
         self.dispatch = dispatch_named(dispatch)
         self.gate_norm = gate_norm

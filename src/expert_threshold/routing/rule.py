@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +14,7 @@ from .observation import Observation, Routing
 from .token_choice import TokenChoice
 
 
+@runtime_checkable
 class Rule(Protocol):
     """A frozen config with three pure methods: how scores become an assignment.
 

@@ -47,6 +47,7 @@ class TokenChoice:
             f"must be whole in token choice, since every token takes that many; use "
             f"{max(int(self.experts_per_token), 1)}, or expert_choice or expert_threshold",
         )
+        object.__setattr__(self, "experts_per_token", int(self.experts_per_token))  # other rules' options have 2.0
         balances = get_args(Balance)
         require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
         for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):
@@ -62,7 +63,7 @@ class TokenChoice:
         tokens, experts = scores[..., 0].numel(), self.num_experts
         # Here experts compete for a token, as elsewhere tokens do for an expert: every token is a pool.
         biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
-        (lowest,) = kth_largest(biased, [int(self.experts_per_token)])
+        (lowest,) = kth_largest(biased, [self.experts_per_token])
         assignment = take(biased, lowest).reshape(scores.shape)
         observation = observe(scores, assignment, target=tokens * self.experts_per_token / experts)
         loss = None
