@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from expert_threshold.data import Tokenizer, Tokens
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from ranks import run_on_ranks
 
 CONTEXT = 16
 RULES: dict[str, Rule | None] = {
@@ -165,3 +167,8 @@ def test_nonsense_is_refused_in_one_line_that_names_it(tokenizer: Tokenizer) -> 
     for options in ({"batch_size": 0}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=r"=0.* must be at least 1"):
             evaluate(model, tokens, tokenizer, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_number_of_ranks_changes_nothing(ranks: int, tmp_path: Path) -> None:
+    run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)

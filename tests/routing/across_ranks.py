@@ -6,8 +6,6 @@ Every rank knows the scores of all, so that each checks its own part against the
 from __future__ import annotations
 
 import itertools
-import sys
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice, kth_largest, take
+from ranks import join
 
 EXPERTS = 3
 SHARES = {2: [(7, 5), (0, 12), (12, 0), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5), (8, 3, 1)]}
@@ -96,13 +95,8 @@ def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:
     assert routing.observation.pools == 0
 
 
-def main(rank: int, ranks: int, rendezvous: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
-    group = dist.group.WORLD
-    assert group is not None
+def main() -> None:
+    rank, ranks, group = join()
     rules: list[Rule] = [
         ExpertChoice(EXPERTS, 1, pool="global"),
         ExpertChoice(EXPERTS, 1.25, pool="global"),
@@ -121,4 +115,4 @@ def main(rank: int, ranks: int, rendezvous: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expert_threshold.routing import Cut, bounds, kth_largest, selection, take
+from ranks import run_on_ranks
 
 # Few values, so that ties abound; signed zeros, infinities, denormals and neighbours among them.
 TIED = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, float("inf"), -float("inf"), 1.0000001, 3.4e38])
@@ -165,21 +163,4 @@ def test_bounds_by_hand(arguments: tuple[int, float, int, float | None], expecte
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_many_ranks_equal_one(ranks: int, tmp_path: Path) -> None:
-    script = Path(__file__).with_name("across_ranks.py")
-    command = [sys.executable, "-W", "error", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(tmp_path / "rendezvous")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
+    run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from ..data import IGNORED, Batch, Tokenizer, Tokens, windows
 from ..model import GPT, Observation
@@ -37,24 +38,27 @@ def evaluate(
     batch_size: int = 16,
     max_tokens: int | None = None,
     training_pools: bool = False,
+    group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
     """The losses of `tokens` in windows of the model's context, in the documents' order; the model keeps its mode.
 
-    Causal, and independent of batch_size (sequences at once) but for rounding. max_tokens: targets to score, rounded up
-    to whole windows; None is all. progress is told the tokens done and the tokens in all.
+    Causal, and independent of batch_size (sequences at once) and of the number of ranks but for rounding. max_tokens:
+    targets to score, rounded up to whole windows; None is all. group: ranks with the same model and tokens, which share
+    the windows and all get the sums. progress is told the tokens done and the tokens in all.
 
     training_pools=True routes as training does, so that a token of an expert-choice model competes with those after it
-    and with its batch: whole batches only, and the loss depends on batch_size. Its distance from the causal loss is the
-    gap between training and evaluation.
+    and with its batch: whole batches on every rank only, and the loss depends on their size. Its distance from the
+    causal loss is the gap between training and evaluation.
 
     Raises ValueError if an option is out of range or there are too few tokens.
     """
     if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
+    rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
     context = model.config.context
     targets = len(tokens) - 1
-    unit = context * (batch_size if training_pools else 1)
+    unit = context * (batch_size * ranks if training_pools else 1)
     units = targets // unit if training_pools else math.ceil(targets / unit)
     if max_tokens is not None:
         units = min(units, math.ceil(max_tokens / unit))
@@ -65,34 +69,39 @@ def evaluate(
 
     device = model.embed.weight.device
     token_bytes = torch.from_numpy(tokenizer.token_bytes())
-    nats = text_nats = torch.zeros((), dtype=torch.float64)
-    text_bytes = done = 0
+    sums = torch.zeros(3, dtype=torch.float64)  # nats, nats of text, bytes of text
     observations: tuple[Observation, ...] | None = None
-    rows = islice(windows(tokens, context), math.ceil(total / context))
+    batches = _batches(islice(windows(tokens, context), math.ceil(total / context)), batch_size)
+    done = 0
     was_training = model.training
     model.train(training_pools)
     try:
-        for batch in _batches(rows, batch_size):
+        while shares := list(islice(batches, ranks)):
+            # A rank for which nothing is left goes along with no rows: a sharded model's forward is for all ranks.
+            batch = shares[rank] if rank < len(shares) else Batch(*(part[:0] for part in shares[0]))
             output = model(batch.tokens.to(device), batch.targets.to(device))
             losses = output.token_losses.cpu().double()
             sizes = token_bytes[batch.targets]
-            nats = nats + losses.sum()
-            text_nats = text_nats + losses[sizes > 0].sum()
-            text_bytes += int(sizes.sum())
+            sums += torch.stack([losses.sum(), losses[sizes > 0].sum(), sizes.sum().double()])
             observations = (
                 output.observations
                 if observations is None
                 else tuple(a + b for a, b in zip(observations, output.observations, strict=True))
             )
-            done += batch.targets.numel()
+            done += sum(share.targets.numel() for share in shares)
             if progress is not None:
                 progress(done, total)
     finally:
         model.train(was_training)
     assert observations is not None
     assert done == total
-    bits_per_byte = float(text_nats) / math.log(2) / text_bytes if text_bytes else math.nan
-    return Validation(float(nats) / total, bits_per_byte, total, text_bytes, observations)
+    if group is not None:
+        sums = sums.to(device)
+        for tensor in (sums, *(field for observation in observations for field in observation)):
+            dist.all_reduce(tensor, group=group)
+    nats, text_nats, text_bytes = sums.tolist()
+    bits_per_byte = text_nats / math.log(2) / text_bytes if text_bytes else math.nan
+    return Validation(nats / total, bits_per_byte, total, int(text_bytes), observations)
 
 
 def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:

@@ -1,0 +1,44 @@
+"""Tests that take several processes: one for each rank, joined by gloo on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
+    """Run `python script RANK RANKS RENDEZVOUS_FILE` for every rank; each has to exit with 0. folder: an empty one."""
+    command = [sys.executable, "-W", "error", str(script)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), str(folder / "rendezvous")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        errors = [process.communicate(timeout=240)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
+
+
+def join() -> tuple[int, int, dist.ProcessGroup]:
+    """In such a script: this rank, how many there are, and the group of all."""
+    rank, ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
+    )
+    assert dist.group.WORLD is not None
+    return rank, ranks, dist.group.WORLD
