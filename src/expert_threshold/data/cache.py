@@ -1,0 +1,29 @@
+"""The folder where what was downloaded is kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+VARIABLE = "EXPERT_THRESHOLD_CACHE"
+
+
+def cache_folder(given: str | None = None) -> Path:
+    """`given`, or what the environment's EXPERT_THRESHOLD_CACHE names, or expert-threshold in the user's cache."""
+    if given or os.environ.get(VARIABLE):
+        return Path(given or os.environ[VARIABLE]).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "expert-threshold"
+
+
+def require_writable(folder: Path) -> Path:
+    """The folder, made where it was not there. Raises ValueError where nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"cache folder {folder} cannot be written ({error.strerror}): name another with --cache or {VARIABLE}"
+        ) from None
+    return folder

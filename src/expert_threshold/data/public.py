@@ -1,0 +1,106 @@
+"""Public data sets: where they are in the world, and where they lie in the cache folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+
+from .cache import cache_folder, require_writable
+from .download import Progress, Remote, download
+
+FINEWEB_EDU = "fineweb-edu"
+FINEWEB_EDU_URL = "https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main"
+FINEWEB_EDU_SHARDS = 1823
+"""The last one is the validation split, however many of the others are there."""
+
+CORE = "core"
+CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
+CORE_FOLDER = "eval_bundle"
+"""The folder of the archive that is the bundle."""
+
+MOST_FILES, MOST_BYTES = 10_000, 2 << 30
+"""An archive that would unpack into more is refused."""
+
+
+def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
+    """The first `shards` for training, and the one for validation."""
+    numbers = [*range(shards), FINEWEB_EDU_SHARDS - 1]
+    return [cache / FINEWEB_EDU / f"shard_{number:05}.parquet" for number in numbers]
+
+
+def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Progress | None = None) -> list[Path]:
+    """Download what is missing of `shards` and the validation split. Raises ValueError as `download` does."""
+    if not 1 <= shards < FINEWEB_EDU_SHARDS:
+        raise ValueError(
+            f"--shards {shards}: there are {FINEWEB_EDU_SHARDS - 1} for training; give from 1 to that many"
+        )
+    paths = fineweb_edu_shards(cache, shards)
+    require_writable(cache / FINEWEB_EDU)
+    remotes = [Remote(f"{FINEWEB_EDU_URL}/{path.name}", path) for path in paths]
+    download(remotes, connections=connections, progress=progress)
+    return paths
+
+
+def fetch_core(cache: Path, progress: Progress | None = None) -> Path:
+    """Download and unpack the CORE eval bundle, unless it is there. Raises ValueError as `download` does."""
+    bundle = require_writable(cache) / CORE
+    if not bundle.exists():
+        archive = cache / Path(CORE_URL).name
+        download([Remote(CORE_URL, archive)], progress=progress)
+        unzip(archive, bundle, CORE_FOLDER)
+        archive.unlink()
+    return bundle
+
+
+def core_bundle() -> Path | None:
+    """The folder of the eval bundle in the user's cache, None where it was not downloaded."""
+    bundle = cache_folder() / CORE
+    return bundle if bundle.is_dir() else None
+
+
+def unzip(archive: Path, folder: Path, top: str) -> None:
+    """Unpack what the archive has in its folder `top` as `folder`, whole or not at all.
+
+    Raises ValueError for an archive that is damaged or has no such folder, with names that lead elsewhere, with links,
+    or too large.
+    """
+    with _refused(archive), zipfile.ZipFile(archive) as file:
+        members = [member for member in file.infolist() if not member.is_dir()]
+        targets = {member: path for member in members if (path := _inside(member, top)) is not None}
+        if not targets:
+            raise ValueError(f"it has no folder {top}")
+        if len(targets) > MOST_FILES or sum(member.file_size for member in targets) > MOST_BYTES:
+            raise ValueError(f"it would unpack into more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
+        temporary = folder.with_name(f".part-{folder.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        for member, path in targets.items():
+            target = temporary / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with file.open(member) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out)
+    os.replace(temporary, folder)
+
+
+@contextmanager
+def _refused(archive: Path) -> Iterator[None]:
+    """Tell what is wrong with the archive, and what to do."""
+    try:
+        yield
+    except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{archive} cannot be unpacked ({error}): delete it and download it again") from None
+
+
+def _inside(member: zipfile.ZipInfo, top: str) -> Path | None:
+    """Where below `top` a member lies; None for those elsewhere. Raises ValueError for a name that is no plain path."""
+    path = PurePosixPath(member.filename)
+    if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in member.filename:
+        raise ValueError(f"a member is named {member.filename!r}")
+    if stat.S_ISLNK(member.external_attr >> 16):
+        raise ValueError(f"its member {member.filename!r} is a link")
+    return Path(*path.parts[1:]) if path.parts[:1] == (top,) and len(path.parts) > 1 else None
