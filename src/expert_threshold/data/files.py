@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
@@ -115,7 +118,54 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
         yield text
 
 
-def _parquet(path: Path, text_field: str) -> Iterator[str]:
+class RowGroup(NamedTuple):
+    """A part of a Parquet file that can be read on its own. `bytes` is the text's size, to the nearest percent."""
+
+    path: Path
+    index: int
+    documents: int
+    bytes: int
+
+
+def row_groups(path: Path, text_field: str) -> list[RowGroup]:
+    """What the file's footer says of its row groups; no text is read. Raises ValueError as `read` does."""
+    with _parquet_file(path, text_field) as file:
+        leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several
+        place = leaves.index(text_field)
+        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
+        return [
+            RowGroup(path, index, group.num_rows, group.column(place).total_uncompressed_size)
+            for index, group in enumerate(groups)
+        ]
+
+
+def footer(path: Path) -> bytes:
+    """The end of a Parquet file that says where everything is and how large; it differs where the contents do."""
+    with path.open("rb") as file:
+        file.seek(-8, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - length, os.SEEK_END)
+        return file.read(length)
+
+
+def read_row_group(group: RowGroup, text_field: str) -> Iterator[str]:
+    """Its documents. Raises ValueError as `read` does."""
+    return _parquet(group.path, text_field, [group.index])
+
+
+def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -> Iterator[str]:
+    with _parquet_file(path, text_field) as file:
+        chosen = range(file.num_row_groups) if groups is None else groups
+        row = sum(file.metadata.row_group(index).num_rows for index in range(chosen[0] if chosen else 0))
+        for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(chosen), columns=[text_field]):
+            for value in batch.column(0):
+                yield _text(path, row, value)
+                row += 1
+
+
+@contextmanager
+def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """The open file, which has that column. Raises ValueError where it has not, and for damage while it is read."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow
@@ -128,11 +178,7 @@ def _parquet(path: Path, text_field: str) -> Iterator[str]:
                     f"{path}, column text_field={text_field!r} holds {columns.field(text_field).type}: "
                     "name a column of strings"
                 )
-            row = 0
-            for batch in file.iter_batches(_PARQUET_ROWS, columns=[text_field]):
-                for value in batch.column(0):
-                    yield _text(path, row, value)
-                    row += 1
+            yield file
     except (pyarrow.ArrowException, OSError) as error:
         # Arrow tells damage as an OSError too, which then has no number of the system's.
         if isinstance(error, OSError) and error.errno is not None:
