@@ -36,46 +36,51 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, to which a softmax is blind, and its
+    derivative is 4 σ (1 − σ): one exponential where tanh needs several."""
+
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        cast_weight = weight.to(x.dtype)
+        cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
         token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
-        count = (targets >= 0).sum().clamp(min=1)
+        valid = targets >= 0
+        wanted = targets.clamp(min=0)[:, None]
         dx = torch.empty_like(x) if with_gradient else None
         dweight = torch.zeros_like(weight) if with_gradient else None
         size = max(LOGITS_PER_CHUNK // len(weight), 1)
         for start in range(0, len(x), size):
             chunk = slice(start, start + size)
-            wanted = targets[chunk, None]
-            valid = wanted >= 0
             logits = (x[chunk] @ cast_weight.T).float()
+            sigma = logits
             if softcap is not None:
-                slope = logits.div_(softcap).tanh_()  # the derivative of the cap is 1 - slope², taken below
-                logits = slope * softcap
-            at_target = logits.gather(1, wanted.clamp(min=0))
-            if softcap is None:
-                logits -= logits.amax(1, keepdim=True)
-                at_target = logits.gather(1, wanted.clamp(min=0))
-            probabilities = logits.exp_()  # a cap far below 88 keeps exp within float32
-            total = probabilities.sum(1, keepdim=True)
-            token_losses[chunk] = ((total.log() - at_target) * valid)[:, 0]
+                sigma = logits.sigmoid_()
+                logits = sigma * (2 * softcap)
+            probabilities = torch.softmax(logits, 1)
+            # The sum of exponentials, from the largest: its probability never underflows.
+            below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
+            token_losses[chunk] = below_top - probabilities.amax(1).log()
             if dx is None or dweight is None:
                 continue
-            dlogits = probabilities.mul_(valid / (total * count))
-            dlogits.scatter_add_(1, wanted.clamp(min=0), -(valid / count))
-            if softcap is not None:
-                dlogits.mul_(slope.square_().neg_().add_(1))
+            dlogits = probabilities
+            dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
+            if softcap is not None:  # the factors 2 cap and 2 / cap are 4 together, and multiply at the end
+                dlogits = torch.ops.aten.sigmoid_backward(dlogits, sigma)
             dlogits = dlogits.to(x.dtype)
             torch.mm(dlogits, cast_weight, out=dx[chunk])
-            dweight.addmm_(dlogits.T.to(weight.dtype), x[chunk].to(weight.dtype))
-        ctx.save_for_backward(dx, dweight)
+            dweight += dlogits.T @ (x[chunk] * valid[chunk, None])
+        token_losses *= valid
+        count = valid.sum().clamp(min=1)
+        ctx.save_for_backward(dx, dweight, valid, count)
+        ctx.slopes = (1, 1) if softcap is None else (2 * softcap, 4)
         ctx.mark_non_differentiable(token_losses)
         return token_losses.sum() / count, token_losses
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        dx, dweight = ctx.saved_tensors
-        return dx * grad.to(dx.dtype), dweight * grad, None, None, None
+        dx, dweight, valid, count = ctx.saved_tensors
+        slope_x, slope_weight = ctx.slopes
+        share = grad / count
+        return dx * (share * slope_x * valid[:, None]).to(dx.dtype), dweight * (share * slope_weight), None, None, None

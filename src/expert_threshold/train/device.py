@@ -47,18 +47,31 @@ def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
     }
 
 
+HEAP_BYTES = 4 << 30  # of addresses, not of memory
+
+
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted anew each time.
 
-    Adding two tensors of 134 MB took 52 ms without and 10 ms with it on two cores of an AMD EPYC. For the whole
-    process; does nothing where malloc is not glibc's.
+    The heap is grown once by an untouched block in huge pages, where tensors then lie: a step of quickstart has no page
+    fault left, instead of thousands at 5 µs in its first dozens of steps. For the whole process; does nothing where
+    malloc is not glibc's.
     """
     if sys.platform != "linux":
         return
     try:
-        mallopt = ctypes.CDLL("libc.so.6").mallopt
+        libc = ctypes.CDLL("libc.so.6")
+        mallopt, malloc, free, madvise = libc.mallopt, libc.malloc, libc.free, libc.madvise
     except (OSError, AttributeError):
         return
     trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
     mallopt(mmap_max, 0)
-    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(trim_threshold, -1)
+    malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    block = malloc(HEAP_BYTES)
+    if block is None:  # the system promises no more than it has
+        return
+    page, huge_page, hugepages = 4096, 2 << 20, 14  # MADV_HUGEPAGE of mman.h; advice, which may be refused
+    start = -(-block // huge_page) * huge_page
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(HEAP_BYTES - (start - block) - page), hugepages)
+    free(block)
