@@ -1,5 +1,6 @@
 """Text to batches: corpora, the tokenizer, and the loader of packed documents."""
 
+from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, Tokens, pack, windows
 from .sources import Corpus, DataConfig, Size, Split, open_source
 from .tokenizer import BOS, Tokenizer
@@ -16,6 +17,7 @@ __all__ = [
     "Split",
     "Tokenizer",
     "Tokens",
+    "open_held_out",
     "open_source",
     "pack",
     "windows",

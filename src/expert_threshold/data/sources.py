@@ -81,7 +81,7 @@ def open_source(source: str, text_field: str = "text", validation_fraction: floa
     config = DataConfig(source, text_field, validation_fraction)
     if config.source == EMBEDDED:
         train, validation = embedded.documents()
-        return _corpus(
+        return make_corpus(
             config.source,
             {"train": lambda: iter(train), "validation": lambda: iter(validation)},
             "this Python comes without the source of its standard library, so name a file or folder of text",
@@ -89,7 +89,7 @@ def open_source(source: str, text_field: str = "text", validation_fraction: floa
     path = Path(config.source).expanduser()
     paths = files.find(path)
     if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
-        return _corpus(
+        return make_corpus(
             config.source,
             {
                 "train": lambda: _documents(path, paths[:-1], config.text_field),
@@ -105,7 +105,7 @@ def open_source(source: str, text_field: str = "text", validation_fraction: floa
         documents = _documents(path, paths, config.text_field)
         return (document for document in documents if (_hash_share(document[1]) <= bound) == validation)
 
-    return _corpus(
+    return make_corpus(
         config.source,
         {"train": lambda: half(False), "validation": lambda: half(True)},
         "give more documents, or another validation_fraction",
@@ -131,12 +131,13 @@ def _hash_share(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
 
 
-def _corpus(name: str, readers: Mapping[Split, Reader], remedy: str) -> Corpus:
+def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str) -> Corpus:
+    """Reads all documents once. Raises ValueError that ends with the remedy where a split has none."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
-    for split in SPLITS:
+    for split, read in readers.items():
         documents = total = 0
-        for document, text in readers[split]():
+        for document, text in read():
             data = text.encode()
             digest.update(f"{split} {document} {len(data)}\n".encode())
             digest.update(data)

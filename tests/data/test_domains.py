@@ -1,0 +1,89 @@
+"""What is held out of a source to measure models on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from expert_threshold.data import Tokenizer, open_held_out, open_source, pack
+
+REAL = Path(__file__).parents[3] / "shared" / "data"
+needs_data = pytest.mark.skipif(not REAL.is_dir(), reason=f"no real data at {REAL}")
+
+
+def write(path: Path, *records: dict[str, Any]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def held_out(source: object, **options: str) -> list[str]:
+    return list(open_held_out(str(source), **options).documents("validation"))
+
+
+def test_of_the_embedded_corpus_it_is_the_validation_split_and_code_is_its_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    split = [("a.py", "x = 1"), ("a.py#docstrings", "prose"), ("pydoc_data/topics.py#if", "more prose")]
+    monkeypatch.setattr("expert_threshold.data.embedded.documents", lambda: ([("b.py", "y = 2")], split))
+    assert held_out("embedded") == ["x = 1", "prose", "more prose"]
+    assert held_out("code") == ["x = 1"]
+
+
+def test_of_shards_it_is_the_last_and_of_one_file_everything(tmp_path: Path) -> None:
+    for i in range(3):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [f"text {i}"]}), tmp_path / f"shard_{i}.parquet")
+    assert held_out(tmp_path) == ["text 2"] == list(open_source(str(tmp_path)).documents("validation"))
+    assert held_out(tmp_path / "shard_0.parquet") == ["text 0"]
+
+
+@pytest.mark.parametrize("name", ["test.jsonl", "validation-00000-of-00001.jsonl"])
+def test_of_a_folder_it_is_what_is_named_so(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "train.jsonl", {"text": "for training"})
+    assert held_out(tmp_path) == ["for training"]
+    write(tmp_path / name, {"text": "held out"}, {"text": "  "})
+    assert held_out(tmp_path) == ["held out"]
+
+
+def test_questions_stand_above_their_answers(tmp_path: Path) -> None:
+    math = write(tmp_path / "math.jsonl", {"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"})
+    code = write(tmp_path / "code.jsonl", {"task_id": "1", "prompt": "def f():\n", "canonical_solution": "    pass\n"})
+    assert held_out(math) == ["1 + 1?\n2", "2 + 2?\n4"]
+    assert held_out(code) == ["def f():\n    pass\n"]
+    assert held_out(math, text_field="answer") == ["2", "4"]
+    text = write(tmp_path / "text.jsonl", {"question": "a", "answer": "b", "text": "c"})
+    assert held_out(text) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "nothing to measure a model on"),
+        ('{"text": " "}\n', "nothing to measure a model on"),
+        ('{"prompt": "a"}\n', "line 1 has no text in text_field='text'.*prompt"),
+        ('{"question": "a", "answer": "b"}\n{"question": "a"}\n', "line 2 has no text in text_field='answer'"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ("{\n", "line 1 is not JSON"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "some.jsonl"
+    path.write_text(lines)
+    with pytest.raises(ValueError, match=message) as error:
+        open_held_out(str(path))
+    assert "\n" not in str(error.value)
+
+
+@needs_data
+@pytest.mark.parametrize(("name", "documents"), [("gsm8k", 1319), ("human_eval", 164), ("textbooks", 276)])
+def test_the_real_domains_are_read(name: str, documents: int) -> None:
+    corpus = open_held_out(str(REAL / name))
+    letters = Tokenizer([bytes([i]) for i in range(256)])
+    tokens = pack(corpus, letters, "validation")
+    assert tokens.documents == documents
+    assert tokens.bytes == corpus.sizes["validation"].bytes == len(tokens) - documents
