@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from expert_threshold.cli import COMMANDS, main
+from expert_threshold.cli import analyze as analyze_command
 from expert_threshold.cli import compare as compare_command
 from expert_threshold.cli import evaluate as evaluate_command
 from expert_threshold.cli import generate as generate_command
@@ -37,6 +38,7 @@ OPTIONS: dict[str, list[Option]] = {
     "plan": RUN_OPTIONS,
     "generate": generate_command.OPTIONS,
     "evaluate": evaluate_command.OPTIONS,
+    "analyze": analyze_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
         *(option for option in RUN_OPTIONS if option.name not in compare_command.DECIDED),

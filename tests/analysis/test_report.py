@@ -340,7 +340,8 @@ def test_deviations_are_coloured_by_side_and_size() -> None:
 
 def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
-    axes = figures.loss_by_method(curves).axes[0]
+    methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
+    axes = figures.loss_by_method({"methods": methods}).axes[0]
     assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 

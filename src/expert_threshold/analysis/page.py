@@ -7,8 +7,10 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..runs.files import replace_file
 from .figures import NARROW, THEME, WIDE, style
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ class Exhibit(NamedTuple):
     sentence: str
     draw: Callable[[float], Figure]
     wide: bool = False  # as wide as the page; on a phone it is drawn anew, narrow
+    files: str | None = None  # what the names of its files beside the page begin with, if there are any
 
 
 class LeftOut(NamedTuple):
@@ -49,6 +52,8 @@ dd { margin: 0; overflow-wrap: anywhere }
 .figures { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2.25rem 2rem; margin-top: 1rem }
 figure { margin: 0; min-width: 0 }
 figure.wide { grid-column: 1 / -1 }
+.files { white-space: nowrap }
+a { color: var(--accent) }
 figcaption { font-size: .875rem; margin-top: .25rem; max-width: 44rem }
 svg { display: block; width: 100%; height: auto; overflow: visible; font-variant-numeric: tabular-nums }
 svg * { stroke-linejoin: round; stroke-linecap: butt }
@@ -140,8 +145,26 @@ def _figure(name: str, exhibit: Exhibit) -> str:
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
         + "\n".join(drawn)
-        + f"\n<figcaption>{escape(exhibit.sentence)}</figcaption></figure>"
+        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption></figure>"
     )
+
+
+def _links(files: str | None) -> str:
+    kinds = {"png": "PNG", "svg": "SVG", "json": "data"}
+    links = "".join(f' <a href="{escape(files)}.{kind}">{what}</a>' for kind, what in kinds.items()) if files else ""
+    return f' <span class="files">{links}</span>' if files else ""
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write path.png and path.svg, each whole or not at all, on white."""
+    for kind in ("png", "svg"):
+        image = io.BytesIO()
+        with style():
+            figure.savefig(image, format=kind, dpi=200, facecolor="white", metadata=_UNDATED[kind])
+        replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
+
+
+_UNDATED = {"png": None, "svg": {"Date": None}}  # the same figure is the same file
 
 
 def svg(figure: Figure, prefix: str, alt: str, kind: str) -> str:

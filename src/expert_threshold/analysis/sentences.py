@@ -128,6 +128,21 @@ def short(count: float) -> str:
     return f"{count:.3g}{unit}"
 
 
+def pool_size(tokens: int) -> str:
+    """As the paper writes it: 2k is 2048."""
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """a, b and c."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def signed(number: float, digits: int = 3) -> str:
+    """+0.012 or −0.012."""
+    return f"{number:+.{digits}f}".replace("-", "−")
+
+
 def _sentence(parts: Sequence[str]) -> str:
     text = "; ".join(parts)
     return f"{text[:1].upper()}{text[1:]}."

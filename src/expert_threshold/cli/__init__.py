@@ -24,6 +24,7 @@ COMMANDS = {
     "generate": Entry("generate", "continue a text with a trained model"),
     "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods alike and say what each reached"),
+    "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
 }
 
 # What to do about an OSError.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import platform
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -33,21 +32,22 @@ from ..analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from ..analysis.figures import loss_by_method, style
+from ..analysis.figures import loss_by_method
+from ..analysis.page import save_figure
 from ..analysis.sentences import short
 from ..config import DEFAULT_PRESET, RunConfig, options_of_rule
-from ..data import Corpus, open_source
+from ..data import open_source
 from ..data.sources import absolute
 from ..routing import rule_to_dict
 from ..runs import RunFolder
-from ..runs.files import read_json, replace_file, to_json
+from ..runs.files import damage_told, read_json, replace_file, to_json
 from ..runs.lock import exclusive
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
 from ..train.prepare import require_pools_fit
 from .options import Option
 from .plan import plan
-from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run
+from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run, start_of
 from .train import train_run
 
 
@@ -91,6 +91,8 @@ DECIDED = {"rule", "seed"} | {
 }
 
 FORMAT, VERSION = "expert-threshold comparison", 1
+LOCK = ".lock"
+OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -100,17 +102,15 @@ def run(arguments: Sequence[str]) -> None:
     seeds = given.pop("seeds", 1)
     if seeds < 1:
         raise ValueError(f"--seeds {seeds}: must be at least 1")
-    preset = given.get("preset", DEFAULT_PRESET)
-    out = Path(given.pop("out", f"runs/compare-{preset}"))
+    out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
     configs = configure(given, methods)
     keep_freed_memory()
-    data = next(iter(configs.values())).data
-    corpus = open_source(data.source, data.text_field, data.validation_fraction)
     console = Console() if Console().is_terminal else Console(width=120)
-    with _opened(out):
-        comparison = Comparison(out, configs, seeds, _record(out, preset, configs, corpus))
-        comparison.write()
+    with _opened(out) as folder:
+        comparison = Comparison(folder, configs, seeds, _record(folder, start_of(given), configs))
         console.print(comparison.introduction(), markup=False, highlight=False, soft_wrap=True)
+        comparison.read_corpus()
+        comparison.write()
         try:
             comparison.train(console)
         except KeyboardInterrupt:
@@ -154,21 +154,34 @@ def configure(given: Given, methods: Sequence[str]) -> dict[str, RunConfig]:
 
 
 @contextmanager
-def _opened(out: Path) -> Iterator[None]:
-    """The folder of a comparison, made or found, for this process alone."""
-    if out.exists() and not (out / "compare.json").is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out}: already exists and is no comparison; name another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    with exclusive(out / ".lock"):
-        yield
+def _opened(out: str) -> Iterator[Path]:
+    """The folder of a comparison, made or found, for this process alone; not left behind empty."""
+    if not out:
+        raise ValueError("--out is empty; name a folder")
+    folder = Path(out)
+    begun = (folder / "compare.json").is_file()
+    if folder.exists() and not begun and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}):
+        raise ValueError(f"--out {folder}: already exists and is no comparison; name another --out")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive(folder / LOCK):
+            yield folder
+    finally:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # goes only if nothing was written yet
 
 
-def _record(out: Path, preset: str, configs: Mapping[str, RunConfig], corpus: Corpus) -> dict[str, Any]:
-    """What decides the comparison, as compare.json has it. Raises ValueError where it differs from what is there."""
+def _record(out: Path, start: Mapping[str, str], configs: Mapping[str, RunConfig]) -> dict[str, Any]:
+    """What decides the comparison, as compare.json has it. Raises ValueError where it differs from what is there.
+
+    The corpus is None until `Comparison.read_corpus` where compare.json is not there yet.
+    """
     sections = next(iter(configs.values())).to_dict()
     del sections["model"]["rule"], sections["train"]["seed"]
     # What follows from other options comes after them, so that a difference is told of what was typed.
-    options = {"run": {"preset": preset}} | {name: sections[name] for name in ("train", "data", "model", "optim")}
+    options = {"run": start} | {name: sections[name] for name in ("train", "data", "model", "optim")}
     here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
         "expert_threshold": __version__,
         "torch": torch.__version__,
@@ -181,7 +194,7 @@ def _record(out: Path, preset: str, configs: Mapping[str, RunConfig], corpus: Co
                 "version": VERSION,
                 "options": options,
                 "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
-                "corpus": {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes},
+                "corpus": None,
                 "machines": [here],
             }
         )
@@ -191,24 +204,27 @@ def _record(out: Path, preset: str, configs: Mapping[str, RunConfig], corpus: Co
         return now
     before = read_json(path)
     if (before.get("format"), before.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; name another --out")
-    for name, section in (now["options"] | now["methods"]).items():
-        _require_same(out, (before["options"] | before["methods"]).get(name, section), section)
-    if before["corpus"]["hash"] != corpus.hash:
-        raise ValueError(f"{corpus.name} has changed since {out} began; restore the text, or name another --out")
-    return now | {
-        "methods": before["methods"] | now["methods"],
-        "machines": [*(machine for machine in before["machines"] if machine != here), here],
-    }
-
-
-def _require_same(out: Path, before: Given, now: Given) -> None:
-    for option, value in now.items():
-        if value != before.get(option):
+        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {OTHER_FOLDER}")
+    with damage_told(path, OTHER_FOLDER):
+        sections = before["options"] | before["methods"]
+        machines = [{name: machine[name] for name in here} for machine in before["machines"]]
+        known = now | {
+            "methods": before["methods"] | now["methods"],
+            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")},
+            "machines": [*(machine for machine in machines if machine != here), here],
+        }
+        pairs = [
+            (option, value, sections.get(name, section).get(option))
+            for name, section in (now["options"] | now["methods"]).items()
+            for option, value in section.items()
+        ]
+    for option, value, was in pairs:
+        if value != was:
             raise ValueError(
-                f"{option}={value!r} differs from {before.get(option)!r}, with which {out} began; "
-                "leave it as it was, or name another --out"
+                f"{option}={value!r} differs from {was!r}, with which {out} began; leave it as it was, "
+                "or name another --out"
             )
+    return known
 
 
 class Comparison(NamedTuple):
@@ -218,6 +234,17 @@ class Comparison(NamedTuple):
     configs: Mapping[str, RunConfig]  # by method, with seed 0
     seeds: int
     record: dict[str, Any]  # of compare.json, without results
+
+    def read_corpus(self) -> None:
+        """Put the text in the record. Raises ValueError where it cannot be read, or has changed since."""
+        data = next(iter(self.configs.values())).data
+        corpus = open_source(data.source, data.text_field, data.validation_fraction)
+        before = self.record["corpus"]
+        if before is not None and before["hash"] != corpus.hash:
+            raise ValueError(
+                f"{corpus.name} has changed since {self.folder} began; restore the text, or name another --out"
+            )
+        self.record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
     def run_path(self, method: str, seed: int) -> Path:
         return self.folder / method / f"seed_{seed}"
@@ -283,12 +310,13 @@ class Comparison(NamedTuple):
     def headline(self) -> str:
         """On what, for how long and where."""
         costs = plan(next(iter(self.configs.values())))
-        preset, corpus = self.record["options"]["run"]["preset"], Path(self.record["corpus"]["name"]).name
+        options = self.record["options"]
+        start, corpus = " with ".join(options["run"].values()), Path(options["data"]["source"]).name
         machines = "; ".join(
             f"{m['gpu'] or m['cpu']}, threads: {m['threads']}, torch {m['torch']}" for m in self.record["machines"]
         )
         return (
-            f"{preset} on {corpus}: {costs['steps']:,} steps of {costs['tokens_per_step']:,} tokens = "
+            f"{start} on {corpus}: {costs['steps']:,} steps of {costs['tokens_per_step']:,} tokens = "
             f"{short(costs['tokens'])} tokens; {machines}"
         )
 
@@ -308,16 +336,15 @@ class Comparison(NamedTuple):
     def conclude(self) -> str:
         """Draw the figure, and tell where all of it lies."""
         try:
-            styled = style()
+            methods = [{"method": m, "kind": m, "points": points} for m, points in curves(self.results()).items()]
+            save_figure(loss_by_method({"methods": methods}), self.folder / "loss_by_method")
         except ValueError as missing:
             return f"all of it lies in {self.folder}, but no figure: {missing}"
-        figure = loss_by_method(curves(self.results()))
-        with styled:
-            for kind in ("png", "svg"):
-                image = io.BytesIO()
-                figure.savefig(image, format=kind, dpi=200, facecolor="white")
-                replace_file(self.folder / f"loss_by_method.{kind}", image.getvalue())
-        return f"all of it lies in {self.folder}: compare.md, .csv and .json, loss_by_method.png and .svg"
+        path = shlex.quote(str(self.folder))
+        return (
+            f"all of it lies in {self.folder}: compare.md, .csv and .json, loss_by_method.png and .svg\n"
+            f"next: et analyze {path}"
+        )
 
 
 def _is_begun(path: Path) -> bool:

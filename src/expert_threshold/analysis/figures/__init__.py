@@ -1,5 +1,13 @@
 """Figures, one function each, drawn from plain records: numbers in, a matplotlib figure out."""
 
+from .learning import (
+    batch_size_scaling,
+    fanout_norm,
+    loss_by_method,
+    shared_expert,
+    token_multiple,
+    train_against_validation,
+)
 from .style import LONGEST, METHODS, NARROW, THEME, WIDE, smooth, spread, style, thin
 from .training import (
     ABOVE,
@@ -12,7 +20,6 @@ from .training import (
     gate_spread,
     load_spread,
     loss,
-    loss_by_method,
     saturation,
     score_spread,
     speed,
@@ -29,21 +36,26 @@ __all__ = [
     "NARROW",
     "THEME",
     "WIDE",
+    "batch_size_scaling",
     "bits_per_byte",
     "cutoffs",
     "deviation_colours",
     "fanout",
+    "fanout_norm",
     "gate_spread",
     "load_spread",
     "loss",
     "loss_by_method",
     "saturation",
     "score_spread",
+    "shared_expert",
     "smooth",
     "speed",
     "spread",
     "starvation",
     "style",
     "thin",
+    "token_multiple",
+    "train_against_validation",
     "usage",
 ]

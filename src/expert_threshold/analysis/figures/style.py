@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..plain import Data
 from ..records import Points, finite
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ THEME = {
     "method-6": ("#8a8200", "#dccf3a"),
     "method-7": ("#c33a00", "#ff7a3d"),
     "method-8": ("#1f4fd0", "#8aa8ff"),
+    "method-9": ("#7a4fc0", "#b79bf5"),
+    "method-10": ("#8a5a2b", "#d3a275"),
+    "method-11": ("#0f8a93", "#55cbd4"),
+    "method-12": ("#5d7388", "#a3b7c9"),
     # From the first layer to the last: the part of viridis that can be read on such a page.
     "layer-1": ("#482475", "#287d8e"),
     "layer-2": ("#453581", "#24878e"),
@@ -57,6 +62,19 @@ INK, MUTED, GRID, ACCENT = (THEME[name][0] for name in ("ink", "muted", "grid", 
 METHODS, LAYERS = (
     [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-")
 )
+
+# What a kind of method is drawn in, whatever else is in the figure; all others take what is left of METHODS.
+KINDS = {
+    "dense": METHODS[0],
+    "token_choice": METHODS[1],
+    "token_choice_aux": METHODS[5],
+    "token_choice_loss_free": METHODS[6],
+    "expert_choice_sequence": METHODS[2],
+    "expert_choice_batch": METHODS[7],
+    "expert_threshold": METHODS[3],
+    "expert_threshold_no_warmup": METHODS[4],
+}
+DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # of methods of one kind
 
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "none",
@@ -141,33 +159,108 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [place + index * gap for index, place in enumerate(fitted)]
 
 
-def single(width: float, height: float = 1.6) -> tuple[Figure, Axes]:
-    """One panel; height: of the axes."""
-    figure, (axes,) = panels(width, 1, height)
+def method_colours(kinds: Sequence[str]) -> dict[str, str]:
+    """Kind -> colour."""
+    others = [kind for kind in dict.fromkeys(kinds) if kind not in KINDS]
+    left = [colour for colour in METHODS if colour not in KINDS.values()]
+    return KINDS | {kind: left[place % len(left)] for place, kind in enumerate(others)}
+
+
+def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
+    """The colour and the dashes of each method: methods of one kind share the colour."""
+    kinds = [entry["kind"] for entry in methods]
+    colours = method_colours(kinds)
+    return [
+        {"color": colours[kind], "linestyle": DASHES[kinds[:place].count(kind) % len(DASHES)]}
+        for place, kind in enumerate(kinds)
+    ]
+
+
+def single(width: float, height: float = 1.6, **margins: float) -> tuple[Figure, Axes]:
+    """One panel; height: of the axes; margins: as of `panels`."""
+    figure, (axes,) = panels(width, 1, height, **margins)  # type: ignore[arg-type]
     return figure, axes
 
 
-def panels(width: float, count: int, height: float, right: float = RIGHT) -> tuple[Figure, list[Axes]]:
-    """Panels in rows, which share their axes. height: of the axes of each; right: margin."""
+def panels(
+    width: float,
+    count: int,
+    height: float,
+    *,
+    left: float = LEFT,
+    right: float = RIGHT,
+    top: float = TOP,
+    least: float = PANEL,
+    columns: int | None = None,
+    share: bool = True,
+) -> tuple[Figure, list[Axes]]:
+    """Panels in rows. height: of the axes of each; least: their width, unless there are to be so many columns.
+
+    left, right, top: margins. share: their axes are the same.
+    """
     from matplotlib.figure import Figure
 
-    inside = width - LEFT - right
-    columns = max(min(count, int((inside + COLUMN_GAP) / (PANEL + COLUMN_GAP))), 1)
+    inside = width - left - right
+    columns = columns or max(min(count, int((inside + COLUMN_GAP) / (least + COLUMN_GAP))), 1)
+    gap = COLUMN_GAP if share else COLUMN_GAP + left - 0.1
     rows = -(-count // columns)
-    total = TOP + rows * (height + ROW_GAP) - ROW_GAP + BOTTOM
+    total = top + rows * (height + ROW_GAP) - ROW_GAP + BOTTOM
     figure = Figure((width, total))
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
     figure.subplots_adjust(
-        left=LEFT / width,
+        left=left / width,
         right=1 - right / width,
         bottom=BOTTOM / total,
-        top=1 - TOP / total,
-        wspace=COLUMN_GAP / ((inside + COLUMN_GAP) / columns - COLUMN_GAP),
+        top=1 - top / total,
+        wspace=gap / ((inside + gap) / columns - gap),
         hspace=ROW_GAP / height,
     )
     for axes in grid.flat[count:]:
         axes.remove()
     return figure, list(grid.flat[:count])
+
+
+def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
+    """What the axes of panels that share them show, with units, on the lowest and the leftmost ones."""
+    spec = every[0].get_subplotspec()
+    assert spec is not None
+    columns = spec.get_gridspec().ncols
+    for place, axes in enumerate(every):
+        if place >= len(every) - columns:
+            axes.set_xlabel(x, loc="right")
+            axes.tick_params(labelbottom=True)
+        if place % columns == 0:
+            axes.set_ylabel(y)
+
+
+def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]) -> None:
+    """Names beside pieces of their lines, in rows at the top of the figure."""
+    from matplotlib.lines import Line2D
+
+    width, height = figure.get_size_inches()
+    for name, stroke, (x, y) in zip(names, drawn, _key_places(width, names), strict=True):
+        at = 1 - y / height
+        sample = Line2D([x / width, (x + 0.2) / width], [at, at], transform=figure.transFigure, **stroke)
+        figure.add_artist(sample)
+        figure.text((x + 0.26) / width, at, name, color=INK, va="center_baseline", fontsize=8.5)
+
+
+def key_room(width: float, names: Sequence[str]) -> float:
+    """The room that `key` takes at the top, in inches."""
+    return _key_places(width, names)[-1][1] + 0.12
+
+
+def _key_places(width: float, names: Sequence[str]) -> list[tuple[float, float]]:
+    """Inches from the left and from the top."""
+    places = []
+    x, y = LEFT, 0.12
+    for name in names:
+        room = 0.42 + len(name) * CHARACTER
+        if x > LEFT and x + room > width:
+            x, y = LEFT, y + LINE + 0.03
+        places.append((x, y))
+        x += room
+    return places
 
 
 def inner_labels_off(figure: Figure) -> None:

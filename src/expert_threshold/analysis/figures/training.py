@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from .style import (
     ACCENT,
     INK,
     LONGEST,
-    METHODS,
     MUTED,
     NARROW,
     WIDE,
@@ -63,25 +61,6 @@ def bits_per_byte(points: Points, width: float = NARROW) -> Figure:
         line(axes, points, ACCENT, marker="o")
         label_ends(axes, {"{:.3f}": (points, ACCENT)})
         axes.set_title("validation, bits per byte")
-        tokens_axis(axes)
-    return figure
-
-
-def loss_by_method(curves: Mapping[str, Sequence[tuple[float, float | None]]], width: float = 1.6 * NARROW) -> Figure:
-    """Validation loss (nats per token) of each method over the tokens it was trained on; at most eight methods.
-
-    curves: method -> (tokens, loss), None where there is no number.
-    """
-    assert len(curves) <= len(METHODS), f"{len(curves)} methods, but {len(METHODS)} colours"
-    with style():
-        figure, axes = single(width, 0.5 * width)
-        labels = {}
-        for (method, values), colour in zip(curves.items(), METHODS, strict=False):
-            points = [(x, math.nan if y is None else y) for x, y in values]
-            line(axes, points, colour, marker="o")
-            labels[method.replace("{", "{{").replace("}", "}}") + "  {:.3f}"] = points, colour
-        label_ends(axes, labels)
-        axes.set_title("validation loss (nats per token)")
         tokens_axis(axes)
     return figure
 

@@ -1,0 +1,159 @@
+"""Which runs are of the same method, and what each method is called in figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..runs import RunFolder
+from .report import Run, read_run
+from .sentences import pool_size
+
+LEGEND = (
+    "TC is token choice, EC expert choice with the tokens of its pool in training, ET expert threshold. "
+    "All are routed causally here, as in inference: EC by the running means of its cutoffs."
+)
+_BALANCES = {
+    "none": "",
+    "aux": " aux",
+    "global_aux": " global aux",
+    "loss_free": " loss-free",
+    "loss_free_proportional": " loss-free prop.",
+}
+# What makes no other method of a run.
+_ASIDE = ("seed", "device", "dtype", "threads", "track", "activation_checkpointing", "keep_checkpoints", "dispatch")
+_NAMES = {("shared_experts", 0): "no shared expert", ("gate_norm", "fanout"): "fanout norm"}
+
+
+class Subject(NamedTuple):
+    """A run to analyse, and the method it is of."""
+
+    folder: RunFolder
+    run: Run
+    kind: str  # of the rule, as `et compare` calls it; decides the colour
+    method: str  # as figures call it
+
+    @property
+    def tag(self) -> dict[str, str]:
+        """What the data of every figure say of a run they show."""
+        return {"method": self.method, "kind": self.kind}
+
+    @property
+    def ordinary(self) -> bool:
+        """With a shared expert and without a norm; those that are not have figures of their own."""
+        return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers with experts."""
+        return [] if self.run.model.rule is None else list(range(self.run.model.dense_layers, self.run.model.layers))
+
+
+def find_runs(paths: Sequence[str]) -> list[RunFolder]:
+    """The run folders that are named, those of a folder that `et compare` wrote among them, each once.
+
+    Raises ValueError that names a folder which is neither.
+    """
+    found: dict[Path, RunFolder] = {}
+    for path in map(Path, paths):
+        inside = [path]
+        if (path / "compare.json").is_file():
+            inside = sorted(config.parent for config in path.glob("*/seed_*/config.json"))
+            if not inside:
+                raise ValueError(f"{path}: a comparison without a run yet; go on with its `et compare` first")
+        for run in inside:
+            found.setdefault(run.resolve(), RunFolder.open(run))
+    return list(found.values())
+
+
+def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
+    """The runs by method: dense, token, expert choice by pool, expert threshold. Raises ValueError if damaged."""
+    read = []
+    for folder in folders:
+        for section in ("model", "optim", "train", "data", "corpus"):
+            folder.section(section)  # a configuration that lacks one is refused here
+        if folder.latest_checkpoint() is None:
+            raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
+        run = read_run(folder)
+        read.append((folder, run, *_rule(run)))
+    read.sort(key=lambda entry: _order(entry[1]))
+    differing = _differing([run for _, run, _, _ in read])
+    subjects = []
+    for folder, run, kind, name in read:
+        same = [other for _, other, other_kind, _ in read if other_kind == kind]
+        suffixes = _suffixes(run, same, differing)
+        subjects.append(Subject(folder, run, kind, " ".join([name, *suffixes])))
+    return subjects
+
+
+def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
+    """Method -> its runs, which differ by seed."""
+    return {name: [s for s in subjects if s.method == name] for name in dict.fromkeys(s.method for s in subjects)}
+
+
+def pool_tokens(run: Run) -> int | None:
+    """The tokens that compete with each other in training; None where experts do not choose."""
+    pool, train = run.rule.get("pool"), run.config["train"]
+    if pool is None:
+        return None
+    if isinstance(pool, int):
+        return pool
+    return run.model.context * (1 if pool == "sequence" else train["batch_size"])
+
+
+def _rule(run: Run) -> tuple[str, str]:
+    """The kind and the name of the run's rule."""
+    rule = run.rule
+    if rule["name"] == "token_choice":
+        balance = rule["balance"]
+        return "token_choice" + ("" if balance == "none" else f"_{balance}"), "TC" + _BALANCES[balance]
+    if rule["name"] == "expert_choice":
+        tokens = pool_tokens(run)
+        assert tokens is not None
+        return f"expert_choice_{rule['pool']}", f"EC {pool_size(tokens)}"
+    if rule["name"] == "expert_threshold":
+        cold = rule["warmup_steps"] == 0
+        return "expert_threshold" + ("_no_warmup" if cold else ""), "ET" + (" no warmup" if cold else "")
+    return "dense", "dense"
+
+
+def _order(run: Run) -> tuple[Any, ...]:
+    rules = ("dense", "token_choice", "expert_choice", "expert_threshold")
+    rule = run.rule
+    balance = list(_BALANCES).index(rule.get("balance", "none"))
+    ordinary = run.model.shared_experts == 1 and run.model.gate_norm is None
+    return rules.index(rule["name"]), balance, pool_tokens(run) or 0, rule.get("warmup_steps", 1) == 0, not ordinary
+
+
+def options(run: Run) -> dict[str, Any]:
+    """All that makes a run what it is, but for its seed and its machine; the rule's options are named `rule.…`."""
+    sections = {name: dict(run.config[name]) for name in ("model", "optim", "train", "data")}
+    rule = sections["model"].pop("rule")
+    flat = {name: value for section in sections.values() for name, value in section.items()}
+    flat |= {f"rule.{name}": value for name, value in rule.items()}
+    return {name: value for name, value in flat.items() if name not in _ASIDE and not name.endswith("_every")}
+
+
+def _differing(runs: Sequence[Run]) -> set[str]:
+    """Options outside the rule that are not the same in all runs."""
+    every = [options(run) for run in runs]
+    names = {name for each in every for name in each if not name.startswith("rule.")}
+    return {name for name in names if any(each[name] != every[0][name] for each in every)}
+
+
+def _suffixes(run: Run, same_kind: Sequence[Run], differing: set[str]) -> list[str]:
+    """What sets the run apart from the first of its kind and, in what no rule decides, from other runs."""
+    mine, first = options(run), options(same_kind[0])
+    apart = [name for name in mine if mine[name] != first.get(name)]
+    apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
+    return [_name(name, mine) for name in apart if not _follows(name, mine, apart)]
+
+
+def _follows(name: str, mine: Mapping[str, Any], apart: Sequence[str]) -> bool:
+    """Two routed experts for a token are a part of leaving the shared expert out (paper, Shared Expert)."""
+    return name == "rule.experts_per_token" and "shared_experts" in apart and mine["shared_experts"] == 0
+
+
+def _name(name: str, mine: Mapping[str, Any]) -> str:
+    return _NAMES.get((name, mine[name])) or f"{name.removeprefix('rule.')} {mine[name]}"

@@ -1,0 +1,249 @@
+"""How well methods learn: their losses, and what the pool, the shared expert and the norm change in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from ...runs.files import read_json
+from ..material import Material, NotShownError
+from ..methods import Subject, options, pool_tokens
+from ..plain import Data
+from ..records import finite, series
+from ..sentences import listed, pool_size, signed
+
+LATE = 0.9
+"""Where the last tenth of training begins, over which training losses are averaged."""
+
+
+def loss_by_method(material: Material) -> Data:
+    """Validation loss, nats per token, over tokens trained on; mean over seeds, and their standard deviation."""
+    found = [_curve(runs) for runs in material.compared]
+    shown = [entry for entry in found if entry["points"]]
+    if not shown:
+        raise NotShownError("no run was validated yet")
+    return {"methods": shown}
+
+
+def say_loss_by_method(data: Data) -> str:
+    ends = sorted((entry["points"][-1][1], entry["method"], entry["std"][-1]) for entry in data["methods"])
+    (best, name, _), *others = ends
+    text = f"{name} ends lowest, at {best:.3f} nats per token"
+    if others:
+        text += f"; {listed([f'{method} {signed(loss - best)}' for loss, method, _ in others])}"
+    spreads = [std for *_, std in ends if std]
+    return text + (f". Over seeds the spread is up to {max(spreads):.3f}." if spreads else ". One seed each.")
+
+
+def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
+    """The validation losses of a method's runs at the steps that all of them have."""
+    losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
+    steps = sorted(set.intersection(*(set(each) for each in losses)))
+    at = [[each[step] for each in losses] for step in steps]
+    tokens = runs[0].run.tokens_per_step
+    return {
+        **runs[0].tag,
+        "seeds": len(runs),
+        "points": [[step * tokens, fmean(values)] for step, values in zip(steps, at, strict=True)],
+        "std": [stdev(values) if len(values) > 1 else None for values in at],
+    }
+
+
+def token_multiple(material: Material) -> Data:
+    """Tokens that the reference, token choice if there is one, needs for a loss over those that a method needs for it.
+
+    At each validation of the reference; losses are the lowest so far, between validations on a straight line.
+    """
+    curves = [_curve(runs) for runs in material.compared]
+    curves = [curve for curve in curves if len(curve["points"]) > 1]
+    if len(curves) < 2:
+        raise NotShownError("it compares two methods or more, each validated twice or more")
+    reference = next((curve for curve in curves if curve["kind"] == "token_choice"), curves[0])
+    methods = []
+    for curve in curves:
+        if curve is not reference:
+            points = [
+                [tokens, tokens / needed] for tokens, loss in _lowest(reference) if (needed := _reached(curve, loss))
+            ]
+            methods.append({"method": curve["method"], "kind": curve["kind"], "points": points})
+    shown = [entry for entry in methods if entry["points"]]
+    if not shown:
+        raise NotShownError(f"no other method came down to a loss of {reference['method']}")
+    return {"reference": reference["method"], "methods": shown}
+
+
+def say_token_multiple(data: Data) -> str:
+    ends = sorted(((entry["points"][-1][1], entry["method"]) for entry in data["methods"]), reverse=True)
+    parts = [f"{method} {multiple:.2f}" for multiple, method in ends]
+    return f"Times fewer tokens than {data['reference']} needed for its last loss that both have: {listed(parts)}."
+
+
+def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(tokens, lowest loss so far)."""
+    tokens, losses = zip(*curve["points"], strict=True)
+    return list(zip(tokens, np.minimum.accumulate(losses).tolist(), strict=True))
+
+
+def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
+    """The tokens after which the curve is down at a loss; None if it never is, or began below."""
+    points = _lowest(curve)
+    for (before, above), (after, below) in pairwise(points):
+        if above >= loss > below or above > loss >= below:
+            return before + (after - before) * (above - loss) / (above - below)
+    return None
+
+
+def train_against_validation(material: Material) -> Data:
+    """Cross-entropy in training, a running mean, and in validation, over tokens; nats per token.
+
+    `pooled`: validation by the pools of training, of expert choice where `et evaluate` has measured it.
+    """
+    methods = []
+    for subject in material.first_runs:
+        tokens = subject.run.tokens_per_step
+        train, validation = (
+            [[step * tokens, loss] for step, loss in finite(series(records, key))]
+            for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
+        )
+        if train and validation:
+            late = _late(train)
+            methods.append(
+                {
+                    **subject.tag,
+                    "train": _running_mean(train),
+                    "validation": validation,
+                    "pooled": _evaluated(subject, "validation").get("training_pools", {}).get("loss"),
+                    "gap": validation[-1][1] - late,
+                }
+            )
+    if not methods:
+        raise NotShownError("no run was validated yet")
+    return {"methods": methods}
+
+
+def say_train_against_validation(data: Data) -> str:
+    gaps = [f"{entry['method']} {signed(entry['gap'])}" for entry in data["methods"]]
+    pooled = [
+        f"{entry['method']} {signed(entry['validation'][-1][1] - entry['pooled'])}"
+        for entry in data["methods"]
+        if entry["pooled"] is not None
+    ]
+    text = f"Last validation loss less the mean training loss of the last tenth: {listed(gaps)}."
+    if pooled:
+        text += f" On the same text, routed causally less routed by the pools of training: {listed(pooled)}."
+    return text
+
+
+def batch_size_scaling(material: Material) -> Data:
+    """Expert choice by the tokens of its pool: losses and, where it was measured, CORE; expert threshold beside it."""
+    entries = []
+    for subject in material.first_runs:
+        rule, validation = subject.run.rule["name"], finite(series(subject.run.validation, "loss"))
+        train = [[step, loss] for step, loss in finite(series(subject.run.train, "cross_entropy"))]
+        if rule in ("expert_choice", "expert_threshold") and validation and train:
+            core = _evaluated(subject, "core").get("metric")
+            entries.append(
+                {
+                    **subject.tag,
+                    "pool": pool_tokens(subject.run) if rule == "expert_choice" else None,
+                    "train": _late(train),
+                    "validation": validation[-1][1],
+                    "core": core,
+                }
+            )
+    pools = {entry["pool"] for entry in entries} - {None}
+    if len(pools) < 2:
+        raise NotShownError(
+            "it needs expert choice with two pools or more: et train --rule expert_choice --pool TOKENS"
+        )
+    return {"methods": entries}
+
+
+def say_batch_size_scaling(data: Data) -> str:
+    choice = [entry for entry in data["methods"] if entry["pool"] is not None]
+    parts = [f"{entry['validation']:.3f} with {pool_size(entry['pool'])}" for entry in choice]
+    text = f"Validation loss of expert choice by the tokens of its pool: {listed(parts)}"
+    threshold = [f"{entry['method']} {entry['validation']:.3f}" for entry in data["methods"] if entry["pool"] is None]
+    return f"{text}; {listed(threshold)}." if threshold else f"{text}."
+
+
+def shared_expert(material: Material) -> Data:
+    """Validation losses with a shared expert, and without one and with two routed experts per token (Shared Expert)."""
+    return _pairs(
+        material,
+        ("shared_experts", "rule.experts_per_token", "d_expert"),
+        lambda run: run["shared_experts"] > 0,
+        "it needs a run and its like with --shared-experts 0 --experts-per-token 2",
+    )
+
+
+def fanout_norm(material: Material) -> Data:
+    """Validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
+    return _pairs(
+        material,
+        ("gate_norm",),
+        lambda run: run["gate_norm"] is None,
+        "it needs a run and its like with --gate-norm fanout",
+    )
+
+
+def say_shared_expert(data: Data) -> str:
+    return f"Without the shared expert the last validation loss is {_differences(data)} nats per token."
+
+
+def say_fanout_norm(data: Data) -> str:
+    return f"With the fanout norm the last validation loss is {_differences(data)} nats per token."
+
+
+def _differences(data: Data) -> str:
+    pairs = [(first, second) for first, second in zip(data["methods"][::2], data["methods"][1::2], strict=True)]
+    return listed([f"{signed(b['points'][-1][1] - a['points'][-1][1])} for {a['method']}" for a, b in pairs])
+
+
+def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
+    """Curves of methods in pairs that differ in the `free` options alone: the one that `has` first."""
+
+    def rest(runs: Sequence[Subject]) -> str:
+        return str({name: value for name, value in options(runs[0].run).items() if name not in free})
+
+    routed = [runs for runs in material.methods.values() if runs[0].layers]
+    shown: list[dict[str, Any]] = []
+    for _, alike in groupby(sorted(routed, key=rest), rest):
+        group = list(alike)
+        first = [runs for runs in group if has(options(runs[0].run))]
+        second = [runs for runs in group if not has(options(runs[0].run))]
+        if first and second:
+            curves = [_curve(first[0]), _curve(second[0])]
+            if all(curve["points"] for curve in curves):
+                shown += curves
+    if not shown:
+        raise NotShownError(why_not)
+    return {"methods": shown}
+
+
+def _late(points: Sequence[Sequence[float]]) -> float:
+    """The mean over the last tenth of training."""
+    return fmean(loss for at, loss in points if at > LATE * points[-1][0])
+
+
+def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Exponential, over a twentieth of the points, debiased."""
+    decay = 1 - 1 / max(len(points) / 20, 1)
+    mean = weight = 0.0
+    found = []
+    for at, loss in points:
+        mean, weight = decay * mean + (1 - decay) * loss, decay * weight + 1 - decay
+        found.append([at, mean / weight])
+    return found
+
+
+def _evaluated(subject: Subject, section: str) -> dict[str, Any]:
+    """A section of the run's evaluation.json; empty if `et evaluate` did not measure it at the last checkpoint."""
+    path = subject.folder.path / "evaluation.json"
+    saved = read_json(path) if path.exists() else {}
+    found = saved.get(section) if saved.get("step") == subject.folder.latest_checkpoint() else None
+    return found if isinstance(found, dict) else {}

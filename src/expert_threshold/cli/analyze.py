@@ -1,0 +1,72 @@
+"""`et analyze`: every figure of the paper, from run folders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from ..analysis.atlas import write_atlas
+from ..analysis.material import Material, Streams
+from ..analysis.methods import find_runs, read_subjects
+from ..analysis.studies import STUDIES, Study
+from ..train.config import DeviceName, DtypeName
+from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from .evaluate import Progress
+from .options import Command, Option, parse
+
+OPTIONS = [
+    Option("run", str, None, "The folders of runs, or of comparisons.", positional=True, required=True, many=True),
+    Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
+    Option("figures", str, "all", "The figures to make, as A,B."),
+    Option("tokens", int, 32768, "Tokens to trace each run on."),
+    Option("data", str | None, None, "The text to trace on, its validation split; none is each run's own."),
+    Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
+    Option("human_eval", str | None, None, "HumanEval, the domain of code: its folder or .jsonl file."),
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
+    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+]
+DESCRIPTION = (
+    "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
+    "Runs of one method with several seeds count as one. What needs runs that are not there is left out, with the "
+    "reason.\n\nFigures: " + ", ".join(study.name for study in STUDIES) + "."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Analyse the runs, and say where all of it lies."""
+    options = {option.name: option.default for option in OPTIONS}
+    options |= parse(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
+    if options["tokens"] < 2:
+        raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
+    studies = chosen_studies(options["figures"])
+    device = pick_device(options["device"])
+    math, code = (None if options[name] is None else Path(options[name]) for name in ("gsm8k", "human_eval"))
+    subjects = read_subjects(find_runs(options["run"]))
+    given = options["out"] != OPTIONS[1].default
+    out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"
+    keep_freed_memory()
+    console = Console(stderr=True)
+    progress = Progress(console, "et analyze")
+    material = Material(
+        subjects,
+        out / "traces",
+        Streams(options["data"], options["tokens"], math, code),
+        device,
+        pick_dtype(options["dtype"], device),
+        progress.task,
+    )
+    report = write_atlas(material, out, studies, progress.say)
+    print(f"report: {report}")
+
+
+def chosen_studies(text: str) -> list[Study]:
+    """The studies that --figures names. Raises ValueError if there is none of that name."""
+    if text == "all":
+        return STUDIES
+    known = {study.name: study for study in STUDIES}
+    for name in text.split(","):
+        if name not in known:
+            raise ValueError(f"--figures {name}: unknown figure; there are {', '.join(known)}")
+    return [study for study in STUDIES if study.name in text.split(",")]
