@@ -6,9 +6,10 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from statistics import mean, median, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..runs import RunFolder
+from ..runs.files import damage_told
 
 
 class Result(NamedTuple):
@@ -50,28 +51,34 @@ NOTES = (
 
 def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
     """The result of a run; None if it is not finished. Raises ValueError if it is damaged or does not validate."""
-    config = folder.config
-    steps = config["train"]["steps"]
-    records = folder.metrics.read()
+    train, model, records = folder.section("train"), folder.section("model"), folder.metrics.read()
     validations = {record["step"]: record for record in records if record["split"] == "validation"}
-    if folder.latest_checkpoint() != steps or steps not in validations:
-        return None
-    tokens = config["train"]["batch_size"] * config["train"]["accumulation"] * config["model"]["context"]
-    last = validations[steps]
-    layers = last["layers"].values()
-    fanout_counts = zip(*(layer["fanout_counts"] for layer in layers), strict=True)
-    fanout_mean, fanout_std = _moments([sum(counts) for counts in fanout_counts])
-    return Result(
-        method,
-        seed,
-        last["loss"],
-        last["bits_per_byte"],
-        median(record["tokens_per_second"] for record in records if record["split"] == "train"),
-        max((layer["load_spread"] for layer in layers), default=None),
-        fanout_mean,
-        fanout_std,
-        [(step * tokens, record["loss"]) for step, record in sorted(validations.items())],
-    )
+    with damage_told(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
+        steps = train["steps"]
+        if folder.latest_checkpoint() != steps or steps not in validations:
+            return None
+        tokens = _number(train["batch_size"] * train["accumulation"] * model["context"])
+        last = validations[steps]
+        layers = last["layers"].values()
+        fanout_counts = zip(*(layer["fanout_counts"] for layer in layers), strict=True)
+        fanout_mean, fanout_std = _moments([sum(counts) for counts in fanout_counts])
+        spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]  # None: no tokens
+        return Result(
+            method,
+            seed,
+            _number(last["loss"]),
+            _number(last["bits_per_byte"]),
+            median(record["tokens_per_second"] for record in records if record["split"] == "train"),
+            max(spreads, default=None),
+            fanout_mean,
+            fanout_std,
+            [(step * tokens, _number(record["loss"])) for step, record in sorted(validations.items())],
+        )
+
+
+def _number(value: Any) -> Any:
+    """A number or None, as it is. Raises TypeError for whatever else a damaged record has."""
+    return value if value is None else value + 0
 
 
 def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
@@ -108,11 +115,12 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 
 
 def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
-    """Validation loss over the tokens trained on, by method, mean over the seeds."""
+    """Validation loss over the tokens trained on, by method, mean over the seeds; where all of them were validated."""
     found = {}
     for method in dict.fromkeys(result.method for result in results):
-        points = zip(*(result.curve for result in results if result.method == method), strict=True)
-        found[method] = [(at[0][0], _over_seeds(mean, [loss for _, loss in at])) for at in points]
+        runs = [dict(result.curve) for result in results if result.method == method]
+        shared = [tokens for tokens in runs[0] if all(tokens in run for run in runs)]
+        found[method] = [(tokens, _over_seeds(mean, [run[tokens] for run in runs])) for tokens in shared]
     return found
 
 
@@ -126,7 +134,7 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
     """The table as text, below `HEADERS`; the best loss and the best bits per byte are emphasised."""
     lines = []
     for row in rows:
-        loss, bits = _number(row.loss, 3), _number(row.bits_per_byte, 3)
+        loss, bits = _show(row.loss, 3), _show(row.bits_per_byte, 3)
         loss += "" if row.loss_std is None else f" ± {row.loss_std:.3f}"
         lines.append(
             [
@@ -135,14 +143,14 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
                 emphasise(loss) if _is_lowest(row.loss, [other.loss for other in rows]) else loss,
                 emphasise(bits) if _is_lowest(row.bits_per_byte, [other.bits_per_byte for other in rows]) else bits,
                 f"{row.tokens_per_second:,.0f}",
-                _number(row.load_spread, 2),
-                _number(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
+                _show(row.load_spread, 2),
+                _show(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
             ]
         )
     return lines
 
 
-def _number(value: float | None, digits: int) -> str:
+def _show(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 

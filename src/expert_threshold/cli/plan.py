@@ -9,11 +9,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..config import DEFAULT_PRESET, RunConfig
+from ..config import RunConfig
 from ..model import flops_per_token, parameter_counts
 from ..routing import rule_name
 from .options import Option
-from .run_options import parse_run, resolve_run
+from .run_options import parse_run, resolve_run, start_of
 
 JSON = Option("json", bool, False, "Print one JSON object instead of a table.")
 
@@ -21,7 +21,7 @@ JSON = Option("json", bool, False, "Print one JSON object instead of a table.")
 def run(arguments: Sequence[str]) -> None:
     """Print the plan of the run that the arguments mean."""
     given = parse_run("et plan", "Tell what a run would cost: parameters, tokens and FLOPs.", [JSON], arguments)
-    costs = {"preset": given.get("preset", DEFAULT_PRESET)} | plan(resolve_run(given))
+    costs = start_of(given) | plan(resolve_run(given))
     if given.get("json"):
         print(json.dumps(costs))
     else:

@@ -128,6 +128,11 @@ def resolve_run(given: Given) -> RunConfig:
     )
 
 
+def start_of(given: Given) -> dict[str, str]:
+    """What the options of a run start from: the preset, the file that changes it, or both."""
+    return {name: given[name] for name in ("preset", "config") if name in given} or {"preset": DEFAULT_PRESET}
+
+
 def read_config_file(path: str) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError where it is none."""
     remedy = "name a JSON file such as the config.json of a run"

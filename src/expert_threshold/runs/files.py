@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+@contextmanager
+def damage_told(path: Path, remedy: str) -> Iterator[None]:
+    """What a record of `path` lacks, or has of another kind than is read of it, is told as damage: `ValueError`."""
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: damaged ({reason}); {remedy}") from error
 
 
 def sync_folder(path: Path) -> None:
