@@ -13,42 +13,35 @@ ActivationName = Literal["relu2", "swiglu"]
 
 
 class Activation(NamedTuple):
-    """A nonlinearity on pre-activations h (rows, width · d_expert), and its derivative, both without autograd.
+    """A nonlinearity on pre-activations h (…, rows, width · d_expert), and its derivative, both without autograd.
 
-    forward(h) returns (kept, a): what backward needs, which may be h overwritten, and the activation.
-    backward(kept, da) returns (a, dh): the activation again and the gradient of h; it may overwrite `da`, never `kept`.
+    keep(h) returns what backward needs, h overwritten or not; value(kept) the activation a; slope(kept, da) returns
+    the gradient of h but for the factor `scale`, which is cheaper to apply where rows are narrow; it may overwrite da.
     """
 
     width: int  # matrices before the nonlinearity: 1, or 2 where one gates the other
-    forward: Callable[[Tensor], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    scale: int
+    keep: Callable[[Tensor], Tensor]
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
 
 
-def _relu2(h: Tensor) -> tuple[Tensor, Tensor]:
-    r = h.relu_()
-    return r, r * r
-
-
-def _relu2_backward(r: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
-    return r * r, da.mul_(r).mul_(2)
-
-
-def _swiglu(h: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
-    return h, F.silu(gate).mul_(up)
+    return F.silu(gate).mul_(up)
 
 
-def _swiglu_backward(h: Tensor, da: Tensor) -> tuple[Tensor, Tensor]:
+def _swiglu_slope(h: Tensor, da: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
     sigmoid = gate.sigmoid()
     silu = gate * sigmoid
     dgate = da * up * (sigmoid + silu * (1 - sigmoid))
-    return silu * up, torch.cat((dgate, da * silu), -1)
+    return torch.cat((dgate, da * silu), -1)
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu2": Activation(1, _relu2, _relu2_backward),
-    "swiglu": Activation(2, _swiglu, _swiglu_backward),
+    "relu2": Activation(1, 2, torch.relu_, torch.square, lambda relu, da: da.mul_(relu)),
+    "swiglu": Activation(2, 1, lambda h: h, _swiglu, _swiglu_slope),
 }
 
 
@@ -66,30 +59,33 @@ def refuse_second_derivative() -> None:
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
-    """Pre-activations (rows, width · d_expert) of x (rows, d_model), the matrices' outputs side by side."""
+    """Pre-activations (…, rows, width · d_expert) of x (…, rows, d_model), the matrices' outputs side by side."""
     if len(matrices) == 1:
-        return x @ matrices[0].T
-    return torch.cat([x @ m.T for m in matrices], -1)
+        return x @ matrices[0].mT
+    return torch.cat([x @ m.mT for m in matrices], -1)
+
+
+# Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products.
+HIDDEN_PER_BLOCK = 2**20
 
 
 class _FeedForwardFunction(torch.autograd.Function):
     """down · act(up · x), in blocks of rows; keeps only the input and the pre-activations for backward."""
 
     @staticmethod
-    def blocks(x: Tensor) -> tuple[Tensor, ...]:
+    def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
         """Rows in blocks whose intermediates stay in cache; at most 16, as weight gradients are rounded after each."""
-        blocks: tuple[Tensor, ...] = x.split(max(1024, -(-len(x) // 16)))
+        blocks: tuple[Tensor, ...] = x.split(max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1))
         return blocks
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Activation, down: Tensor, *ups: Tensor) -> Tensor:
         y = torch.empty(len(x), len(down), dtype=x.dtype, device=x.device)
-        blocks = _FeedForwardFunction.blocks
+        blocks, hidden = _FeedForwardFunction.blocks, down.shape[1]
         kept = []
-        for rows, out in zip(blocks(x), blocks(y), strict=True):
-            keep, a = activation.forward(up_project(rows, ups))
-            torch.mm(a, down.T, out=out)
-            kept.append(keep)
+        for rows, out in zip(blocks(x, hidden), blocks(y, hidden), strict=True):
+            kept.append(activation.keep(up_project(rows, ups)))
+            torch.mm(activation.value(kept[-1]), down.T, out=out)
         ctx.activation = activation
         ctx.save_for_backward(x, down, *ups, *kept)
         return y
@@ -100,19 +96,19 @@ class _FeedForwardFunction(torch.autograd.Function):
         x, down, *rest = ctx.saved_tensors
         width, activation = ctx.activation.width, ctx.activation
         ups, kept = rest[:width], rest[width:]
+        scaled_ups = [up * activation.scale for up in ups]
         dx, ddown = torch.empty_like(x), torch.zeros_like(down)
         dups = [torch.zeros_like(up) for up in ups]
-        blocks = _FeedForwardFunction.blocks
-        for xs, dys, dxs, keep in zip(blocks(x), blocks(dy), blocks(dx), kept, strict=True):
-            a, dh = activation.backward(keep, dys @ down)
-            ddown.addmm_(dys.T, a)
-            parts = dh.chunk(width, -1)
-            torch.mm(parts[0], ups[0], out=dxs)
+        blocks, hidden = _FeedForwardFunction.blocks, down.shape[1]
+        for xs, dys, dxs, keep in zip(blocks(x, hidden), blocks(dy, hidden), blocks(dx, hidden), kept, strict=True):
+            ddown.addmm_(dys.T, activation.value(keep))
+            parts = activation.slope(keep, dys @ down).chunk(width, -1)
+            torch.mm(parts[0], scaled_ups[0], out=dxs)
             if width == 2:
-                dxs.addmm_(parts[1], ups[1])
+                dxs.addmm_(parts[1], scaled_ups[1])
             for dup, part in zip(dups, parts, strict=True):
                 dup.addmm_(part.T, xs)
-        return dx, None, ddown, *dups
+        return dx, None, ddown, *(dup.mul_(activation.scale) for dup in dups)
 
 
 class Linear(nn.Linear):

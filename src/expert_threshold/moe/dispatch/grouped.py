@@ -1,16 +1,20 @@
-"""Every expert's tokens as one segment: gather, two products, gate-weighted scatter.
+"""Every expert's tokens as one segment: gather, two products, gate-weighted sum back to the tokens.
 
 Only the input, the pre-activations and the indices are kept for backward.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..experts import Activation, Experts, refuse_second_derivative, up_project
+from ..experts import HIDDEN_PER_BLOCK, Activation, Experts, refuse_second_derivative, up_project
+
+# Rows computed over rows asked for, up to which experts of unequal loads share a batched product.
+PADDING = 1.25
 
 
 def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
@@ -21,50 +25,121 @@ def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> T
     return y
 
 
-def pack(assignment: Tensor) -> tuple[Tensor, list[int]]:
-    """Token indices sorted by expert, then token, and how many each expert has. assignment: (tokens, experts)."""
-    return assignment.T.nonzero()[:, 1], assignment.sum(0).tolist()
+class Group(NamedTuple):
+    """Neighbouring experts that share a batched product, and the slots, `length` for each, that it computes."""
+
+    experts: slice
+    length: int
+    slots: slice
+
+    def of(self, rows: Tensor) -> Tensor:
+        """(experts, length, …) of rows (slots, …), a view."""
+        return rows[self.slots].unflatten(0, (-1, self.length))
+
+
+def form_groups(loads: list[int], hidden: int) -> list[Group]:
+    """Experts in groups of at most HIDDEN_PER_BLOCK hidden activations and PADDING; those without tokens in none."""
+    groups: list[Group] = []
+    for expert, load in enumerate(loads):
+        if not load:  # a decoded token goes to few experts: the others must cost nothing
+            continue
+        start = groups[-1].slots.stop if groups else 0
+        if groups and groups[-1].experts.stop == expert:
+            experts = slice(groups[-1].experts.start, expert + 1)
+            length = max(groups[-1].length, load)
+            slots = length * (experts.stop - experts.start)
+            if slots * hidden <= HIDDEN_PER_BLOCK and slots <= PADDING * sum(loads[experts]):
+                start = groups.pop().slots.start
+                groups.append(Group(experts, length, slice(start, start + slots)))
+                continue
+        groups.append(Group(slice(expert, expert + 1), load, slice(start, start + load)))
+    return groups
+
+
+class Packing(NamedTuple):
+    """Where tokens go and come from. A pair is a token and one of its experts, ordered by expert, then token."""
+
+    token: Tensor  # (pairs,)
+    of_slot: Tensor  # (slots,) the first pair that is not before the slot: a slot of padding holds none
+    slot: Tensor  # (pairs,) the slot of each pair, ordered by token
+    of_token: Tensor  # (tokens,) where in `slot` the pairs of each token begin
+
+
+def pack(assignment: Tensor, loads: Tensor, groups: list[Group]) -> Packing:
+    """assignment: (tokens, experts) bool; loads: its sum over tokens."""
+    by_expert = assignment.T
+    token = by_expert.nonzero()[:, 1]
+    first = loads.cumsum(0) - loads
+    pair_of_slot, slot_of_pair = [token[:0]], [token[:0]]
+    for group in groups:
+        place = torch.arange(group.length, device=token.device)
+        held = loads[group.experts, None]
+        pair_of_slot.append((first[group.experts, None] + place.minimum(held)).flatten())
+        slots = torch.arange(group.slots.start, group.slots.stop, device=token.device).view(-1, group.length)
+        slot_of_pair.append(slots[place < held])
+    slot = torch.empty(by_expert.shape, dtype=torch.int64, device=token.device)
+    slot = slot.masked_scatter_(by_expert, torch.cat(slot_of_pair)).T.masked_select(assignment)
+    fanout = assignment.sum(1)
+    return Packing(token, torch.cat(pair_of_slot), slot, fanout.cumsum(0) - fanout)
+
+
+def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Row i: the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1]; zeros where there is no such j."""
+    if not len(begins) or not len(index):
+        return rows.new_zeros(len(begins), rows.shape[1])
+    y: Tensor = torch.embedding_bag(rows, index, begins, False, 0, False, weights)[0]
+    return y
 
 
 class _Grouped(torch.autograd.Function):
-    """The segments one after the other, so that each one's intermediates stay in cache."""
+    """The groups one after the other, so that each one's intermediates stay in cache.
+
+    As gates multiply the rows of experts' outputs, they multiply the rows of all gradients: they are applied while rows
+    of d_model are gathered, which costs nothing, and not to hidden activations.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, down: Tensor, *ups: Tensor
     ) -> Tensor:
-        tokens, loads = pack(assignment)
-        y = torch.zeros_like(x)
+        loads = assignment.sum(0)
+        groups = form_groups(loads.tolist(), down.shape[2])
+        packing = pack(assignment, loads, groups)
+        xs = sum_rows(x, packing.token, packing.of_slot)
+        ys = torch.empty_like(xs)
         kept = []
-        for i, rows in enumerate(tokens.split(loads)):
-            if not loads[i]:  # a decoded token goes to few experts: the others must cost nothing
-                kept.append(x.new_empty(0, activation.width * down.shape[2]))
-                continue
-            keep, a = activation.forward(up_project(x.index_select(0, rows), tuple(up[i] for up in ups)))
-            y.index_add_(0, rows, (a @ down[i].T).mul_(gates[:, i].index_select(0, rows)[:, None]))
-            kept.append(keep)
-        ctx.activation, ctx.loads = activation, loads
-        ctx.save_for_backward(x, gates, tokens, down, *ups, *kept)
-        return y
+        for group in groups:
+            kept.append(activation.keep(up_project(group.of(xs), tuple(up[group.experts] for up in ups))))
+            torch.bmm(activation.value(kept[-1]), down[group.experts].mT, out=group.of(ys))
+        ctx.activation, ctx.groups = activation, groups
+        ctx.save_for_backward(x, gates, assignment, *packing, down, *ups, *kept)
+        return sum_rows(ys, packing.slot, packing.of_token, gates.masked_select(assignment).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        x, gates, tokens, down, *rest = ctx.saved_tensors
+        x, gates, assignment, *rest = ctx.saved_tensors
+        packing, (down, *rest) = Packing(*rest[:4]), rest[4:]
         activation: Activation = ctx.activation
         ups, kept = rest[: activation.width], rest[activation.width :]
-        dx, dgates, ddown = torch.zeros_like(x), torch.zeros_like(gates), torch.empty_like(down)
-        dups = [torch.empty_like(up) for up in ups]
-        for i, (rows, keep) in enumerate(zip(tokens.split(ctx.loads), kept, strict=True)):
-            xs, dys = x.index_select(0, rows), dy.index_select(0, rows)
-            gate = gates[:, i].index_select(0, rows)[:, None].to(x.dtype)
-            dout = dys @ down[i]  # the activation's gradient but for the gate, whose own gradient is ⟨dout, a⟩
-            a, dh = activation.backward(keep, dout * gate)
-            dgates[:, i].index_add_(0, rows, dout.mul_(a).sum(-1, dtype=gates.dtype))
-            torch.mm(dys.mul_(gate).T, a, out=ddown[i])
-            parts = dh.chunk(activation.width, -1)
-            for dup, part in zip(dups, parts, strict=True):
-                torch.mm(part.T, xs, out=dup[i])
-            for up, part in zip(ups, parts, strict=True):
-                dx.index_add_(0, rows, part @ up[i])
+        gate = gates.T.masked_select(assignment.T)
+        xs = sum_rows(x, packing.token, packing.of_slot, (gate * activation.scale).to(x.dtype))
+        dys = sum_rows(dy, packing.token, packing.of_slot)
+        gated_dys = sum_rows(dy, packing.token, packing.of_slot, gate.to(x.dtype))
+        dxs, dgate = torch.empty_like(xs), gates.new_empty(len(xs))
+        ddown, dups = torch.zeros_like(down), [torch.zeros_like(up) for up in ups]
+        for group, keep in zip(ctx.groups, kept, strict=True):
+            a = activation.value(keep)
+            torch.bmm(group.of(gated_dys).mT, a, out=ddown[group.experts])
+            da = torch.bmm(group.of(dys), down[group.experts])
+            torch.sum(a.mul_(da), -1, dtype=gates.dtype, out=group.of(dgate))
+            parts = activation.slope(keep, da).chunk(activation.width, -1)
+            torch.bmm(parts[0], ups[0][group.experts], out=group.of(dxs))
+            for up, dup, part in zip(ups, dups, parts, strict=True):
+                torch.bmm(part.mT, group.of(xs), out=dup[group.experts])
+                if up is not ups[0]:
+                    group.of(dxs).baddbmm_(part, up[group.experts])
+        weights = (gates.masked_select(assignment) * activation.scale).to(x.dtype)
+        dx = sum_rows(dxs, packing.slot, packing.of_token, weights)
+        dgates = torch.zeros_like(gates).masked_scatter_(assignment, dgate.index_select(0, packing.slot))
         return dx, dgates, None, None, ddown, *dups
