@@ -11,6 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff
+from .experts import refuse_second_derivative
+
+
+class _Scores(torch.autograd.Function):
+    """W x in float32 for x of any dtype; keeps x as it is, and multiplies its gradient in its dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor]:
+        refuse_second_derivative()
+        x, weight = ctx.saved_tensors
+        dweight = dscores.flatten(0, -2).T @ x.flatten(0, -2).float()
+        return dscores.to(x.dtype) @ weight.to(x.dtype), dweight.to(weight.dtype)
 
 
 class Router(nn.Module):
@@ -35,7 +52,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone."""
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
-            scores = F.linear(x.float(), self.weight.float())
+            scores: Tensor = _Scores.apply(x, self.weight)
         routing = self.rule.route(scores, self.state, training=self.training, group=self.group)
         if self.z_loss is not None and self.training:
             tokens = scores[..., 0].numel()

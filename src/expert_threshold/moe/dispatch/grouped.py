@@ -59,28 +59,29 @@ def form_groups(loads: list[int], hidden: int) -> list[Group]:
 class Packing(NamedTuple):
     """Where tokens go and come from. A pair is a token and one of its experts, ordered by expert, then token."""
 
+    pair: Tensor  # (pairs,) token · experts + expert
     token: Tensor  # (pairs,)
+    slot: Tensor  # (pairs,)
     of_slot: Tensor  # (slots,) the first pair that is not before the slot: a slot of padding holds none
-    slot: Tensor  # (pairs,) the slot of each pair, ordered by token
-    of_token: Tensor  # (tokens,) where in `slot` the pairs of each token begin
+    by_token: Tensor  # (pairs,) the pairs, ordered by token
+    of_token: Tensor  # (tokens,) where in `by_token` the pairs of each token begin
 
 
 def pack(assignment: Tensor, loads: Tensor, groups: list[Group]) -> Packing:
     """assignment: (tokens, experts) bool; loads: its sum over tokens."""
-    by_expert = assignment.T
-    token = by_expert.nonzero()[:, 1]
+    expert, token = assignment.T.nonzero().unbind(1)
     first = loads.cumsum(0) - loads
-    pair_of_slot, slot_of_pair = [token[:0]], [token[:0]]
+    slot, of_slot = [token[:0]], [token[:0]]
     for group in groups:
         place = torch.arange(group.length, device=token.device)
         held = loads[group.experts, None]
-        pair_of_slot.append((first[group.experts, None] + place.minimum(held)).flatten())
+        of_slot.append((first[group.experts, None] + place.minimum(held)).flatten())
         slots = torch.arange(group.slots.start, group.slots.stop, device=token.device).view(-1, group.length)
-        slot_of_pair.append(slots[place < held])
-    slot = torch.empty(by_expert.shape, dtype=torch.int64, device=token.device)
-    slot = slot.masked_scatter_(by_expert, torch.cat(slot_of_pair)).T.masked_select(assignment)
+        slot.append(slots[place < held])
     fanout = assignment.sum(1)
-    return Packing(token, torch.cat(pair_of_slot), slot, fanout.cumsum(0) - fanout)
+    pair = token * assignment.shape[1] + expert
+    by_token = token.argsort(stable=True)
+    return Packing(pair, token, torch.cat(slot), torch.cat(of_slot), by_token, fanout.cumsum(0) - fanout)
 
 
 def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -112,18 +113,20 @@ class _Grouped(torch.autograd.Function):
             kept.append(activation.keep(up_project(group.of(xs), tuple(up[group.experts] for up in ups))))
             torch.bmm(activation.value(kept[-1]), down[group.experts].mT, out=group.of(ys))
         ctx.activation, ctx.groups = activation, groups
-        ctx.save_for_backward(x, gates, assignment, *packing, down, *ups, *kept)
-        return sum_rows(ys, packing.slot, packing.of_token, gates.masked_select(assignment).to(x.dtype))
+        ctx.save_for_backward(x, gates, *packing, down, *ups, *kept)
+        gate = gates.flatten().index_select(0, packing.pair).to(x.dtype)
+        return sum_rows(ys, packing.slot[packing.by_token], packing.of_token, gate[packing.by_token])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        x, gates, assignment, *rest = ctx.saved_tensors
-        packing, (down, *rest) = Packing(*rest[:4]), rest[4:]
+        x, gates, *rest = ctx.saved_tensors
+        packing, (down, *rest) = Packing(*rest[:6]), rest[6:]
         activation: Activation = ctx.activation
         ups, kept = rest[: activation.width], rest[activation.width :]
-        gate = gates.T.masked_select(assignment.T)
-        xs = sum_rows(x, packing.token, packing.of_slot, (gate * activation.scale).to(x.dtype))
+        gate = gates.flatten().index_select(0, packing.pair)
+        scale = (gate * activation.scale).to(x.dtype)
+        xs = sum_rows(x, packing.token, packing.of_slot, scale)
         dys = sum_rows(dy, packing.token, packing.of_slot)
         gated_dys = sum_rows(dy, packing.token, packing.of_slot, gate.to(x.dtype))
         dxs, dgate = torch.empty_like(xs), gates.new_empty(len(xs))
@@ -139,7 +142,7 @@ class _Grouped(torch.autograd.Function):
                 torch.bmm(part.mT, group.of(xs), out=dup[group.experts])
                 if up is not ups[0]:
                     group.of(dxs).baddbmm_(part, up[group.experts])
-        weights = (gates.masked_select(assignment) * activation.scale).to(x.dtype)
-        dx = sum_rows(dxs, packing.slot, packing.of_token, weights)
-        dgates = torch.zeros_like(gates).masked_scatter_(assignment, dgate.index_select(0, packing.slot))
-        return dx, dgates, None, None, ddown, *dups
+        dx = sum_rows(dxs, packing.slot[packing.by_token], packing.of_token, scale[packing.by_token])
+        dgates = torch.zeros(gates.numel(), dtype=gates.dtype, device=gates.device)
+        dgates[packing.pair] = dgate[packing.slot]
+        return dx, dgates.view_as(gates), None, None, ddown, *dups
