@@ -22,7 +22,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.analysis.comparison import Result, Row, cells, curves, summarise, to_csv, to_markdown
+from expert_threshold.analysis.comparison import (
+    Result,
+    Row,
+    cells,
+    curves,
+    read_result,
+    summarise,
+    to_csv,
+    to_markdown,
+)
 from expert_threshold.cli import compare, main
 from expert_threshold.cli.compare import METHODS, configure, run_title
 from expert_threshold.config import PAPER_STEPS
@@ -390,12 +399,122 @@ def test_another_text_is_refused(
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "compare.json"])
-def test_a_folder_that_is_no_comparison_is_refused(
-    name: str, small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_is_no_comparison_is_refused_before_the_text_is_read(
+    name: str, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(compare, "open_source", None)
     (tmp_path / name).write_text("{}")
     refused(capsys, et("compare", *small, "--out", tmp_path), str(tmp_path), "name another --out")
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_no_name_is_no_folder(small: list[object], capsys: pytest.CaptureFixture[str]) -> None:
+    refused(capsys, et("compare", *small, "--out", ""), "--out is empty")
+
+
+def test_what_is_to_be_done_is_told_before_the_text_is_read(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("compare", *small, "--data", tmp_path / "missing.txt", "--out", tmp_path / "out") == 2
+    told = capsys.readouterr().out
+    assert told.startswith("tiny on missing.txt: 4 steps of 64 tokens = 256 tokens; ")
+    assert "methods × seeds: 8 × 1 = 8 runs" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_comparison_of_a_file_says_so(
+    small: list[object], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = finished / "dense" / "seed_0" / "config.json"
+    data = ["--data", tmp_path / "missing.txt", "--out", tmp_path / "out"]
+    assert et("compare", "--config", config, *data) == 2
+    assert capsys.readouterr().out.startswith(f"{config} on missing.txt: 4 steps")
+    assert et("compare", "d4", "--config", config, *data) == 2
+    assert capsys.readouterr().out.startswith(f"d4 with {config} on missing.txt: 4 steps")
+
+
+def test_a_folder_in_which_a_comparison_was_killed_before_anything_was_written_is_taken(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dead = {"pid": 2**22 + 1, "host": socket.gethostname(), "process": "dead"}
+    (tmp_path / ".lock").write_text(json.dumps(dead))
+    refused(capsys, et("compare", *small, "--data", "missing.txt", "--out", tmp_path), "missing.txt does not exist")
+    assert list(tmp_path.iterdir()) == []
+
+
+def change(record: Any, path: str, value: Any) -> None:
+    """Set what stands at a path such as `layers.1.usage`, or remove it where the value is `...`."""
+    *parents, last = path.split(".")
+    for part in parents:
+        record = record[part]
+    if value is ...:
+        del record[last]
+    else:
+        record[last] = value
+
+
+@pytest.mark.parametrize("value", [..., None, [5]], ids=repr)
+@pytest.mark.parametrize("path", ["options", "methods", "machines", "corpus", "corpus.hash"])
+def test_a_damaged_record_is_told_and_left_as_it_is(
+    path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read(copy)
+    change(record, path, value)
+    (copy / "compare.json").write_text(json.dumps(record))
+    refused_and_unharmed(copy, small, capsys, "name another --out")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("layers", ...), ("layers", "x"), ("layers.1", 5), ("layers.1.fanout_counts", ...),
+        ("layers.1.fanout_counts", [1, 2]), ("loss", ...), ("loss", "x"), ("bits_per_byte", []),
+        ("layers.2.load_spread", "x"),
+    ],
+)  # fmt: skip
+def test_damaged_measurements_of_a_run_are_told_and_left_as_they_are(
+    path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copy / "token_choice" / "seed_1"
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    record = json.loads(lines[-1])
+    assert record["split"] == "validation"
+    change(record, path, value)
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    refused_and_unharmed(copy, small, capsys, str(run), "restore it from a copy", "to train that run again")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        *[("compare.json", content) for content in (b"", b"{}", b"[]", b"\xff", b"{")],
+        *[("dense/seed_0/config.json", content) for content in (b"{}", b"\xff", b'{"format": "expert-threshold run"}')],
+        ("dense/seed_0/metrics.jsonl", b'{"step": 1}\n{}\n'),
+    ],
+)
+def test_a_file_that_was_cut_or_replaced_is_told_by_name_and_left_as_it_is(
+    name: str, content: bytes, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / name).write_bytes(content)
+    refused_and_unharmed(copy, small, capsys, name)
+
+
+def refused_and_unharmed(copy: Path, small: list[object], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    refused(capsys, et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy), *parts)
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_a_layer_that_got_no_token_in_validation_has_no_spread(finished: Path, copy: Path) -> None:
+    path = copy / "token_choice" / "seed_0" / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    record = json.loads(lines[-1])
+    other = record["layers"]["2"]["load_spread"]
+    change(record, "layers.1.load_spread", None)
+    path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    result = read_result(RunFolder.open(path.parent), "token_choice", 0)
+    assert result is not None
+    assert result.load_spread == other
 
 
 def test_each_method_is_what_its_name_says() -> None:
@@ -462,6 +581,9 @@ def test_a_loss_that_was_not_finite_is_no_number_and_never_the_best() -> None:
     assert ",,," in to_csv(rows)
 
 
-def test_a_curve_is_the_mean_over_seeds() -> None:
-    runs = [result("dense", 0, 1.0, [(10, 3.0), (20, 1.0)]), result("dense", 1, 2.0, [(10, 5.0), (20, None)])]
+def test_a_curve_is_the_mean_over_seeds_where_all_were_validated() -> None:
+    runs = [
+        result("dense", 0, 1.0, [(5, 9.0), (10, 3.0), (20, 1.0)]),  # validated at 5 too
+        result("dense", 1, 2.0, [(10, 5.0), (20, None)]),
+    ]
     assert curves(runs) == {"dense": [(10, 4.0), (20, None)]}
