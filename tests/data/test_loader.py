@@ -129,7 +129,7 @@ def test_fewer_tokens_than_a_row_needs_are_refused() -> None:
 
 @pytest.mark.parametrize("position", [Position(0, 3), Position(0, -1), Position(-1, 0)])
 def test_a_position_outside_the_corpus_is_refused(position: Position) -> None:
-    with pytest.raises(ValueError, match="outside this corpus of 3 rows: resume with the data the run began with"):
+    with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
         Loader(tokens_of([5, 5]), 1, 4, seed=0, position=position)
 
 

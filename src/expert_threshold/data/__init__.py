@@ -1,9 +1,10 @@
 """Text to batches: corpora, the tokenizer, and the loader of packed documents."""
 
 from .domains import open_held_out
-from .loader import IGNORED, Batch, Loader, Position, Tokens, pack, windows
+from .loader import IGNORED, Batch, Loader, Position, pack, windows
 from .sources import Corpus, DataConfig, Size, Split, open_source
 from .tokenizer import BOS, Tokenizer
+from .tokens import Tokens
 
 __all__ = [
     "BOS",

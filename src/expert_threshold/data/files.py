@@ -122,7 +122,7 @@ class RowGroup(NamedTuple):
     """A part of a Parquet file that can be read on its own. `bytes` is the text's size, to the nearest percent."""
 
     path: Path
-    index: int
+    number: int
     documents: int
     bytes: int
 
@@ -150,7 +150,7 @@ def footer(path: Path) -> bytes:
 
 def read_row_group(group: RowGroup, text_field: str) -> Iterator[str]:
     """Its documents. Raises ValueError as `read` does."""
-    return _parquet(group.path, text_field, [group.index])
+    return _parquet(group.path, text_field, [group.number])
 
 
 def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -> Iterator[str]:

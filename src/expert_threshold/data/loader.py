@@ -4,50 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .sources import Corpus, Split
+from .stream import Blocks, Stream, Whole, shuffled
 from .tokenizer import Tokenizer
+from .tokens import THREADS, Ids, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
 IGNORED = -1
 """The target where there is none."""
 
 _CHUNK_BYTES = 4_000_000
 
-Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""uint16 where the vocabulary fits, else uint32."""
-
-
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """Document d is `ids[offsets[d] : offsets[d + 1]]` and begins with the tokenizer's `bos`.
-
-    `ids` has shape (tokens,), `offsets` (documents + 1,); `bytes` is the length of the text in UTF-8.
-    """
-
-    ids: Ids
-    offsets: npt.NDArray[np.int64]
-    bytes: int
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def documents(self) -> int:
-        return len(self.offsets) - 1
-
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next batch begins: `row` rows into this epoch."""
+    """Where the next batch begins: `row` rows into this block of this epoch."""
 
     epoch: int = 0
     row: int = 0
+    block: int = 0
 
 
 class Batch(NamedTuple):
@@ -58,19 +41,34 @@ class Batch(NamedTuple):
 
 
 def pack(
-    corpus: Corpus, tokenizer: Tokenizer, split: Split, progress: Callable[[int, int], None] | None = None
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    split: Split,
+    progress: Callable[[int, int], None] | None = None,
+    max_tokens: int | None = None,
 ) -> Tokens:
-    """All documents of a split as tokens; `progress` is told the bytes done and the bytes in all now and then."""
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
-    documents = [np.empty(0, dtype)]
-    done = 0
-    for texts in _chunks(corpus.documents(split)):
-        documents += [np.array([tokenizer.bos, *ids], dtype) for ids in tokenizer.encode_batch(texts)]
-        done += sum(len(text.encode()) for text in texts)
+    """The documents of a split as tokens in memory; `progress` is told the bytes done and the bytes in all.
+
+    max_tokens: enough is what reaches so many, in whole parts; None is all.
+    """
+    packed = [no_tokens(id_type(tokenizer.vocab_size))]
+    tokens = done = 0
+    for part in _in_parts(corpus, tokenizer, split):
+        packed.append(part)
+        tokens += len(part)
+        done += part.bytes
         if progress is not None:
-            progress(done, corpus.sizes[split].bytes)
-    offsets = np.cumsum([len(document) for document in documents], dtype=np.int64)
-    return Tokens(np.concatenate(documents), offsets, done)
+            progress(done, max(done, corpus.sizes[split].bytes))
+        if max_tokens is not None and tokens >= max_tokens:
+            break
+    return join(packed)
+
+
+def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[Tokens]:
+    if corpus.parts is None:
+        return ahead(partial(tokenize, tokenizer=tokenizer), _chunks(corpus.documents(split)), THREADS)
+    parts = corpus.parts(split, tokenizer)
+    return ahead(parts.read, range(len(parts.bytes)), THREADS)
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
@@ -87,34 +85,34 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-class _Epoch:
-    """The stream of one epoch, all documents in an order drawn from the seed and the epoch, cut into rows.
+class _Rows:
+    """A block of one epoch, all its documents in an order drawn from the seed, the epoch and the block, cut into rows.
 
     The rows come in an order of their own: neighbours in a batch are then of different documents, however long.
     """
 
-    def __init__(self, tokens: Tokens, context: int, seed: int, epoch: int) -> None:
-        order = _shuffled(tokens.documents, seed, epoch, 0)
+    def __init__(self, tokens: Tokens, context: int, seed: int, epoch: int, block: int) -> None:
+        # What the first block draws must never change: runs resume by their position alone.
+        further = (block,) if block else ()
+        order = shuffled(tokens.documents, seed, epoch, 0, *further)
         self._ids = tokens.ids
         self._starts = np.concatenate([[0], np.cumsum(np.diff(tokens.offsets)[order])])
-        self._shifts = tokens.offsets[order] - self._starts[:-1]
+        self._shifts = tokens.offsets[:-1][order] - self._starts[:-1]
         self._context = context
-        self._order = _shuffled(rows_per_epoch(tokens, context), seed, epoch, 1)
+        self._order = shuffled(rows_per_epoch(tokens, context), seed, epoch, 1, *further)
+
+    def __len__(self) -> int:
+        return len(self._order)
 
     def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Rows `first` to `last` of this epoch's order, each with the token that follows it; IGNORED past the end."""
+        """Rows `first` to `last` of this block's order, each with the token that follows it; IGNORED past the end."""
         place = self._order[first:last, None] * self._context + np.arange(self._context + 1)
         end = self._starts[-1]
-        # What follows the epoch's last token is the next epoch's first, which opens a document like the first here.
+        # What follows the block's last token is the next block's first, which opens a document like the first here.
         inside = np.where(place < end, place, 0)
         document = np.searchsorted(self._starts, inside, side="right") - 1
         ids = self._ids[inside + self._shifts[document]].astype(np.int64)
         return np.where(place <= end, ids, IGNORED)
-
-
-def _shuffled(count: int, seed: int, epoch: int, purpose: int) -> npt.NDArray[np.int64]:
-    # A bit generator's raw output stays the same from one release of NumPy to the next, a permutation may not.
-    return np.argsort(np.random.PCG64([seed, epoch, purpose]).random_raw(count), kind="stable")
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
@@ -125,67 +123,100 @@ def rows_per_epoch(tokens: Tokens, context: int) -> int:
 class Loader(Iterator[Batch]):
     """Endless batches of packed documents; documents, and rows of their stream, are shuffled anew in each epoch.
 
-    Row r of the global batch of `ranks * batch_size` rows is the epoch's row `position.row + r`, running on into the
-    next epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once in an epoch; its
-    last row is filled up with targets that are `IGNORED`. A batch depends on the position alone, not on earlier ones.
+    tokens: a split in memory, or in parts that are read and tokenized by `threads` ahead of the batches, a block of
+    about 32 MB of text at a time. Both are shuffled within a block; the blocks' parts are from all over the split. What
+    is in memory is one block, which an epoch cuts into `_Rows`.
 
-    Raises ValueError where the tokens do not fill one row, or the position is not one of theirs.
+    Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, running on into the
+    next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once in an
+    epoch; a block's last row is filled up with targets that are `IGNORED`. A batch depends on the position alone, not
+    on earlier batches, threads or the group. group: as `Stream` says, and skip_damaged.
+
+    Raises ValueError where the tokens do not fill one row, the position is not one of theirs, or a part is damaged.
     """
 
     def __init__(
         self,
-        tokens: Tokens,
+        tokens: Tokens | Parts,
         batch_size: int,
         context: int,
         seed: int,
         rank: int = 0,
         ranks: int = 1,
         position: Position = Position(),
+        *,
+        threads: int = 1,
+        group: dist.ProcessGroup | None = None,
+        skip_damaged: bool = False,
     ) -> None:
         assert batch_size > 0
         assert context > 0
         assert 0 <= rank < ranks
-        if len(tokens) <= context:
-            raise ValueError(
-                f"context={context} needs at least {context + 1} tokens of text, there are {len(tokens)}: "
-                "give more text or a shorter context"
-            )
-        self._rows = rows_per_epoch(tokens, context)
-        if position.epoch < 0 or not 0 <= position.row < self._rows:
-            raise ValueError(
-                f"{position} is outside this corpus of {self._rows} rows: resume with the data the run began with"
-            )
         self.position = position
-        self._tokens = tokens
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
         self._rank = rank
         self._ranks = ranks
-        self._epochs: dict[int, _Epoch] = {}
+        self._now: tuple[tuple[int, int], _Rows] | None = None
+        self._blocks: Blocks
+        if isinstance(tokens, Tokens):
+            if len(tokens) <= context:
+                raise ValueError(
+                    f"context={context} needs at least {context + 1} tokens of text, there are {len(tokens)}: "
+                    "give more text or a shorter context"
+                )
+            self._blocks = Whole(tokens)
+            self._rows_at(position)
+        else:
+            self._blocks = Stream(tokens, seed, threads=threads, group=group, skip_damaged=skip_damaged)
 
     def __next__(self) -> Batch:
-        rows = torch.from_numpy(self._read(self.position.row + self._rank * self._batch_size, self._batch_size))
-        epochs, row = divmod(self.position.row + self._ranks * self._batch_size, self._rows)
-        self.position = Position(self.position.epoch + epochs, row)
-        return Batch(rows[:, :-1].clamp(min=0), rows[:, 1:].contiguous())
+        first, last, whole = (i * self._batch_size for i in (self._rank, self._rank + 1, self._ranks))
+        seen, parts, position = 0, [], self.position
+        empty = 0
+        while seen < whole:
+            rows = self._rows_at(position)
+            empty = 0 if len(rows) else empty + 1
+            if empty > self._blocks.count(position.epoch):
+                raise ValueError("no document of this corpus can be read: download or write it again")
+            taken = min(whole - seen, len(rows) - position.row)
+            mine = slice(max(first - seen, 0), min(last - seen, taken))
+            if mine.start < mine.stop:
+                parts.append(rows.read(position.row + mine.start, position.row + mine.stop))
+            seen += taken
+            position = self._after(position, taken, rows)
+        self.position = position
+        ids = torch.from_numpy(np.concatenate(parts))
+        return Batch(ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous())
 
-    def _read(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """`count` rows from `start`, counted from the beginning of the position's epoch."""
-        parts = []
-        while count > 0:
-            epochs, row = divmod(start, self._rows)
-            taken = min(count, self._rows - row)
-            parts.append(self._epoch(self.position.epoch + epochs).read(row, row + taken))
-            start += taken
-            count -= taken
-        return np.concatenate(parts)
+    def take_skipped(self) -> list[str]:
+        """A line for each damaged part that was left out since the last call."""
+        lines, self._blocks.skipped = self._blocks.skipped, []
+        return lines
 
-    def _epoch(self, epoch: int) -> _Epoch:
-        if epoch not in self._epochs:
-            self._epochs = {e: stream for e, stream in self._epochs.items() if e >= self.position.epoch}
-            self._epochs[epoch] = _Epoch(self._tokens, self._context, self._seed, epoch)
-        return self._epochs[epoch]
+    def close(self) -> None:
+        """End the threads."""
+        self._blocks.close()
+
+    def _after(self, position: Position, rows_taken: int, rows: _Rows) -> Position:
+        if position.row + rows_taken < len(rows):
+            return Position(position.epoch, position.row + rows_taken, position.block)
+        if position.block + 1 < self._blocks.count(position.epoch):
+            return Position(position.epoch, 0, position.block + 1)
+        return Position(position.epoch + 1, 0)
+
+    def _rows_at(self, position: Position) -> _Rows:
+        """The rows of the position's block. Raises ValueError if there is no such position."""
+        place = position.epoch, position.block
+        if position.epoch >= 0 and 0 <= position.block < self._blocks.count(position.epoch):
+            if self._now is None or self._now[0] != place:
+                self._now = None  # let go of the old block before there are two
+                self._now = place, _Rows(self._blocks.load(*place), self._context, self._seed, *place)
+            rows = self._now[1]
+            if 0 <= position.row < max(len(rows), 1):
+                return rows
+        raise ValueError(f"{position} is not in this corpus: resume with the data the run began with")
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:

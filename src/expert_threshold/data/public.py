@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from .cache import cache_folder, require_writable
+from .cache import VARIABLE, cache_folder, require_writable
 from .download import Progress, Remote, download
 
 FINEWEB_EDU = "fineweb-edu"
@@ -44,6 +44,18 @@ def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Prog
     require_writable(cache / FINEWEB_EDU)
     remotes = [Remote(f"{FINEWEB_EDU_URL}/{path.name}", path) for path in paths]
     download(remotes, connections=connections, progress=progress)
+    return paths
+
+
+def downloaded_fineweb_edu() -> list[Path]:
+    """The shards in the user's cache, the last one for validation. Raises ValueError where there are none."""
+    folder = cache_folder() / FINEWEB_EDU
+    paths = sorted(folder.glob("shard_*.parquet"))
+    if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
+        raise ValueError(
+            f"{FINEWEB_EDU} is not in {folder}: download it with et data {FINEWEB_EDU} --shards N, or name another "
+            f"cache folder in {VARIABLE}"
+        )
     return paths
 
 

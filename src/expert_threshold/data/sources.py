@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from . import embedded, files
+from .public import FINEWEB_EDU, downloaded_fineweb_edu
+from .shards import Shards, open_shards
+from .token_files import MANIFEST, TOKENIZER, TokenParts, read_manifest
+from .tokenizer import Tokenizer
+from .tokens import Parts, TextParts, id_type
 
 EMBEDDED = "embedded"
 
@@ -20,15 +25,18 @@ Reader = Callable[[], Iterator[embedded.Document]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read: `source` is "embedded", or a .txt, .jsonl or .parquet file, or a folder of such.
+    """What to read: `source` is "embedded", "fineweb-edu" as downloaded, a .txt, .jsonl or .parquet file, a folder of
+    such, or one of tokens.
 
     `text_field` names the text in .jsonl and .parquet. `validation_fraction` is the share of documents held out of
     sources that have no validation split of their own, as a folder of Parquet shards and the embedded corpus have.
+    `skip_damaged` leaves out shards, and parts of them, that cannot be read; without it they are errors.
     """
 
     source: str = EMBEDDED
     text_field: str = "text"
     validation_fraction: float = 0.05
+    skip_damaged: bool = False
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -48,12 +56,20 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """`hash` is the sha256, in hex, of the names and contents of all documents and of their split."""
+    """`hash` is the sha256, in hex, of the names and contents of all documents and of their split.
+
+    Of shards, which are not read before they are needed, it is that of their names and footers, and their sizes are to
+    the nearest percent. `parts` is how they are read then: a split's, by a tokenizer; None where all of it fits into
+    memory. `tokenizer` is what lies beside the text. `skipped` has a line for each shard that was left out.
+    """
 
     name: str
     hash: str
     sizes: Mapping[Split, Size]
     readers: Mapping[Split, Reader] = field(repr=False)
+    parts: Callable[[Split, Tokenizer], Parts] | None = field(default=None, repr=False)
+    tokenizer: Tokenizer | None = field(default=None, repr=False)
+    skipped: tuple[str, ...] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
         """Read the texts of one split, in a fixed order."""
@@ -73,12 +89,15 @@ class Corpus:
         )
 
 
-def open_source(source: str, text_field: str = "text", validation_fraction: float = 0.05) -> Corpus:
-    """Read the source once from end to end, so that whatever is wrong with it shows now. See `DataConfig`.
+def open_source(
+    source: str, text_field: str = "text", validation_fraction: float = 0.05, skip_damaged: bool = False
+) -> Corpus:
+    """The corpus. What is not in shards is read once from end to end, so that whatever is wrong with it shows now.
 
-    Raises ValueError naming the path and the remedy where something is missing, empty, damaged or not UTF-8.
+    Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy where something is missing, empty,
+    damaged or not UTF-8.
     """
-    config = DataConfig(source, text_field, validation_fraction)
+    config = DataConfig(source, text_field, validation_fraction, skip_damaged)
     if config.source == EMBEDDED:
         train, validation = embedded.documents()
         return make_corpus(
@@ -86,17 +105,14 @@ def open_source(source: str, text_field: str = "text", validation_fraction: floa
             {"train": lambda: iter(train), "validation": lambda: iter(validation)},
             "this Python comes without the source of its standard library, so name a file or folder of text",
         )
+    if config.source == FINEWEB_EDU:
+        return _open_shards(config, downloaded_fineweb_edu())
     path = Path(config.source).expanduser()
+    if (path / MANIFEST).is_file():
+        return _open_tokens(config.source, path)
     paths = files.find(path)
     if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
-        return make_corpus(
-            config.source,
-            {
-                "train": lambda: _documents(path, paths[:-1], config.text_field),
-                "validation": lambda: _documents(path, paths[-1:], config.text_field),
-            },
-            "of several Parquet files the last is for validation, so put documents into it and into the others",
-        )
+        return _open_shards(config, paths)
     # At least one document is for validation, however few there are.
     smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=0.0)
     bound = max(config.validation_fraction, smallest)
@@ -112,9 +128,60 @@ def open_source(source: str, text_field: str = "text", validation_fraction: floa
     )
 
 
+def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
+    """All but the last are for training."""
+    try:
+        train, skipped = open_shards(paths[:-1], config.text_field, config.skip_damaged)
+    except ValueError as error:
+        raise ValueError(f"{error}; or leave such shards out with --skip-damaged") from None
+    validation, _ = open_shards(paths[-1:], config.text_field, skip_damaged=False)
+    shards: dict[Split, Shards] = {"train": train, "validation": validation}
+    if not train.groups:
+        raise ValueError(f"{config.source} has no documents left for train: every shard was skipped; write them again")
+    beside = paths[0].parent / TOKENIZER
+    return Corpus(
+        config.source,
+        hashlib.sha256("".join(shards[split].hash for split in SPLITS).encode()).hexdigest(),
+        {split: Size(found.documents, found.bytes) for split, found in shards.items()},
+        {"train": lambda: _numbered(train.texts()), "validation": lambda: _numbered(validation.texts())},
+        lambda split, tokenizer: TextParts(shards[split], tokenizer),
+        Tokenizer.load(beside) if beside.exists() else None,
+        skipped,
+    )
+
+
+def _open_tokens(name: str, folder: Path) -> Corpus:
+    manifest = read_manifest(folder)
+    ours = Tokenizer.load(folder / TOKENIZER)
+    if ours.hash != manifest["tokenizer"]:
+        raise ValueError(f"{folder / TOKENIZER} is not the one its tokens were made with: restore it from a copy")
+    parts = {split: TokenParts(folder, split, id_type(ours.vocab_size)) for split in SPLITS}
+
+    def with_tokenizer(split: Split, tokenizer: Tokenizer) -> Parts:
+        if tokenizer.hash != ours.hash:
+            raise ValueError(f"{name} holds tokens of another tokenizer than this run's: give the text itself")
+        return parts[split]
+
+    return Corpus(
+        name,
+        manifest["corpus"],
+        {split: Size(*manifest["sizes"][split]) for split in SPLITS},
+        {
+            "train": lambda: _numbered(parts["train"].texts(ours)),
+            "validation": lambda: _numbered(parts["validation"].texts(ours)),
+        },
+        with_tokenizer,
+        ours,
+    )
+
+
+def _numbered(texts: Iterator[str]) -> Iterator[embedded.Document]:
+    return ((str(place), text) for place, text in enumerate(texts))
+
+
 def absolute(source: str) -> str:
     """The same source, whatever the working folder."""
-    return source if source == EMBEDDED else str(Path(source).expanduser().resolve())
+    return source if source in (EMBEDDED, FINEWEB_EDU) else str(Path(source).expanduser().resolve())
 
 
 def _documents(root: Path, paths: list[Path], text_field: str) -> Iterator[embedded.Document]:

@@ -81,12 +81,24 @@ class Tokenizer:
         return len(self._tokens) + 1
 
     @property
+    def hash(self) -> str:
+        """sha256, in hex, that tokenizers share which encode alike."""
+        digest = hashlib.sha256(self._pattern.encode())
+        for token in self._tokens:
+            digest.update(len(token).to_bytes(4, "little") + token)
+        return digest.hexdigest()
+
+    @property
     def bos(self) -> int:
         """The id of `BOS`."""
         return len(self._tokens)
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
+
+    def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
+        """As `encode`; other threads run meanwhile."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """As `encode`, several texts at once on several threads."""

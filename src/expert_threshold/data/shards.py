@@ -1,0 +1,60 @@
+"""Parquet shards: text that is read row group by row group, so that it need not fit into memory."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .files import RowGroup, footer, read_row_group, row_groups
+
+
+@dataclass(frozen=True)
+class Shards:
+    """`hash` is of the shards' names and footers, which say the size and the place of everything in them."""
+
+    groups: tuple[RowGroup, ...]
+    text_field: str
+    hash: str
+
+    @property
+    def documents(self) -> int:
+        return sum(group.documents for group in self.groups)
+
+    @property
+    def bytes(self) -> int:
+        """Of text, to the nearest percent."""
+        return sum(group.bytes for group in self.groups)
+
+    def read(self, group: int) -> Iterator[str]:
+        """The documents of a row group that are not blank. Raises ValueError naming the shard that is damaged."""
+        return (text for text in read_row_group(self.groups[group], self.text_field) if text.strip())
+
+    def texts(self) -> Iterator[str]:
+        """All documents, in the shards' order."""
+        return (text for group in range(len(self.groups)) for text in self.read(group))
+
+
+def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> tuple[Shards, tuple[str, ...]]:
+    """The shards, of which only the footers are read, and a line for each that was skipped.
+
+    Raises ValueError naming a shard that is damaged, is empty or has no such column, unless those are to be skipped.
+    """
+    digest = hashlib.sha256()
+    groups: list[RowGroup] = []
+    skipped: list[str] = []
+    for path in paths:
+        try:
+            found = [group for group in row_groups(path, text_field) if group.documents]
+            if not found:
+                raise ValueError(f"{path} has no documents: put some into it, or take it away")
+        except ValueError as error:
+            if not skip_damaged:
+                raise
+            skipped.append(str(error))
+            continue
+        groups += found
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        digest.update(footer(path))
+    return Shards(tuple(groups), text_field, digest.hexdigest()), tuple(skipped)

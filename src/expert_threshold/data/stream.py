@@ -1,0 +1,181 @@
+"""The blocks of an epoch: what a loader has in memory at a time, made ready by threads ahead of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from .tokens import Parts, Tokens, join, no_tokens
+
+BLOCK_BYTES = 32 << 20
+"""Of text. Rows of a batch come from one block, so it is far larger than a batch; about 7 million tokens."""
+
+AHEAD_BLOCKS = 4
+"""At most so many are made ready ahead."""
+
+
+def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
+    """The numbers below `count` in an order drawn from the seed."""
+    # A bit generator's raw output stays the same from one release of NumPy to the next, a permutation may not.
+    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
+
+
+class Blocks(Protocol):
+    """A split's documents, block by block. Every rank is given the same."""
+
+    skipped: list[str]
+    """A line for each part that was found damaged and left out, until someone takes it."""
+
+    def count(self, epoch: int) -> int:
+        """Blocks in that epoch."""
+
+    def load(self, epoch: int, block: int) -> Tokens:
+        """Quick for the one after the last; any other can be asked for too."""
+
+    def close(self) -> None:
+        """No more blocks will be asked for."""
+
+
+class Whole:
+    """A split in memory is one block."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self.skipped: list[str] = []
+        self._tokens = tokens
+
+    def count(self, epoch: int) -> int:
+        return 1
+
+    def load(self, epoch: int, block: int) -> Tokens:
+        return self._tokens
+
+    def close(self) -> None:
+        pass
+
+
+class Stream:
+    """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text at a time.
+
+    threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts, and send
+    each other the tokens when a block begins; None reads everything here. What a block holds depends on neither.
+    skip_damaged: leave out a part that cannot be read, and say so in `skipped`; else it is a ValueError, on all ranks.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        seed: int,
+        *,
+        threads: int = 1,
+        group: dist.ProcessGroup | None = None,
+        skip_damaged: bool = False,
+    ) -> None:
+        self.skipped: list[str] = []
+        self._parts = parts
+        self._bytes = np.array(parts.bytes)
+        self._seed = seed
+        self._group = group
+        self._rank, self._ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._skip_damaged = skip_damaged
+        self._pool = ThreadPoolExecutor(threads, "tokenize")
+        self._threads = threads
+        self._layouts: dict[int, list[npt.NDArray[np.int64]]] = {}
+        self._ahead: dict[tuple[int, int], list[Future[Tokens]]] = {}
+
+    def count(self, epoch: int) -> int:
+        return len(self._layout(epoch))
+
+    def load(self, epoch: int, block: int) -> Tokens:
+        if (epoch, block) not in self._ahead:
+            self._forget()
+            self._begin(epoch, block)
+        share, fault = self._finish(self._ahead.pop((epoch, block)))
+        for place in itertools.islice(self._after(epoch, block), AHEAD_BLOCKS):
+            if sum(len(futures) for futures in self._ahead.values()) > 2 * self._threads:
+                break
+            self._begin(*place)
+        return share_out(share, fault, self._group)
+
+    def close(self) -> None:
+        self._forget()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _layout(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+        """The parts of each block."""
+        if epoch not in self._layouts:
+            order = shuffled(len(self._bytes), self._seed, epoch, 2)
+            ends = np.cumsum(self._bytes[order])
+            count = max(round(ends[-1] / BLOCK_BYTES), 1)
+            block = (ends - self._bytes[order]) * count // ends[-1]  # by where each part begins
+            self._layouts = {e: layout for e, layout in self._layouts.items() if e == epoch - 1}
+            self._layouts[epoch] = np.split(order, np.flatnonzero(np.diff(block)) + 1)
+        return self._layouts[epoch]
+
+    def _after(self, epoch: int, block: int) -> Iterator[tuple[int, int]]:
+        while True:
+            block += 1
+            if block == self.count(epoch):
+                epoch, block = epoch + 1, 0
+            yield epoch, block
+
+    def _begin(self, epoch: int, block: int) -> None:
+        """Let the threads make this rank's share of a block, unless they do already."""
+        if (epoch, block) not in self._ahead:
+            mine = np.array_split(self._layout(epoch)[block], self._ranks)[self._rank]
+            self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
+
+    def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
+        """The share, and what is wrong with it if that is not to be skipped."""
+        share = [no_tokens(self._parts.dtype)]
+        for future in futures:
+            try:
+                share.append(future.result())
+            except (ValueError, OSError) as error:
+                if not self._skip_damaged or isinstance(error, OSError):
+                    return join(share), str(error)
+                self.skipped.append(str(error))
+        return join(share), ""
+
+    def _forget(self) -> None:
+        for future in itertools.chain(*self._ahead.values()):
+            future.cancel()
+        self._ahead.clear()
+
+
+def share_out(share: Tokens, fault: str, group: dist.ProcessGroup | None) -> Tokens:
+    """All ranks' shares in the order of the ranks. Raises ValueError on every rank where one has a fault."""
+    faults, ids, offsets, sizes = (
+        gather(array, group)
+        for array in (
+            np.frombuffer(fault.encode(), np.uint8),
+            share.ids,
+            share.offsets,
+            np.array([share.bytes], np.int64),
+        )
+    )
+    for text in faults:
+        if len(text):
+            raise ValueError(text.tobytes().decode())
+    return join([Tokens(*each[:2], int(each[2][0])) for each in zip(ids, offsets, sizes, strict=True)])
+
+
+def gather(array: npt.NDArray[Any], group: dist.ProcessGroup | None) -> list[npt.NDArray[Any]]:
+    """The arrays of all ranks, which may differ in length; through the CPU. Without a group only this one."""
+    if group is None:
+        return [array]
+    length = torch.tensor(array.nbytes)
+    lengths = [torch.zeros_like(length) for _ in range(group.size())]
+    dist.all_gather(lengths, length, group)
+    longest = max(map(int, lengths))
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: array.nbytes] = torch.from_numpy(array.view(np.uint8).copy())
+    all_of_them = [torch.empty_like(mine) for _ in lengths]
+    dist.all_gather(all_of_them, mine, group)
+    return [each[: int(length)].numpy().view(array.dtype) for each, length in zip(all_of_them, lengths, strict=True)]

@@ -1,0 +1,128 @@
+"""Documents as tokens: a split in memory, or in parts that are read when they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from .shards import Shards
+from .tokenizer import Tokenizer
+
+THREADS = min(8, os.cpu_count() or 1)
+"""That tokenize where nothing else is to be done meanwhile."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+Ids = npt.NDArray[np.unsignedinteger[Any]]
+"""uint16 where the vocabulary fits, else uint32."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Document d is `ids[offsets[d] : offsets[d + 1]]` and begins with the tokenizer's `bos`.
+
+    `ids` has shape (tokens,), `offsets` (documents + 1,); `bytes` is the length of the text in UTF-8.
+    """
+
+    ids: Ids
+    offsets: npt.NDArray[np.int64]
+    bytes: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def documents(self) -> int:
+        return len(self.offsets) - 1
+
+
+class Parts(Protocol):
+    """A split in parts, each of which can be read on its own, in any order, on any thread."""
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """Of the ids."""
+
+    @property
+    def bytes(self) -> Sequence[int]:
+        """The size of each part's text, to the nearest percent."""
+
+    def read(self, part: int) -> Tokens:
+        """Raises ValueError that names what is damaged."""
+
+
+@dataclass(frozen=True)
+class TextParts:
+    """Row groups of shards, tokenized when they are read."""
+
+    shards: Shards
+    tokenizer: Tokenizer
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        return id_type(self.tokenizer.vocab_size)
+
+    @property
+    def bytes(self) -> Sequence[int]:
+        return [group.bytes for group in self.shards.groups]
+
+    def read(self, part: int) -> Tokens:
+        return tokenize(self.shards.read(part), self.tokenizer)
+
+
+def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """The smallest that holds every id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
+    """No documents."""
+    return Tokens(np.empty(0, dtype), np.zeros(1, np.int64), 0)
+
+
+def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
+    """The documents as tokens, made on this thread alone; others go on meanwhile, Python's lock is seldom held."""
+    bos = np.array([tokenizer.bos], np.uint32)
+    documents: list[npt.NDArray[np.uint32]] = []
+    size = 0
+    for text in texts:
+        documents.append(np.concatenate([bos, tokenizer.encode_array(text)]))
+        size += len(text.encode())
+    kind = id_type(tokenizer.vocab_size)
+    ids = np.concatenate(documents, dtype=kind, casting="same_kind") if documents else np.empty(0, kind)
+    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    return Tokens(ids, offsets, size)
+
+
+def join(parts: Sequence[Tokens]) -> Tokens:
+    """All documents of at least one part, in order."""
+    starts = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
+    offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
+    return Tokens(
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([*offsets, starts[-1:]]),
+        sum(part.bytes for part in parts),
+    )
+
+
+def ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """The function of each item, in order; threads are a few items ahead of whoever takes the results."""
+    waiting: deque[Future[Result]] = deque()
+    pool = ThreadPoolExecutor(threads)
+    try:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,73 @@
+"""One rank of the test of shared reading: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from expert_threshold.data import Loader, Tokens, stream
+from ranks import join
+
+
+class Parts:
+    """Twenty parts, the last of which can be damaged; what was read here is noted."""
+
+    dtype = np.dtype(np.uint16)
+    bytes = (100,) * 20
+
+    def __init__(self, damaged: bool = False) -> None:
+        self.damaged = damaged
+        self.seen: set[int] = set()
+
+    def read(self, part: int) -> Tokens:
+        self.seen.add(part)
+        if self.damaged and part == 19:
+            raise ValueError("part 19 is damaged: größer")
+        lengths = [part % 4 + 1, 7]
+        ids = np.arange(100 * part, 100 * part + sum(lengths)).astype(np.uint16)
+        return Tokens(ids, np.cumsum([0, *lengths]), 100)
+
+
+def batches(loader: Loader, count: int) -> Iterator[torch.Tensor]:
+    return (torch.stack(next(loader)) for _ in range(count))
+
+
+def check_equal(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    parts = Parts()
+    alone = Loader(Parts(), 2 * ranks, 5, seed=1)
+    mine = Loader(parts, 2, 5, seed=1, rank=rank, ranks=ranks, group=group, threads=2)
+    for theirs, ours in zip(batches(alone, 5), batches(mine, 5), strict=True):
+        torch.testing.assert_close(ours, theirs[:, 2 * rank : 2 * rank + 2], rtol=0, atol=0)
+        assert mine.position == alone.position
+    assert alone.position.epoch == 0
+    assert len(parts.seen) < 20, "each rank reads its own parts"
+
+
+def check_faults(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """One rank finds the damage; all end with its message."""
+    loader = Loader(Parts(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group)
+    with pytest.raises(ValueError, match=r"^part 19 is damaged: größer$"):
+        list(batches(loader, 40))
+    skipping = Loader(Parts(damaged=True), 2, 5, seed=1, rank=rank, ranks=ranks, group=group, skip_damaged=True)
+    alone = Loader(Parts(damaged=True), 2 * ranks, 5, seed=1, skip_damaged=True)
+    for theirs, ours in zip(batches(alone, 40), batches(skipping, 40), strict=True):
+        torch.testing.assert_close(ours, theirs[:, 2 * rank : 2 * rank + 2], rtol=0, atol=0)
+    lines = torch.tensor(len(skipping.take_skipped()))
+    dist.all_reduce(lines, group=group)
+    assert lines == len(alone.take_skipped()) > 0
+
+
+def main() -> None:
+    rank, ranks, group = join()
+    stream.BLOCK_BYTES = 500
+    check_equal(rank, ranks, group)
+    check_faults(rank, ranks, group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

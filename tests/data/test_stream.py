@@ -1,0 +1,451 @@
+"""Text that does not fit into memory: shards, blocks, ranks, resuming, damage, and tokens on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.data import IGNORED, Batch, Corpus, Loader, Position, Tokenizer, Tokens, open_source, pack, stream
+from expert_threshold.data.token_files import write_tokens
+from expert_threshold.data.tokens import TextParts
+from ranks import run_on_ranks
+
+SHARED = Path(__file__).parents[2] / ".." / "shared" / "data"
+BOS = 9
+TEXTS = [f"Document {number}: " + "größer, weiter, höher. " * (number % 7 + 1) for number in range(240)]
+
+
+class Parts:
+    """Parts in memory, of documents of these lengths; every id but the first of a document occurs once."""
+
+    dtype = np.dtype(np.uint16)
+
+    def __init__(self, parts: Sequence[Sequence[int]]) -> None:
+        self.parts, next_id = [], 100
+        for lengths in parts:
+            offsets = np.cumsum([0, *lengths], dtype=np.int64)
+            ids = np.arange(next_id, next_id + offsets[-1]).astype(np.uint16)
+            ids[offsets[:-1]] = BOS
+            next_id += len(ids)
+            self.parts.append(Tokens(ids, offsets, bytes=4 * len(ids)))
+        self.bytes = [part.bytes for part in self.parts]
+
+    def read(self, part: int) -> Tokens:
+        return self.parts[part]
+
+    @property
+    def ids(self) -> list[int]:
+        return [i for part in self.parts for i in part.ids.tolist()]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several to a corpus of a few dozen tokens."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 60)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(TEXTS, 300)
+
+
+def write_shards(folder: Path, shards: int = 4, row_group_size: int = 16) -> Path:
+    folder.mkdir(exist_ok=True)
+    each = len(TEXTS) // shards
+    for shard in range(shards):
+        table = pyarrow.table({"text": TEXTS[shard * each : (shard + 1) * each]})
+        pyarrow.parquet.write_table(table, folder / f"shard_{shard}.parquet", row_group_size=row_group_size)
+    return folder
+
+
+def epoch_of(loader: Loader, epoch: int) -> list[int]:
+    """The targets of one epoch of a loader of single rows that is at its beginning."""
+    found: list[int] = []
+    while loader.position.epoch == epoch:
+        targets = next(loader).targets
+        found += targets[targets != IGNORED].tolist()
+    return found
+
+
+def assert_equal(first: Batch, second: Batch) -> None:
+    torch.testing.assert_close(first.tokens, second.tokens, rtol=0, atol=0)
+    torch.testing.assert_close(first.targets, second.targets, rtol=0, atol=0)
+
+
+FULL_PARTS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=12).map(Parts)
+PARTS = st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=12).filter(any).map(Parts)
+SEEDS = st.integers(0, 2**32)
+
+
+@given(FULL_PARTS, st.integers(1, 6), SEEDS, st.integers(1, 3))
+def test_every_token_of_every_block_is_a_target_once_per_epoch(
+    parts: Parts, context: int, seed: int, threads: int
+) -> None:
+    loader = Loader(parts, 1, context, seed, threads=threads)
+    for epoch in range(3):
+        assert Counter(epoch_of(loader, epoch)) == Counter(parts.ids)
+    loader.close()
+
+
+@given(PARTS, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(0, 20))
+def test_resuming_equals_never_having_stopped(
+    parts: Parts, batch_size: int, context: int, seed: int, batches: int
+) -> None:
+    loader = Loader(parts, batch_size, context, seed)
+    for _ in range(batches):
+        next(loader)
+    position = Position(**json.loads(json.dumps(dataclasses.asdict(loader.position))))
+    resumed = Loader(parts, batch_size, context, seed, position=position, threads=2)
+    for _ in range(5):
+        assert_equal(next(resumed), next(loader))
+        assert resumed.position == loader.position
+
+
+@given(PARTS, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(2, 3))
+def test_ranks_together_equal_one(parts: Parts, batch_size: int, context: int, seed: int, ranks: int) -> None:
+    whole = Loader(parts, ranks * batch_size, context, seed)
+    each = [Loader(parts, batch_size, context, seed, rank, ranks) for rank in range(ranks)]
+    for _ in range(5):
+        drawn = [next(loader) for loader in each]
+        joined = Batch(torch.cat([batch.tokens for batch in drawn]), torch.cat([batch.targets for batch in drawn]))
+        assert_equal(joined, next(whole))
+        assert {loader.position for loader in each} == {whole.position}
+
+
+def test_ranks_that_share_the_reading_equal_one_and_fail_together(tmp_path: Path) -> None:
+    run_on_ranks(Path(__file__).with_name("across_ranks.py"), 2, tmp_path)
+
+
+def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch() -> None:
+    parts = Parts([[5, 5, 5]] * 64)
+    blocks = stream.Stream(parts, seed=0)
+    assert blocks.count(0) == blocks.count(1) == 64
+    parts.bytes = [1] * 63 + [600]
+    blocks = stream.Stream(parts, seed=0)
+    layout = blocks._layout(0)
+    assert sorted(np.concatenate(layout).tolist()) == list(range(64))
+    assert [part.tolist() for part in layout] != [part.tolist() for part in blocks._layout(1)]
+    assert layout[0].tolist() != list(range(len(layout[0])))
+
+
+def test_a_small_corpus_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert stream.Stream(Parts([[5]] * 9), seed=0).count(0) == 1
+
+
+def test_threads_work_ahead_of_the_batches() -> None:
+    class Slow(Parts):
+        reading = threading.Semaphore(0)
+
+        def read(self, part: int) -> Tokens:
+            self.reading.release()
+            return super().read(part)
+
+    parts = Slow([[15]] * 30)
+    loader = Loader(parts, 1, 15, seed=0)
+    next(loader)
+    for _ in range(3):  # the block in use and two more
+        assert parts.reading.acquire(timeout=30)
+    loader.close()
+
+
+def test_a_position_outside_the_corpus_is_refused() -> None:
+    parts = Parts([[5, 5]] * 12)
+    for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
+        with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
+            next(Loader(parts, 1, 4, seed=0, position=position))
+
+
+def test_a_corpus_of_nothing_but_empty_parts_ends() -> None:
+    parts = Parts([[], []])
+    parts.bytes = [10, 10]
+    with pytest.raises(ValueError, match="no document of this corpus can be read"):
+        next(Loader(parts, 1, 4, seed=0))
+
+
+def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made(Parts):
+        """4 MB in all, 200 kB a part, made anew each time."""
+
+        bytes = (200_000,) * 20
+
+        def __init__(self) -> None:
+            pass
+
+        def read(self, part: int) -> Tokens:
+            return Tokens(np.zeros(100_000, np.uint16), np.arange(0, 100_001, 1000), 200_000)
+
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 400_000)
+    loader = Loader(Made(), 8, 1000, seed=0)
+    tracemalloc.start()
+    try:
+        peaks = []
+        for _ in range(3):
+            while loader.position.epoch % 2 == len(peaks) % 2:
+                next(loader)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.reset_peak()
+    finally:
+        tracemalloc.stop()
+    loader.close()
+    assert max(peaks) < 3_500_000  # this block, those ahead, one batch: not the corpus
+    assert peaks[2] < 1.1 * peaks[1]
+
+
+# Parquet.
+
+
+def test_shards_are_opened_without_reading_their_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_shards(tmp_path / "shards")
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", None)
+    corpus = open_source(str(folder))
+    assert corpus.sizes["train"].documents == 180
+    assert corpus.sizes["validation"].documents == 60
+    assert corpus.bytes == pytest.approx(sum(len(text.encode()) for text in TEXTS), rel=0.25)
+
+
+def test_the_hash_of_shards_follows_names_and_contents(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    before = open_source(str(folder)).hash
+    assert open_source(str(write_shards(tmp_path / "again"))).hash == before
+    (folder / "shard_0.parquet").rename(folder / "shard_00.parquet")
+    assert open_source(str(folder)).hash != before
+    write_shards(folder, row_group_size=15)
+    (folder / "shard_00.parquet").unlink()
+    assert open_source(str(folder)).hash != before
+
+
+def test_streaming_shards_meets_every_document_and_resumes(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    parts = parts_of(corpus, tokenizer)
+    loader = Loader(parts, 1, 32, seed=3, threads=2)
+    everything = pack(corpus, tokenizer, "train")
+    assert Counter(epoch_of(loader, 0)) == Counter(everything.ids.tolist())
+    next(loader)
+    assert loader.position.epoch == 1
+    again = Loader(parts, 1, 32, seed=3, position=loader.position)
+    assert_equal(next(again), next(loader))
+
+
+def parts_of(corpus: Corpus, tokenizer: Tokenizer) -> TextParts:
+    assert corpus.parts is not None
+    parts = corpus.parts("train", tokenizer)
+    assert isinstance(parts, TextParts)
+    return parts
+
+
+def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    everything = pack(corpus, tokenizer, "validation")
+    some = pack(corpus, tokenizer, "validation", max_tokens=10)
+    assert 10 <= len(some) < len(everything)
+    assert everything.ids[: len(some)].tolist() == some.ids.tolist()
+    texts = [tokenizer.decode(document[1:].tolist()) for document in np.split(everything.ids, everything.offsets[1:-1])]
+    assert texts == list(corpus.documents("validation")) == TEXTS[180:]
+
+
+def test_a_tokenizer_that_lies_beside_the_shards_is_theirs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = write_shards(tmp_path / "shards")
+    assert open_source(str(folder)).tokenizer is None
+    tokenizer.save(folder / "tokenizer.json")
+    found = open_source(str(folder)).tokenizer
+    assert found is not None
+    assert found.hash == tokenizer.hash
+
+
+def damage(folder: Path) -> dict[str, Path]:
+    """Four shards that each lack something, and one with a row group that is not what it was."""
+    for name in ("a_cut", "b_foreign"):
+        (folder / f"{name}.parquet").write_bytes((folder / "shard_0.parquet").read_bytes()[:500])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), folder / "c_empty.parquet"
+    )
+    pyarrow.parquet.write_table(pyarrow.table({"body": ["x"]}), folder / "d_column.parquet")
+    path = folder / "shard_1.parquet"
+    data = bytearray(path.read_bytes())
+    data[10:40] = bytes(30)  # the first page's header
+    path.write_bytes(data)
+    return {name: folder / f"{name}.parquet" for name in ("a_cut", "b_foreign", "c_empty", "d_column", "shard_1")}
+
+
+def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    bad = damage(folder)
+    reasons = ["is damaged or no Parquet file", "is damaged or no Parquet file", "has no documents", "has no column"]
+    for path, reason in zip(bad.values(), reasons, strict=False):
+        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or leave such shards out with --skip-damaged$"):
+            open_source(str(folder))
+        path.unlink()
+    open_source(str(folder))
+
+
+def test_damaged_shards_and_row_groups_are_skipped_and_told_if_asked(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = write_shards(tmp_path / "shards")
+    bad = damage(folder)
+    corpus = open_source(str(folder), skip_damaged=True)
+    assert [line.split(" ")[0] for line in corpus.skipped] == [str(path) for path in list(bad.values())[:4]]
+    parts = parts_of(corpus, tokenizer)
+    with pytest.raises(ValueError, match=rf"^{bad['shard_1']} is damaged or no Parquet file"):
+        epoch_of(Loader(parts, 1, 32, seed=0), 0)
+    loader = Loader(parts, 1, 32, seed=0, skip_damaged=True)
+    seen = Counter(epoch_of(loader, 0))
+    (line,) = loader.take_skipped()
+    assert line.startswith(f"{bad['shard_1']} is damaged")
+    assert loader.take_skipped() == []
+    assert sum(seen.values()) == sum(len(tokenizer.encode(text)) + 1 for text in TEXTS[:60] + TEXTS[76:180])
+
+
+def test_a_damaged_validation_shard_is_never_skipped(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "shards")
+    (folder / "shard_3.parquet").write_bytes(b"no Parquet")
+    with pytest.raises(ValueError, match=r"shard_3.parquet is damaged or no Parquet file \(.*\): download or write it"):
+        open_source(str(folder), skip_damaged=True)
+
+
+def test_fineweb_edu_is_what_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"fineweb-edu is not in .*: download it with et data fineweb-edu --shards N"):
+        open_source("fineweb-edu")
+    folder = write_shards(tmp_path / "fineweb-edu", shards=3)
+    (folder / "shard_0.parquet").rename(folder / "shard_00000.parquet")
+    (folder / "shard_1.parquet").rename(folder / "shard_01822.parquet")
+    (folder / "shard_2.parquet").unlink()
+    corpus = open_source("fineweb-edu")
+    assert list(corpus.documents("train")) == TEXTS[:80]
+    assert list(corpus.documents("validation")) == TEXTS[80:160]
+    (folder / "shard_01822.parquet").rename(folder / "shard_00001.parquet")
+    with pytest.raises(ValueError, match="fineweb-edu is not in"):
+        open_source("fineweb-edu")
+
+
+@pytest.mark.parametrize("name", ["textbooks", "novels"])
+def test_real_shards_stream(name: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = SHARED / name
+    if not folder.is_dir():
+        pytest.skip(f"../shared/data/{name} is absent")
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 200_000)
+    parts = parts_of(open_source(str(folder)), tokenizer)
+    last = min(range(len(parts.bytes)), key=lambda part: parts.bytes[part])
+    tokens = parts.read(last)
+    assert tokens.bytes == pytest.approx(parts.bytes[last], rel=0.05)
+
+
+# Tokens on disk.
+
+
+def tokenized(corpus: Corpus, tokenizer: Tokenizer, folder: Path, **options: Any) -> list[str]:
+    assert corpus.parts is not None
+    return write_tokens(
+        folder,
+        {split: corpus.parts(split, tokenizer) for split in corpus.sizes},
+        tokenizer,
+        {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}},
+        **options,
+    )
+
+
+def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    assert tokenized(corpus, tokenizer, tmp_path / "tokens") == []
+    stored = open_source(str(tmp_path / "tokens"))
+    assert (stored.hash, stored.sizes) == (corpus.hash, corpus.sizes)
+    assert stored.tokenizer is not None
+    assert stored.tokenizer.hash == tokenizer.hash
+    for split in corpus.sizes:
+        assert list(stored.documents(split)) == list(corpus.documents(split))
+    assert pack(stored, tokenizer, "validation").ids.tolist() == pack(corpus, tokenizer, "validation").ids.tolist()
+    streamed = Loader(parts_of(corpus, tokenizer), 2, 32, seed=5)
+    for _ in range(20):
+        next(streamed)
+    assert stored.parts is not None
+    mapped = Loader(stored.parts("train", tokenizer), 2, 32, seed=5, position=streamed.position)
+    for batch in islice(streamed, 40):
+        assert_equal(next(mapped), batch)
+        assert mapped.position == streamed.position
+
+
+@pytest.mark.parametrize("torn", [0, 7])
+def test_tokenizing_goes_on_where_it_was_interrupted(torn: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    tokenized(corpus, tokenizer, tmp_path / "whole")
+
+    def interrupt(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "tokens"
+    with pytest.raises(KeyboardInterrupt):
+        tokenized(corpus, tokenizer, out, progress=interrupt)
+    with pytest.raises(ValueError, match=f"{out} is not finished: go on with et data tokenize --out {out}"):
+        open_source(str(out))
+    with (out / "train.ids").open("ab") as file:  # what was under way
+        file.write(bytes(torn))
+    with (out / "train.jsonl").open("ab") as file:
+        file.write(b'{"documents": 3'[:torn])
+    tokenized(corpus, tokenizer, out)
+    for path in (tmp_path / "whole").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    out = tmp_path / "tokens"
+    tokenized(corpus, tokenizer, out)
+    with pytest.raises(ValueError, match=r"is complete, or of other text or another tokenizer; name another --out"):
+        tokenized(corpus, Tokenizer.train(TEXTS, 290), out)
+    with pytest.raises(ValueError, match=r"already exists and is no folder of tokens; name another --out"):
+        tokenized(corpus, tokenizer, tmp_path / "shards")
+    stored = open_source(str(out))
+    assert stored.parts is not None
+    with pytest.raises(ValueError, match=r"holds tokens of another tokenizer than this run's: give the text itself"):
+        stored.parts("train", Tokenizer.train(TEXTS, 290))
+
+
+def test_a_damaged_part_is_recorded_as_such_and_skipped_as_in_its_shard(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    folder = write_shards(tmp_path / "shards")
+    damage(folder)
+    corpus = open_source(str(folder), skip_damaged=True)
+    with pytest.raises(ValueError, match=r"shard_1.parquet is damaged"):
+        tokenized(corpus, tokenizer, tmp_path / "not")
+    (line,) = tokenized(corpus, tokenizer, tmp_path / "tokens", skip_damaged=True)
+    assert "shard_1.parquet is damaged" in line
+    stored = open_source(str(tmp_path / "tokens"))
+    assert stored.parts is not None
+    mapped = Loader(stored.parts("train", tokenizer), 2, 32, seed=5, skip_damaged=True)
+    for batch in islice(Loader(parts_of(corpus, tokenizer), 2, 32, seed=5, skip_damaged=True), 60):
+        assert_equal(next(mapped), batch)
+    assert mapped.take_skipped() == [line]
+
+
+def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    corpus = open_source(str(write_shards(tmp_path / "shards")))
+    out = tmp_path / "tokens"
+    tokenized(corpus, tokenizer, out)
+    ids = (out / "train.ids").read_bytes()
+    (out / "train.ids").write_bytes(ids[:100] + b"x" + ids[101:])
+    with pytest.raises(ValueError, match=rf"^{out}/train.ids, part 0 is damaged: make the folder again with et data"):
+        list(open_source(str(out)).documents("train"))
+    (out / "train.ids").write_bytes(ids[:-1])
+    with pytest.raises(ValueError, match=rf"^{out}/train.ids has {len(ids) - 1} bytes instead of {len(ids)}: restore"):
+        open_source(str(out))
+    Tokenizer.train(TEXTS, 290).save(out / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not the one its tokens were made with: restore it"):
+        open_source(str(out))
+    (out / "tokens.json").write_text("[]")
+    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version reads: make them with et data"):
+        open_source(str(out))
