@@ -102,7 +102,7 @@ class Muon:
                 by_shape.setdefault(shape, []).extend(map(_Piece, *splits))
         for pieces in by_shape.values():
             batch: list[_Piece] = []
-            for piece in pieces:
+            for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
                 if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
                     yield batch
                     batch = []
