@@ -16,7 +16,7 @@ from .material import Material, NotShownError
 from .methods import LEGEND, Subject
 from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
 from .plain import plain
-from .sentences import short
+from .sentences import listed, short
 from .studies import STUDIES, Study
 
 
@@ -35,25 +35,33 @@ def write_atlas(
     for number, study in enumerate(studies, start=1):
         place = f"figure {number}/{len(studies)} {study.name}"
         try:
-            exhibit = make(study, material, out)
+            exhibit, partly = make(study, material, out)
         except NotShownError as reason:
             missing.append(LeftOut(study.title, str(reason)))
             say(f"{place}: left out: {reason}")
         else:
             shown.setdefault(study.section, []).append(exhibit)
+            missing += partly
             say(f"{place}: {exhibit.sentence}")
     report = out / "report.html"
     replace_file(report, render(material, shown, missing).encode(errors="replace"))
     return report
 
 
-def make(study: Study, material: Material, out: Path) -> Exhibit:
-    """Compute, draw and save one figure. Raises NotShownError if it has no meaning for these runs."""
+def make(study: Study, material: Material, out: Path) -> tuple[Exhibit, list[LeftOut]]:
+    """Compute, draw and save one figure; and the methods it leaves out, by reason.
+
+    Raises NotShownError if it has no meaning for these runs.
+    """
     text = to_json(plain(study.compute(material)), indent=1)
     data = json.loads(text)  # what is drawn is what the file says
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
     save_figure(study.draw(data, WIDE if study.wide else NARROW), out / study.name)
-    return Exhibit(study.title, study.say(data), partial(study.draw, data), study.wide, study.name)
+    reasons: dict[str, list[str]] = {}
+    for method, reason in data.get("left_out", {}).items():
+        reasons.setdefault(reason, []).append(method)
+    partly = [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
+    return Exhibit(study.title, study.say(data), partial(study.draw, data), study.wide, study.name), partly
 
 
 def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequence[LeftOut]) -> str:

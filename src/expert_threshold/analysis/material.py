@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from codecs import getincrementaldecoder
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..data import IGNORED, Tokenizer, open_source
+from ..data import IGNORED, Tokenizer, open_held_out, open_source
 from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
@@ -24,8 +24,9 @@ Progress = Callable[[str], Callable[[int, int], None]]
 """What is done -> a function that wants to be told how much of it, and of how much."""
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
-PASSAGE = 96
-"""Tokens of a passage that is shown token by token."""
+DOMAIN_FLAGS = ("--human-eval", "--gsm8k")
+PASSAGE = 384
+"""Tokens of a passage that is shown as text."""
 
 
 class NotShownError(Exception):
@@ -33,12 +34,12 @@ class NotShownError(Exception):
 
 
 class Streams(NamedTuple):
-    """What is read. source: a corpus whose validation split all runs are traced on; None is each run's own."""
+    """Sources of what is read. source: what all runs are traced on; None is each run's own validation split."""
 
     source: str | None
     tokens: int
-    math: Path | None  # GSM8K
-    code: Path | None  # HumanEval
+    code: str | None  # HumanEval
+    math: str | None  # GSM8K
 
 
 class Material:
@@ -97,8 +98,11 @@ class Material:
     def passage(self, subject: Subject, text: str) -> tuple[Trace, list[str]]:
         """The trace of the beginning of a text, opened as a document, and each of its tokens as text."""
         trace = self._trace(subject, f"passage-{_hash(text.encode())[:8]}", [text], PASSAGE, None)
-        tokenizer = subject.folder.tokenizer()
-        return trace, ["" if token == tokenizer.bos else tokenizer.decode([token]) for token in trace.tokens.tolist()]
+        tokenizer, decode = subject.folder.tokenizer(), getincrementaldecoder("utf-8")("replace").decode
+        # A character of several tokens is the text of the last of them.
+        return trace, [
+            "" if token == tokenizer.bos else decode(tokenizer.decode_bytes([token])) for token in trace.tokens.tolist()
+        ]
 
     def passages(self, subject: Subject) -> dict[str, str]:
         """Name -> text of what is shown token by token: of each domain there is, or of the validation split."""
@@ -108,25 +112,24 @@ class Material:
     def _tokens(self, stream: str) -> int:
         return max(self.streams.tokens // 4, 1) if stream == "start" else self.streams.tokens
 
-    def _texts_of(self, stream: str, subject: Subject) -> Sequence[str]:
+    def _texts_of(self, stream: str, subject: Subject) -> list[str]:
+        """The beginning of what the stream is made of; read once for all runs."""
         if stream in DOMAINS:
-            path = getattr(self.streams, stream)
-            if path is None:
-                flag = DOMAINS[stream].lower().replace("humaneval", "human-eval")
-                raise NotShownError(f"name the text of the domain with --{flag}")
-            if stream not in self._texts:
-                self._texts[stream] = list(read_domain(path, stream))
-            return self._texts[stream]
+            source = getattr(self.streams, stream)
+            if source is None:
+                raise NotShownError(f"name the text of each domain: {' and '.join(DOMAIN_FLAGS)}")
+        else:
+            source = self.streams.source
         data = subject.folder.section("data")
-        source = (self.streams.source or data["source"], data["text_field"], data["validation_fraction"])
-        if source not in self._texts:
-            corpus = open_source(*source)
-            if self.streams.source is None and corpus.hash != subject.folder.section("corpus")["hash"]:
+        key = (source,) if source else (data["source"], data["text_field"], data["validation_fraction"])
+        if key not in self._texts:
+            corpus = open_held_out(source) if source else open_source(*key)
+            if source is None and corpus.hash != subject.folder.section("corpus")["hash"]:
                 raise ValueError(
                     f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
                 )
-            self._texts[source] = _first(corpus.documents("validation"), 16 * self.streams.tokens)
-        return self._texts[source]
+            self._texts[key] = _first(corpus.documents("validation"), 16 * self.streams.tokens)
+        return self._texts[key]
 
     def _trace(self, subject: Subject, stream: str, texts: Iterable[str], tokens: int, step: int | None) -> Trace:
         folder = subject.folder
@@ -176,29 +179,6 @@ def cut_windows(texts: Iterable[str], tokenizer: Tokenizer, context: int, tokens
         return torch.tensor([[*ids, IGNORED]] if len(ids) < wanted else [ids], dtype=torch.int32)
     rows = (len(ids) - 1) // context
     return torch.tensor(ids[: rows * context + 1], dtype=torch.int32).unfold(0, context + 1, context).contiguous()
-
-
-def read_domain(path: Path, domain: str) -> Iterator[str]:
-    """The texts of GSM8K (`math`: question and answer) or HumanEval (`code`: prompt and solution).
-
-    path: a .jsonl file, or a folder that has one; of several test.jsonl. Raises ValueError that names the line.
-    """
-    first, second, between = {"math": ("question", "answer", "\n"), "code": ("prompt", "canonical_solution", "")}[
-        domain
-    ]
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    chosen = [file for file in files if file.name == "test.jsonl"] or files
-    if len(chosen) != 1 or not chosen[0].is_file():
-        raise ValueError(f"{path}: holds no {DOMAINS[domain]}; name its .jsonl file, or a folder that has one")
-    with chosen[0].open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                record = json.loads(line)
-                yield record[first] + between + record[second]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{chosen[0]}: line {number} has no {first} and {second}; name the .jsonl file of {DOMAINS[domain]}"
-                ) from None
 
 
 def _first(texts: Iterable[str], characters: int) -> list[str]:

@@ -136,16 +136,16 @@ def options(run: Run) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[Run]) -> set[str]:
-    """Options outside the rule that are not the same in all runs."""
+    """Options that all runs have, and not all alike."""
     every = [options(run) for run in runs]
-    names = {name for each in every for name in each if not name.startswith("rule.")}
-    return {name for name in names if any(each[name] != every[0][name] for each in every)}
+    common = set.intersection(*(set(each) for each in every))
+    return {name for name in common if any(each[name] != every[0][name] for each in every)}
 
 
 def _suffixes(run: Run, same_kind: Sequence[Run], differing: set[str]) -> list[str]:
     """What sets the run apart from the first of its kind and, in what no rule decides, from other runs."""
     mine, first = options(run), options(same_kind[0])
-    apart = [name for name in mine if mine[name] != first.get(name)]
+    apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     return [_name(name, mine) for name in apart if not _follows(name, mine, apart)]
 

@@ -46,16 +46,16 @@ def usage(train: Sequence[Record], target: float) -> str:
         if math.isfinite(share)
     }
     least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
-    if _percent(shares[least]) == _percent(shares[most]):
+    if percent(shares[least]) == percent(shares[most]):
         return (
-            f"Over the last quarter of the steps every expert got {_percent(shares[least])} of the tokens; the target "
-            f"is {_percent(target)}."
+            f"Over the last quarter of the steps every expert got {percent(shares[least])} of the tokens; the target "
+            f"is {percent(target)}."
         )
     near = sum(target / 2 <= share <= 2 * target for share in shares.values())
     return (
-        f"Over the last quarter of the steps an expert got on average {_percent(shares[least])} (expert {least[1]} of "
-        f"layer {least[0]}) to {_percent(shares[most])} (expert {most[1]} of layer {most[0]}) of the tokens; the "
-        f"target is {_percent(target)}. {_of_all(near, len(shares), 'expert')} got between half and twice the target."
+        f"Over the last quarter of the steps an expert got on average {percent(shares[least])} (expert {least[1]} of "
+        f"layer {least[0]}) to {percent(shares[most])} (expert {most[1]} of layer {most[0]}) of the tokens; the "
+        f"target is {percent(target)}. {_of_all(near, len(shares), 'expert')} got between half and twice the target."
     )
 
 
@@ -80,7 +80,7 @@ def cutoffs(train: Sequence[Record]) -> str:
         return text
     return (
         f"{text} Over the last quarter of the steps batch cutoffs (grey) lay {deviation:.3f} from their running means "
-        f"(colour; root mean square), which is {_percent(deviation / fmean(spreads))} of the scores' standard "
+        f"(colour; root mean square), which is {percent(deviation / fmean(spreads))} of the scores' standard "
         "deviation."
     )
 
@@ -92,7 +92,7 @@ def fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
     most = int(np.flatnonzero(total).max(initial=0))
     return (
         f"A token met {mean:.2f} routed experts of a layer on average, {target:g} being aimed at; "
-        f"{_percent(share[0])} of the tokens met none, and the most that one met was {most}."
+        f"{percent(share[0])} of the tokens met none, and the most that one met was {most}."
     )
 
 
@@ -193,7 +193,7 @@ def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -
     step, most, layer = max(after or every, key=lambda entry: entry[1])
     mean = fmean(value for _, value, _ in after or every)
     when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
-    return f"{when}{_percent(mean)} {what} on average, at most {_percent(most)} (layer {layer}, step {step:,})."
+    return f"{when}{percent(mean)} {what} on average, at most {percent(most)} (layer {layer}, step {step:,})."
 
 
 def _went(train: Sequence[Record], key: str) -> str:
@@ -211,7 +211,7 @@ def _range(values: Sequence[float]) -> str:
     return low if low == high else f"{low}–{high}"
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"
 
 

@@ -21,7 +21,7 @@ OPTIONS = [
     Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
     Option("figures", str, "all", "The figures to make, as A,B."),
     Option("tokens", int, 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "The text to trace on, its validation split; none is each run's own."),
+    Option("data", str | None, None, "The text to trace all runs on, what it holds out; none is each run's own."),
     Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
     Option("human_eval", str | None, None, "HumanEval, the domain of code: its folder or .jsonl file."),
     Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
@@ -42,7 +42,6 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
     studies = chosen_studies(options["figures"])
     device = pick_device(options["device"])
-    math, code = (None if options[name] is None else Path(options[name]) for name in ("gsm8k", "human_eval"))
     subjects = read_subjects(find_runs(options["run"]))
     given = options["out"] != OPTIONS[1].default
     out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"
@@ -52,7 +51,7 @@ def run(arguments: Sequence[str]) -> None:
     material = Material(
         subjects,
         out / "traces",
-        Streams(options["data"], options["tokens"], math, code),
+        Streams(options["data"], options["tokens"], options["human_eval"], options["gsm8k"]),
         device,
         pick_dtype(options["dtype"], device),
         progress.task,

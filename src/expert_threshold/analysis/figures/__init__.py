@@ -1,5 +1,7 @@
 """Figures, one function each, drawn from plain records: numbers in, a matplotlib figure out."""
 
+from .activation import fanout_by_loss, fanout_by_position, fanout_distribution, loss_by_fanout
+from .cutoffs import capacity, cutoff_law, cutoff_stability, cutoffs_and_biases, score_histograms, warmup
 from .learning import (
     batch_size_scaling,
     fanout_norm,
@@ -7,6 +9,14 @@ from .learning import (
     shared_expert,
     token_multiple,
     train_against_validation,
+)
+from .specialisation import (
+    lay_out,
+    passage_fanout,
+    passage_intensity,
+    passage_routing,
+    specialisation,
+    specialisation_summary,
 )
 from .style import LONGEST, METHODS, NARROW, THEME, WIDE, smooth, spread, style, thin
 from .training import (
@@ -38,18 +48,33 @@ __all__ = [
     "WIDE",
     "batch_size_scaling",
     "bits_per_byte",
+    "capacity",
+    "cutoff_law",
+    "cutoff_stability",
     "cutoffs",
+    "cutoffs_and_biases",
     "deviation_colours",
     "fanout",
+    "fanout_by_loss",
+    "fanout_by_position",
+    "fanout_distribution",
     "fanout_norm",
     "gate_spread",
+    "lay_out",
     "load_spread",
     "loss",
+    "loss_by_fanout",
     "loss_by_method",
+    "passage_fanout",
+    "passage_intensity",
+    "passage_routing",
     "saturation",
+    "score_histograms",
     "score_spread",
     "shared_expert",
     "smooth",
+    "specialisation",
+    "specialisation_summary",
     "speed",
     "spread",
     "starvation",
@@ -58,4 +83,5 @@ __all__ = [
     "token_multiple",
     "train_against_validation",
     "usage",
+    "warmup",
 ]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 WIDE, NARROW = 9.0, 4.4
 # Margins around the axes, so that those of all figures stand in line, and the least width of one panel of many.
 LEFT, RIGHT, TOP, BOTTOM, PANEL = 0.45, 0.12, 0.26, 0.46, 1.6
-COLUMN_GAP, ROW_GAP = 0.2, 0.4
+COLUMN_GAP, ROW_GAP, LABELLED_ROW_GAP = 0.2, 0.4, 0.62
 CHARACTER, LINE = 0.078, 0.16  # the room that text takes
 LONGEST, ALL = 240, 24_000  # points of a line, or columns of a heatmap, and of all lines: more could not be told apart
 
@@ -201,10 +201,10 @@ def panels(
     from matplotlib.figure import Figure
 
     inside = width - left - right
-    columns = columns or max(min(count, int((inside + COLUMN_GAP) / (least + COLUMN_GAP))), 1)
-    gap = COLUMN_GAP if share else COLUMN_GAP + left - 0.1
-    rows = -(-count // columns)
-    total = top + rows * (height + ROW_GAP) - ROW_GAP + BOTTOM
+    gap, row_gap = (COLUMN_GAP, ROW_GAP) if share else (COLUMN_GAP + left - 0.1, LABELLED_ROW_GAP)
+    rows = -(-count // (columns or max(min(count, int((inside + gap) / (least + gap))), 1)))
+    columns = -(-count // rows)  # rows of about equal length
+    total = top + rows * (height + row_gap) - row_gap + BOTTOM
     figure = Figure((width, total))
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
     figure.subplots_adjust(
@@ -213,7 +213,7 @@ def panels(
         bottom=BOTTOM / total,
         top=1 - top / total,
         wspace=gap / ((inside + gap) / columns - gap),
-        hspace=ROW_GAP / height,
+        hspace=row_gap / height,
     )
     for axes in grid.flat[count:]:
         axes.remove()
@@ -343,6 +343,40 @@ def tokens_axis(axes: Axes) -> None:
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_xlabel("tokens trained on", loc="right")
     axes.set_xlim(left=0)
+
+
+HEAT = (0.12, 0.44, 0.76)
+
+
+def heat(axes: Axes, shares: np.ndarray) -> None:
+    """Cells (rows, columns) whose opacity is their share, 0 to 1, so that any page shows through; NaN is clear."""
+    cells = np.empty((*shares.shape, 4))
+    cells[..., :3] = HEAT
+    cells[..., 3] = np.nan_to_num(np.clip(shares, 0, 1))
+    axes.imshow(cells, aspect="auto", interpolation="none")
+    axes.grid(False)
+    axes.spines[:].set_visible(True)
+
+
+def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
+    """The scale of `heat`, right of the first row. ticks: shares and what they are."""
+    row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
+    width, height = figure.get_size_inches()
+    tall = max(row.height, 0.9 / height)
+    scale = figure.add_axes((row.x1 + 0.1 / width, row.y1 - tall, 0.1 / width, tall))
+    heat(scale, np.linspace(1, 0, 64)[:, None])
+    scale.set_xticks([])
+    scale.set_yticks([63 * (1 - share) for share, _ in ticks], [name for _, name in ticks])
+    scale.yaxis.tick_right()
+
+
+def plain_ticks(axis: Any, most: int = 8) -> None:
+    """Powers of ten along a logarithmic axis as numbers: 0.01, 1, 100."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+    axis.set_major_locator(LogLocator(numticks=most))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
 
 
 def whole_ticks(axis: Any, count: int) -> None:

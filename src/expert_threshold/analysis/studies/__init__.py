@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import figures
 from ..material import Material
 from ..plain import Data
-from . import learning
+from . import activation, cutoffs, learning, specialisation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,7 +26,7 @@ class Study(NamedTuple):
     wide: bool = True
 
 
-LEARNING = "Learning"
+LEARNING, CUTOFFS, COMPUTATION, EXPERTS = "Learning", "Cutoffs", "Dynamic computation", "Specialisation"
 STUDIES = [
     Study("loss_by_method", LEARNING, "Evaluation loss by method", learning.loss_by_method, figures.loss_by_method,
           learning.say_loss_by_method),
@@ -40,4 +40,33 @@ STUDIES = [
           learning.say_shared_expert, wide=False),
     Study("fanout_norm", LEARNING, "With and without fanout norm", learning.fanout_norm, figures.fanout_norm,
           learning.say_fanout_norm, wide=False),
+    Study("cutoff_stability", CUTOFFS, "Cutoff stability against expert usage", cutoffs.cutoff_stability,
+          figures.cutoff_stability, cutoffs.say_cutoff_stability),
+    Study("cutoff_law", CUTOFFS, "Deviation of cutoffs by pool size", cutoffs.cutoff_law, figures.cutoff_law,
+          cutoffs.say_cutoff_law),
+    Study("warmup", CUTOFFS, "Warmup dynamics", cutoffs.warmup, figures.warmup, cutoffs.say_warmup),
+    Study("capacity", CUTOFFS, "Capacity behaviour", cutoffs.capacity, figures.capacity, cutoffs.say_capacity),
+    Study("cutoffs_and_biases", CUTOFFS, "Cutoffs against biases", cutoffs.cutoffs_and_biases,
+          figures.cutoffs_and_biases, cutoffs.say_cutoffs_and_biases),
+    Study("score_histograms", CUTOFFS, "Score histograms", cutoffs.score_histograms, figures.score_histograms,
+          cutoffs.say_score_histograms),
+    Study("fanout_by_position", COMPUTATION, "Fanout by position", activation.fanout_by_position,
+          figures.fanout_by_position, activation.say_fanout_by_position),
+    Study("fanout_by_loss", COMPUTATION, "Fanout by loss", activation.fanout_by_loss, figures.fanout_by_loss,
+          activation.say_fanout_by_loss),
+    Study("loss_by_fanout", COMPUTATION, "Loss by fanout", activation.loss_by_fanout, figures.loss_by_fanout,
+          activation.say_loss_by_fanout),
+    Study("fanout_distribution", COMPUTATION, "Fanout", activation.fanout_distribution,
+          figures.fanout_distribution, activation.say_fanout_distribution),
+    Study("specialisation", EXPERTS, "Expert specialisation", specialisation.specialisation, figures.specialisation,
+          specialisation.say_specialisation),
+    Study("specialisation_summary", EXPERTS, "What an expert tells of the domain",
+          specialisation.specialisation_summary, figures.specialisation_summary,
+          specialisation.say_specialisation_summary, wide=False),
+    Study("passage_intensity", EXPERTS, "Computation over the text", specialisation.passage_intensity,
+          figures.passage_intensity, specialisation.say_passage_intensity),
+    Study("passage_fanout", EXPERTS, "Fanout of every token, by layer", specialisation.passage_fanout,
+          figures.passage_fanout, specialisation.say_passage_fanout),
+    Study("passage_routing", EXPERTS, "Experts of every token, by layer", specialisation.passage_routing,
+          figures.passage_routing, specialisation.say_passage_routing),
 ]  # fmt: skip

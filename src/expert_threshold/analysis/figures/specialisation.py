@@ -1,0 +1,240 @@
+"""Figures of which expert serves what: domains as heatmaps, passages token by token."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ..plain import Data, array
+from .style import (
+    INK,
+    LEFT,
+    MUTED,
+    NARROW,
+    RIGHT,
+    TOP,
+    WIDE,
+    heat,
+    heat_key,
+    label_ends,
+    outer_labels,
+    panels,
+    single,
+    strokes,
+    style,
+    whole_ticks,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+TEXT = 8.0  # points
+ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
+CELL = 0.155  # inches of a token's column
+LONGEST = 9  # characters of a token below its column
+
+
+def specialisation(data: Data, width: float = WIDE) -> Figure:
+    """The share of a domain's tokens by expert and layer: a row of panels for each method, a column for each domain."""
+    shown = [(entry, domain) for entry in data["methods"] for domain in data["domains"]]
+    most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
+    colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in data["domains"]]
+    layers = max(len(entry["layers"]) for entry in data["methods"])
+    with style():
+        figure, every = panels(
+            width, len(shown), height=max(0.13 * layers, 0.6), left=0.62, right=0.75, columns=4 if width > 6 else 2
+        )
+        for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
+            heat(axes, array(entry["ratios"][domain]) / most)
+            axes.set_title(f"{entry['method']}, {data['domains'][domain]}", color=colour)
+            axes.set_yticks(range(len(entry["layers"])), entry["layers"])
+            whole_ticks(axes.xaxis, 5)
+        if layers > 6:
+            whole_ticks(every[0].yaxis, 5)
+        outer_labels(every, "expert", "layer")
+        heat_key(figure, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
+    return figure
+
+
+def specialisation_summary(data: Data, width: float = NARROW) -> Figure:
+    """Bits that the expert tells of the domain, over layers."""
+    with style():
+        figure, axes = single(width, 2)
+        labels = {}
+        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True):
+            points = list(zip(entry["layers"], entry["bits"], strict=True))
+            axes.plot(*array(points).T, **stroke, marker="o")
+            labels[entry["method"]] = points, stroke["color"]
+        axes.set_ylim(bottom=0)
+        axes.set_title("mutual information of expert and domain (bits)")
+        axes.set_xlabel("layer", loc="right")
+        whole_ticks(axes.xaxis, 6)
+        label_ends(axes, labels)
+    return figure
+
+
+class Placed(NamedTuple):
+    """A token, or what of it is on one line: where it begins and what is written there."""
+
+    line: int
+    column: int
+    text: str
+    token: int
+
+
+def passage_intensity(data: Data, width: float = WIDE) -> Figure:
+    """Passages as text, each token on the colour of its routed experts."""
+    from matplotlib.figure import Figure
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.patches import PathPatch, Rectangle
+    from matplotlib.textpath import TextPath
+    from matplotlib.transforms import Affine2D
+
+    font = FontProperties(family="DejaVu Sans Mono")
+    advance = 0.602 * TEXT / 72  # inches: DejaVu Sans Mono is 0.602 em wide
+    columns = int((width - 2 * RIGHT - 0.3) / advance)
+    texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
+    most = max(array(passage["values"]).max() for passage in data["passages"])
+    (colour,) = (stroke["color"] for stroke in strokes([data]))
+    with style():
+        heights = [TOP + ROW * (placed[-1].line + 1) + 0.15 for placed in texts]
+        figure = Figure((width, sum(heights) + 0.3))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, width), ylim=(sum(heights) + 0.3, 0))
+        axes.axis("off")
+        _intensity_key(axes, most, colour)
+        top = 0.3
+        for passage, placed, height in zip(data["passages"], texts, heights, strict=True):
+            axes.text(RIGHT, top + 0.12, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
+            for token in placed:
+                value = passage["values"][token.token]
+                x, y = RIGHT + token.column * advance, top + TOP + token.line * ROW
+                box = (x, y), len(token.text) * advance, 0.92 * ROW
+                axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
+            for line in range(placed[-1].line + 1):
+                text = "".join(token.text for token in placed if token.line == line)
+                if text.strip():
+                    place = Affine2D().scale(1, -1).translate(RIGHT, top + TOP + (line + 0.7) * ROW)
+                    path = TextPath((0, 0), text, size=TEXT / 72, prop=font).transformed(place)
+                    axes.add_patch(PathPatch(path, color=INK, linewidth=0))
+            top += height
+    return figure
+
+
+def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
+    """Tokens on lines of so many columns, each cut where it has a new line, shown as ⏎; what has no glyph is □."""
+    line = column = 0
+    for number, token in enumerate(tokens):
+        for piece in re.split(r"(?<=\n)", token.replace("\r", "")):
+            text = _visible(piece.expandtabs(4))[:columns]
+            if column + len(text) > columns:
+                line, column = line + 1, 0
+            yield Placed(line, column, text, number)
+            column += len(text)
+            if piece.endswith("\n"):
+                line, column = line + 1, 0
+
+
+def passage_fanout(data: Data, width: float = WIDE) -> Figure:
+    """Passages below the cells of their tokens: routed experts by layer."""
+    most = max(array(passage["values"]).max() for passage in data["passages"])
+
+    def draw(axes: Axes, values: np.ndarray) -> None:
+        heat(axes, values / max(most, 1))
+        for layer, token in zip(*np.nonzero(values), strict=True):
+            number = f"{values[layer, token]:.0f}"
+            axes.text(token, layer, number, ha="center", va="center_baseline", fontsize=6, color=INK)
+        axes.set_yticks(range(len(data["layers"])), data["layers"], fontsize=7)
+
+    return _blocks(data, width, ROW * len(data["layers"]), draw, "layer")
+
+
+def passage_routing(data: Data, width: float = WIDE) -> Figure:
+    """Passages below the cells of their tokens: filled where the token went to the expert, all layers' experts."""
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    experts, layers = data["experts"], data["layers"]
+    rows = experts * len(layers)
+
+    def draw(axes: Axes, values: np.ndarray) -> None:
+        routed = values.transpose(0, 2, 1).reshape(rows, -1)
+        corners = [
+            [(x - 0.5, y - 0.5), (x + 0.5, y - 0.5), (x + 0.5, y + 0.5), (x - 0.5, y + 0.5), (x - 0.5, y - 0.5)]
+            for y, x in zip(*np.nonzero(routed), strict=True)
+        ]
+        if corners:
+            squares = Path.make_compound_path(*(Path(corner, closed=True) for corner in corners))
+            axes.add_patch(PathPatch(squares, color=INK, linewidth=0))
+        axes.set(xlim=(-0.5, routed.shape[1] - 0.5), ylim=(rows - 0.5, -0.5))
+        axes.hlines(np.arange(1, len(layers)) * experts - 0.5, -0.5, routed.shape[1] - 0.5, color=MUTED, linewidth=0.5)
+        axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=7)
+
+    return _blocks(data, width, min(0.05, 5 / rows) * rows, draw, "experts of layer")
+
+
+def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
+    """Passages cut into blocks as wide as the figure, tokens below each. height: of a block's cells, in inches."""
+    from matplotlib.figure import Figure
+
+    columns = int((width - LEFT - RIGHT) / CELL)
+    blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
+    letters = max(len(_short(token)) for passage in data["passages"] for token in passage["tokens"])
+    room = height + letters * 0.055 + 0.2
+    with style():
+        total = sum(room + (TOP if start == 0 else 0) for _, start in blocks)
+        figure = Figure((width, total))
+        top = 0.0
+        for passage, start in blocks:
+            if start == 0:
+                figure.text(LEFT / width, 1 - (top + 0.15) / total, f"{passage['name']}, {data['method']}", color=MUTED)
+                top += TOP
+            tokens = passage["tokens"][start : start + columns]
+            values = array(passage["values"])[:, start : start + columns]
+            place = LEFT / width, 1 - (top + height) / total, CELL * len(tokens) / width, height / total
+            axes = figure.add_axes(place)
+            draw(axes, values)
+            axes.grid(False)
+            axes.spines[:].set_visible(True)
+            names = [_short(token) for token in tokens]
+            axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=6.5, family="DejaVu Sans Mono")
+            axes.tick_params(length=0, pad=2)
+            axes.set_ylabel(label, fontsize=8)
+            top += room
+    return figure
+
+
+def _short(token: str) -> str:
+    text = _visible(token.replace("\r", "").replace("\t", "→"))
+    text = text.strip() or text.replace(" ", "␣") or "·"
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+
+
+def _visible(text: str) -> str:
+    glyphs = _glyphs()
+    return "".join(character if ord(character) in glyphs else "□" for character in text.replace("\n", "⏎"))
+
+
+@cache
+def _glyphs() -> set[int]:
+    """The characters that the font has."""
+    from matplotlib.font_manager import findfont, get_font
+
+    return set(get_font(findfont("DejaVu Sans Mono")).get_charmap())
+
+
+def _intensity_key(axes: Axes, most: float, colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    steps = sorted({round(share * most) for share in (0, 0.25, 0.5, 0.75, 1)})
+    axes.text(RIGHT, 0.15, "routed experts, all layers together:", color=MUTED, va="center", fontsize=8)
+    for place, value in enumerate(steps):
+        x = RIGHT + 2.05 + 0.34 * place
+        box = (x, 0.15 - ROW / 2), 0.32, ROW
+        axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
+        axes.text(x + 0.16, 0.15, str(value), color=INK, ha="center", va="center", fontsize=8)

@@ -1,0 +1,160 @@
+"""Dynamic computation: how many routed experts a token meets, by its position and by its loss (paper, Sec. 4.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ...model.trace import Trace
+from ..material import Material, NotShownError
+from ..measures import fanout_distribution as shares_of
+from ..methods import Subject
+from ..plain import Data, array
+from ..sentences import listed, percent
+
+BINS = 20
+"""Of losses, equally many tokens in each."""
+SINGLE = 16
+"""Positions that stand for themselves; those after them share bins that widen by a quarter."""
+FEWEST = 1 / 1000
+"""The share of the tokens without which a mean says nothing."""
+
+
+def fanout_by_position(material: Material) -> Data:
+    """Mean fanout by position in the window, per layer and over all layers."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        edges = _position_edges(trace.context)
+        place = np.searchsorted(edges, trace.positions, side="right") - 1
+        layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
+        centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
+        return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
+
+    return _per_method(material, study)
+
+
+def say_fanout_by_position(data: Data) -> str:
+    parts = [f"{entry['method']} {entry['mean'][0]:.1f} and {_late_mean(entry):.2f}" for entry in data["methods"]]
+    return f"Routed experts of the first token of a window, and of one in the second half of it: {listed(parts)}."
+
+
+def fanout_by_loss(material: Material) -> Data:
+    """Mean fanout by the loss on the token that follows, in bins of equally many tokens, per layer and over all."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        losses = trace.losses
+        known = np.isfinite(losses)
+        order = np.argsort(losses[known], kind="stable")
+        parts = np.array_split(order, min(BINS, len(order)))
+        layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
+        return {
+            "x": [losses[known][part].mean() for part in parts],
+            "layers": layers,
+            "mean": np.mean(list(layers.values()), axis=0),
+        }
+
+    return _per_method(material, study)
+
+
+def say_fanout_by_loss(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        mean, losses = array(entry["mean"]), array(entry["x"])
+        peak = f"most, {mean.max():.2f}, at {losses[mean.argmax()]:.1f} nats"
+        parts.append(f"{entry['method']} {mean[0]:.2f} and {mean[-1]:.2f}, {peak}")
+    return f"Routed experts of the twentieth of tokens with the lowest loss and with the highest: {'; '.join(parts)}."
+
+
+def loss_by_fanout(material: Material) -> Data:
+    """Mean loss by fanout, per layer and over all layers; none where fewer than `FEWEST` of the tokens are."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        losses = trace.losses
+        known = np.isfinite(losses)
+        fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
+        fewest = max(round(FEWEST * len(losses)), 1)
+        most = max(fanout.max(initial=0) for fanout in fanouts.values())
+        layers = {layer: _means(fanout, losses[known], most + 1, fewest) for layer, fanout in fanouts.items()}
+        every = np.concatenate(list(fanouts.values()))
+        mean = _means(every, np.tile(losses[known], len(fanouts)), most + 1, fewest)
+        seen = int(np.flatnonzero(np.isfinite(mean)).max(initial=0)) + 1
+        return {
+            "x": np.arange(seen),
+            "layers": {layer: values[:seen] for layer, values in layers.items()},
+            "mean": mean[:seen],
+        }
+
+    return _per_method(material, study)
+
+
+def say_loss_by_fanout(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        mean = array(entry["mean"])
+        known = np.flatnonzero(np.isfinite(mean))
+        parts.append(
+            f"{entry['method']} {mean[known[0]]:.2f} with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]}"
+        )
+    return f"Mean loss, nats, of tokens with the fewest and with the most routed experts of a layer: {listed(parts)}."
+
+
+def fanout_distribution(material: Material) -> Data:
+    """The share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
+    methods = []
+    for subject in material.routed:
+        trace = material.trace(subject)
+        shares = [shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers]
+        share = np.mean(shares, axis=0)
+        mean = float(np.arange(len(share)) @ share)
+        spread = float(((np.arange(len(share)) - mean) ** 2 @ share) ** 0.5)
+        methods.append({**subject.tag, "share": share, "mean": mean, "std": spread})
+    return {"methods": methods}
+
+
+def say_fanout_distribution(data: Data) -> str:
+    parts = [
+        f"{entry['method']} {entry['mean']:.2f} ± {entry['std']:.2f} with {percent(entry['share'][0])} without any"
+        for entry in data["methods"]
+    ]
+    return f"Routed experts of a token, mean ± standard deviation over tokens: {listed(parts)}."
+
+
+def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, Any]]) -> dict[str, Any]:
+    """What a study finds in the trace of each method under which tokens differ in fanout."""
+    left_out = {
+        subject.method: "every token has the same number of routed experts"
+        for subject in material.routed
+        if subject.run.rule["name"] == "token_choice"
+    }
+    shown = [subject for subject in material.routed if subject.method not in left_out]
+    if not shown:
+        raise NotShownError("every token has the same number of routed experts in these runs")
+    methods = [
+        {**subject.tag, "target": subject.run.rule["experts_per_token"], **study(subject, material.trace(subject))}
+        for subject in shown
+    ]
+    return {"methods": methods, "left_out": left_out}
+
+
+def _position_edges(context: int) -> np.ndarray:
+    """Where bins of positions begin, and where the last one ends."""
+    edges = list(range(min(SINGLE, context) + 1))
+    while edges[-1] < context:
+        edges.append(min(max(edges[-1] + 1, round(1.25 * edges[-1])), context))
+    return np.array(edges)
+
+
+def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -> np.ndarray:
+    """The mean of the values at each place, (count,); NaN where there are fewer than `fewest`."""
+    numbers = np.bincount(place, minlength=count)
+    totals = np.bincount(place, weights=values, minlength=count)
+    return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)
+
+
+def _late_mean(entry: dict[str, Any]) -> float:
+    """Over the second half of the window."""
+    x, mean = array(entry["x"]), array(entry["mean"])
+    return float(np.nanmean(mean[x >= x[-1] / 2]))

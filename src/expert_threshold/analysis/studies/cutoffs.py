@@ -1,0 +1,349 @@
+"""Cutoffs: how steady they are against the usage of experts, how they start, and what the bounds do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...routing import CutoffState, cutoff, kth_largest
+from ..material import Material, NotShownError
+from ..methods import Subject, pool_tokens
+from ..plain import Data, array
+from ..records import Record, expert_series, layer_series
+from ..sentences import listed, percent, signed
+
+POINTS = 240
+"""Of a line over steps: more could not be told apart."""
+POOLS = 96
+"""Pools of each size of which the spread of the k-th largest score is taken."""
+SMALLEST = 64
+
+
+def cutoff_stability(material: Material) -> Data:
+    """Expert choice with the largest pool, and expert threshold, in training (paper, Cutoff vs Expert Usage Tradeoff).
+
+    Of each expert of the middle layer, over steps: the cutoff that the batch was routed by less the running mean, and
+    the usage. Expert threshold is routed by the running mean itself, but for its warmup.
+    """
+    choices = [s for s in material.routed if s.run.rule["name"] == "expert_choice"]
+    thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
+    shown = sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:] + thresholds[:1]
+    if not shown:
+        raise NotShownError("no run has cutoffs")
+    methods = []
+    for subject in shown:
+        layer = subject.layers[len(subject.layers) // 2]
+        steps, means = _experts(subject, "cutoff", layer)
+        _, batches = _experts(subject, "batch_cutoff", layer)
+        _, usage = _experts(subject, "usage", layer)
+        exact = subject.run.warmup_steps if subject.run.rule["name"] == "expert_threshold" else math.inf
+        deviation = np.where((steps <= exact)[:, None], batches - means, 0.0)
+        spreads = [np.nanmean(_experts(subject, "score_std", layer)[1][-10:])]
+        methods.append(
+            {
+                **subject.tag,
+                "layer": layer,
+                "warmup": subject.run.warmup_steps,
+                "steps": steps,
+                "deviation": deviation.T,
+                "usage": usage.T,
+                "score_std": spreads[0],
+                "interval": subject.run.config["train"]["log_every"],
+            }
+        )
+    return {"target": shown[0].run.target, "methods": methods}
+
+
+def say_cutoff_stability(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        late = array(entry["steps"]) > 0.75 * entry["steps"][-1]
+        deviation, usage = (array(entry[name])[:, late] for name in ("deviation", "usage"))
+        off = math.sqrt(np.nanmean(deviation**2))
+        vary = np.nanstd(usage, axis=1).mean() / data["target"]
+        share = percent(off / entry["score_std"])
+        parts.append(
+            f"{entry['method']} cutoffs deviate by {off:.3f}, {share} of the scores' standard deviation, and an "
+            f"expert's usage by {percent(float(vary))} of the target"
+        )
+    every = data["methods"][0]["interval"]
+    means = "" if every == 1 else f" Each point is the mean of {every} steps."
+    return f"Over the last quarter of the steps {'; '.join(parts)} (layer {data['methods'][0]['layer']}).{means}"
+
+
+def cutoff_law(material: Material) -> Data:
+    """The spread of a pool's k-th largest score by the pool's tokens, in standard deviations of the expert's scores.
+
+    Root mean square over experts and layers. Pools are drawn from the trace, token by token and by text: a stretch of a
+    window or, of larger pools, whole windows as in training. `slope` is the exponent fitted to each, −½ being the law
+    of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), what is expected of independent tokens, with p the share an expert takes
+    and f the density of its scores there.
+    """
+    methods = []
+    for subject in material.routed:
+        trace = material.trace(subject)
+        share = subject.run.target
+        smallest = max(SMALLEST, math.ceil(4 / share))
+        sizes = [size for power in range(30) if (size := smallest * 2**power) <= len(trace) // 8]
+        if not sizes:
+            raise NotShownError(f"it needs a trace of {8 * smallest} tokens or more; give more --tokens")
+        found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
+        by_token, by_text, law = (np.sqrt(np.mean(np.square(part), axis=(0, 2))) for part in zip(*found, strict=True))
+        methods.append(
+            {
+                **subject.tag,
+                "tokens": sizes,
+                "by_token": by_token,
+                "by_text": by_text,
+                "law": law,
+                "slope_by_token": _slope(sizes, by_token),
+                "slope_by_text": _slope(sizes, by_text),
+            }
+        )
+    return {"methods": methods}
+
+
+def say_cutoff_law(data: Data) -> str:
+    alone, text = (
+        [f"{entry['method']} {signed(entry[name], 2)}" for entry in data["methods"]]
+        for name in ("slope_by_token", "slope_by_text")
+    )
+    ratio = np.mean([array(entry["by_text"])[-1] / array(entry["by_token"])[-1] for entry in data["methods"]])
+    return (
+        f"Fitted exponents of pools of single tokens: {listed(alone)}; of text: {listed(text)}; the law of 1/√N "
+        f"says −0.50. Text makes the spread of the largest pools {ratio:.1f} times as large, since its tokens are "
+        "not independent."
+    )
+
+
+def warmup(material: Material) -> Data:
+    """Expert threshold with and without warmup, and expert choice, in the first steps (paper, Warmup).
+
+    Starvation is that by the lower bound, which does not act during warmup.
+    """
+    rules = [subject.run.rule for subject in material.routed]
+    if not any(rule.get("warmup_steps", 0) > 0 for rule in rules) or not any(
+        rule["name"] == "expert_threshold" and rule["warmup_steps"] == 0 for rule in rules
+    ):
+        raise NotShownError("it needs expert threshold with a warmup, and with --warmup-steps 0")
+    choices = [s for s in material.routed if s.run.rule["name"] == "expert_choice"]
+    thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
+    shown = thresholds + sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:]
+    ends = max(subject.run.warmup_steps for subject in thresholds)
+    late, early = shown[0].layers[3 * len(shown[0].layers) // 4], shown[0].layers[len(shown[0].layers) // 2]
+    methods = []
+    for subject in shown:
+        train = [record for record in subject.run.train if record["step"] <= 2 * ends]
+        entry: dict[str, Any] = dict(subject.tag)
+        for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
+            steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
+            entry[name] = np.stack([steps, values[:, 0]], axis=1)
+        bounded = subject.run.rule["name"] == "expert_threshold"
+        for name in ("raw_usage", "starvation", "score_std", "gate_std"):
+            entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
+        own = subject.run.warmup_steps
+        entry["starvation"] = [[step, share if step > own else math.nan] for step, share in entry["starvation"]]
+        methods.append(entry)
+    return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
+
+
+def say_warmup(data: Data) -> str:
+    with_, without = (
+        next(entry for entry in data["methods"] if (entry["kind"] == "expert_threshold_no_warmup") == cold)
+        for cold in (False, True)
+    )
+
+    def before(entry: Data, name: str) -> float:
+        points = array(entry[name])
+        return float(np.nanmean(points[points[:, 0] <= data["warmup"], 1]))
+
+    starved, scores = ([before(entry, name) for entry in (with_, without)] for name in ("starvation", "score_std"))
+    lag = [_gap(entry, data["warmup"]) for entry in (with_, without)]
+    return (
+        f"In the first {data['warmup']:,} steps, without warmup and with it: the batch cutoff of expert 0 in layer "
+        f"{data['layer']} lies {lag[1]:.2f} and {lag[0]:.2f} from its running mean; the scores of an expert spread by "
+        f"{scores[1]:.2f} and {scores[0]:.2f}. Without it {percent(starved[1])} of the places are filled in by the "
+        "lower bound."
+    )
+
+
+def capacity(material: Material) -> Data:
+    """Expert threshold after the longest warmup: usage before the bounds, saturation, starvation (paper, Appendix)."""
+    shown = [
+        subject
+        for subject in material.routed
+        if subject.run.rule["name"] == "expert_threshold" and subject.run.rule["capacity_slack"] is not None
+    ]
+    if not shown:
+        raise NotShownError("no run has capacity bounds")
+    begin = max(subject.run.warmup_steps for subject in shown)
+    methods = []
+    for subject in shown:
+        train = [record for record in subject.run.train if record["step"] > begin]
+        if len(train) > 1:
+            values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
+            methods.append(
+                {
+                    **subject.tag,
+                    "slack": subject.run.rule["capacity_slack"],
+                    "target": subject.run.target,
+                    **values,
+                }
+            )
+    if not methods:
+        raise NotShownError("no run with capacity bounds was trained beyond its warmup yet")
+    return {"methods": methods}
+
+
+def say_capacity(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        means = [
+            np.nanmean([y for points in entry[name].values() for _, y in points if y is not None])
+            for name in ("raw_usage", "saturation", "starvation")
+        ]
+        parts.append(
+            f"{entry['method']} {percent(means[0])}, with {percent(means[1])} of the tokens above a cutoff dropped and "
+            f"{percent(means[2])} of the places filled in"
+        )
+    return f"Mean usage before the bounds, after warmup: {'; '.join(parts)}."
+
+
+def cutoffs_and_biases(material: Material) -> Data:
+    """Cutoffs of expert choice and threshold, and biases of loss-free token choice, turned round, in the first layer.
+
+    Of each expert over steps: what is subtracted from its scores before they are compared (paper, Table "Conceptual
+    connections").
+    """
+    methods = []
+    for subject in material.routed:
+        name = "bias" if subject.run.rule["name"] == "token_choice" else "cutoff"
+        found = expert_series(subject.run.train, name)
+        if subject.layers[0] in found:
+            steps, values = _thinned(*found[subject.layers[0]])
+            methods.append(
+                {**subject.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T}
+            )
+    if {entry["of"] for entry in methods} != {"bias", "cutoff"}:
+        raise NotShownError("it needs a rule with cutoffs and loss-free token choice whose biases were recorded")
+    return {"layer": material.routed[0].layers[0], "methods": methods}
+
+
+def say_cutoffs_and_biases(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        steps, values = array(entry["steps"]), array(entry["values"])
+        half = np.searchsorted(steps, steps[-1] / 2)
+        drift = np.nanmean(np.abs(values[:, -1] - values[:, half]))
+        parts.append(f"{entry['method']} {drift:.2f}")
+    return f"In layer {data['layer']}, over the second half of training, an expert's value moved by: {listed(parts)}."
+
+
+def score_histograms(material: Material) -> Data:
+    """Scores of the first expert of the first layer and of the last of the last: how many, and how many assigned."""
+    methods = []
+    for subject in material.routed:
+        trace = material.trace(subject)
+        shown = []
+        for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], subject.run.rule["num_experts"] - 1)):
+            scores, taken = trace.scores(layer)[:, expert].numpy(), trace.assignment(layer)[:, expert].numpy()
+            edges = np.histogram_bin_edges(scores, bins=60)
+            state = trace.state(layer)
+            deviation = (scores - scores.mean()) / max(scores.std(), 1e-12)
+            shown.append(
+                {
+                    "layer": layer,
+                    "expert": expert,
+                    "edges": edges,
+                    "all": np.histogram(scores, edges)[0],
+                    "assigned": np.histogram(scores[taken], edges)[0],
+                    "cutoff": float(cutoff(state)[expert]) if isinstance(state, CutoffState) else None,
+                    "skewness": float((deviation**3).mean()),
+                }
+            )
+        methods.append({**subject.tag, "tokens": len(trace), "experts": shown})
+    return {"methods": methods}
+
+
+def say_score_histograms(data: Data) -> str:
+    parts = [
+        f"{entry['method']} {' and '.join(signed(each['skewness'], 2) for each in entry['experts'])}"
+        for entry in data["methods"]
+    ]
+    return f"Skewness of the scores, positive where the right tail is the heavier one: {listed(parts)}."
+
+
+def _experts(
+    subject: Subject, key: str, layer: int, train: Sequence[Record] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (points,) and values (points, experts) of a layer. Raises NotShownError where there are none."""
+    found = expert_series(subject.run.train if train is None else train, key)
+    if layer not in found:
+        raise NotShownError(f"{key} of {subject.method} was not recorded")
+    return _thinned(*found[layer])
+
+
+def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    chosen = np.linspace(0, len(steps) - 1, min(len(steps), POINTS)).round().astype(int)
+    return steps[chosen], values[chosen]
+
+
+def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
+    series = list(layer_series(train, key).values())
+    steps = sorted(set.intersection(*({x for x, _ in points} for points in series))) if series else []
+    lookups = [dict(points) for points in series]
+    return [[step, float(np.nanmean([lookup[step] for lookup in lookups]))] for step in steps]
+
+
+def _gap(entry: Data, until: float) -> float:
+    """Mean distance between the batch cutoff and its running mean."""
+    mean, batch = array(entry["cutoff"]), array(entry["batch_cutoff"])
+    early = mean[:, 0] <= until
+    return float(np.nanmean(np.abs(mean[early, 1] - batch[early, 1])))
+
+
+def _spreads(
+    scores: Tensor, sizes: Sequence[int], share: float, context: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """By token, by text, and by the law; each (sizes, experts), over the scores' standard deviation."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = len(scores)
+    unit = scores.std(0).clamp(min=1e-12).numpy()
+
+    def token_by_token(size: int) -> Tensor:
+        return torch.randint(tokens, (size,), generator=generator)
+
+    def by_text(size: int) -> Tensor:
+        length = min(size, context)
+        windows = torch.randint(tokens // context, (-(-size // length), 1), generator=generator)
+        start = torch.randint(context - length + 1, windows.shape, generator=generator)
+        return (windows * context + start + torch.arange(length)).flatten()[:size]
+
+    def spread(draw: Callable[[int], Tensor]) -> np.ndarray:
+        rows = []
+        for size in sizes:
+            k = max(round(share * size), 1)
+            pools = [kth_largest(scores[draw(size)][None], [k])[0].score[0] for _ in range(POOLS)]
+            rows.append(torch.stack(pools).std(0).numpy() / unit)
+        return np.stack(rows)
+
+    density = _density_at_cutoff(scores.numpy(), share)
+    law = [np.sqrt(share * (1 - share) / size) / density / unit for size in sizes]
+    return spread(token_by_token), spread(by_text), np.stack(law)
+
+
+def _density_at_cutoff(scores: np.ndarray, share: float) -> np.ndarray:
+    """The density of each expert's scores at their (1 − share)-quantile: probability over distance, on both sides."""
+    step = min(share, 1 - share) / 4
+    low, high = np.quantile(scores, [1 - share - step, 1 - share + step], axis=0)
+    density: np.ndarray = 2 * step / np.maximum(high - low, 1e-12)
+    return density
+
+
+def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float | None:
+    return float(np.polyfit(np.log(sizes), np.log(spreads), 1)[0]) if len(sizes) > 1 else None
