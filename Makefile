@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test soak lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -15,6 +15,10 @@ demo: $(VENV)/.installed-demo
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# Campaigns of minutes, which `make test` leaves out.
+soak: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 3600
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -14,6 +14,8 @@ import numpy.typing as npt
 import rustbpe
 import tiktoken
 
+from .tokenizer_json import from_tokenizer_json, to_tokenizer_json
+
 BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
 """All bytes and `BOS`."""
@@ -127,13 +129,23 @@ class Tokenizer:
         }
         Path(path).write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
 
+    def save_tokenizer_json(self, path: str | Path) -> None:
+        """Write the file of the same name that Hugging Face's `tokenizers` reads; it encodes and decodes alike."""
+        content = to_tokenizer_json(self._tokens, self._pattern, BOS)
+        Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Raises ValueError where the file is not one that `save` wrote, or has changed since."""
+        """Of `save` or `save_tokenizer_json`. Raises ValueError where the file is neither, or has changed since."""
         try:
             content = json.loads(Path(path).read_bytes())
         except ValueError as error:
             raise ValueError(f"{path} is not a tokenizer: it is not JSON ({error}); {_RESTORE}") from None
+        if isinstance(content, dict) and "pre_tokenizer" in content:
+            try:
+                return cls(*from_tokenizer_json(content, BOS))
+            except ValueError as error:
+                raise ValueError(f"{path} is not a tokenizer of ours: {error}") from None
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'{path} is not a tokenizer: it has no "format": "{_FORMAT}"; {_RESTORE}')
         if content.get("version") != _VERSION:
