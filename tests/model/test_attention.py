@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expert_threshold.model.attention import Attention, Cache, norm, rotary, rotate
+from expert_threshold.model.attention import (
+    QUERIES_PER_BLOCK,
+    Attention,
+    Cache,
+    attend,
+    norm,
+    rotary,
+    rotary_norm,
+    rotate,
+)
 
 
 def at(position: int, x: Tensor) -> Tensor:
@@ -48,6 +60,55 @@ def test_the_norm_divides_by_the_root_mean_square() -> None:
     x = torch.randn(3, 5, 8) * 7
     torch.testing.assert_close(norm(x), x / (x**2).mean(-1, keepdim=True).sqrt())
     assert torch.equal(norm(torch.zeros(2, 8)), torch.zeros(2, 8))
+
+
+def gradients(function: Callable[..., Tensor], *inputs: Tensor) -> list[Tensor]:
+    """The output, and what a fixed gradient of it becomes at each input."""
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    y = function(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape))]
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], eps=torch.finfo(torch.float32).eps)
+
+
+def test_norms_and_their_gradients_are_those_of_plain_expressions() -> None:
+    torch.manual_seed(0)
+    cos, sin = rotary(torch.arange(5.0), 8)
+    x = torch.randn(2, 5, 3, 8).transpose(1, 2)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return rms_norm(torch.cat((a * cos + b * sin, b * cos - a * sin), -1))
+
+    torch.testing.assert_close(gradients(norm, x), gradients(rms_norm, x))
+    torch.testing.assert_close(gradients(lambda x: rotary_norm(x, cos, sin), x), gradients(turned, x))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("time", [2, QUERIES_PER_BLOCK, 2 * QUERIES_PER_BLOCK + 3])
+def test_attention_and_its_gradients_are_those_of_torch_in_one_block_and_in_many(time: int, kv_heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 4, time, 8), *torch.randn(2, 2, kv_heads, time, 8)
+
+    def by_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    torch.testing.assert_close(gradients(attend, q, k, v), gradients(by_torch, q, k, v), atol=1e-5, rtol=1e-4)
+
+
+def test_attention_in_bfloat16_is_as_near_to_float32_as_torch_is() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.nn.functional.normalize(torch.randn(3, 2, 4, 300, 64), dim=-1) * 8
+
+    def error(function: Callable[..., Tensor]) -> Tensor:
+        exact = gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), q, k, v)
+        found = gradients(function, *(x.bfloat16() for x in (q, k, v)))
+        return torch.stack([(f.float() - e).norm() / e.norm() for f, e in zip(found, exact, strict=True)])
+
+    by_torch = error(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True))
+    assert (error(attend) < 1.5 * by_torch).all()
 
 
 def by_definition(attention: Attention, x: Tensor) -> Tensor:

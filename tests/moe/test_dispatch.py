@@ -15,7 +15,8 @@ from torch import Tensor
 
 from expert_threshold.moe import DISPATCHES, Experts, FeedForward
 from expert_threshold.moe.dispatch import Dispatch, dispatch_named
-from expert_threshold.moe.experts import ActivationName
+from expert_threshold.moe.dispatch.grouped import PADDING, form_groups, pack, sum_rows
+from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, ActivationName
 
 D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
 FAST = [name for name in DISPATCHES if name != "reference"]
@@ -383,3 +384,35 @@ def test_weight_gradients_of_very_many_bfloat16_rows_stay_exact() -> None:
     exact = torch.autograd.grad(layer(x.float()), layer.down.weight, upstream.float())[0]
     rounded = torch.autograd.grad(layer(x), layer.down.weight, upstream)[0]
     assert (rounded - exact).norm() <= 0.01 * exact.norm()
+
+
+@given(loads=st.lists(st.integers(0, 40), max_size=12), hidden=st.sampled_from([1, 20_000, 60_000]))
+def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loads: list[int], hidden: int) -> None:
+    groups = form_groups(loads, hidden)
+    held = [expert for group in groups for expert in range(group.experts.start, group.experts.stop)]
+    assert held == [expert for expert, load in enumerate(loads) if load]
+    end = 0
+    for group in groups:
+        of_group = loads[group.experts]
+        assert group.length == max(of_group)
+        assert group.slots == slice(end, end := end + group.length * len(of_group))
+        if len(of_group) > 1:
+            assert group.length * len(of_group) * hidden <= HIDDEN_PER_BLOCK
+            assert group.length * len(of_group) <= PADDING * sum(of_group)
+
+
+def test_experts_of_like_load_share_a_product_and_those_of_unlike_load_do_not() -> None:
+    assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 3), slice(3, 4)]
+
+
+@given(assignment=st.integers(0, 2**24 - 1))
+def test_rows_packed_and_summed_back_are_the_fanout_times_themselves(assignment: int) -> None:
+    mask = torch.tensor([assignment >> bit & 1 for bit in range(24)], dtype=torch.bool).view(6, 4)
+    x = torch.arange(12.0).view(6, 2)
+    loads = mask.sum(0)
+    packing = pack(mask, loads, form_groups(loads.tolist(), 1))
+    packed = sum_rows(x, packing.token, packing.of_slot)
+    assert torch.equal(packed[packing.slot], x[packing.token])
+    assert packed.sum() == packed[packing.slot].sum()  # padding is zero
+    back = sum_rows(packed, packing.slot[packing.by_token], packing.of_token)
+    assert torch.equal(back, x * mask.sum(1, keepdim=True))

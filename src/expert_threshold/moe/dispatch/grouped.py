@@ -5,7 +5,6 @@ Only the input, the pre-activations and the indices are kept for backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
