@@ -66,7 +66,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _inverse_rms(x: Tensor) -> Tensor:
     """1 / √(mean x² + ε) over the last dimension, which is kept; float32."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return (norms.square() / x.shape[-1] + torch.finfo(torch.float32).eps).rsqrt_()
+    mean_squares: Tensor = norms.square_().div_(x.shape[-1])
+    return mean_squares.add_(torch.finfo(torch.float32).eps).rsqrt_()
 
 
 class _Norm(torch.autograd.Function):
@@ -81,7 +82,8 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         refuse_second_derivative()
-        return _norm_backward(*ctx.saved_tensors, dy.clone())
+        x, scale = ctx.saved_tensors
+        return _norm_backward(x, scale, dy.clone())
 
 
 def _norm_backward(x: Tensor, scale: Tensor, dy: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Group(NamedTuple):
 
     def of(self, rows: Tensor) -> Tensor:
         """(experts, length, …) of rows (slots, …), a view."""
-        return rows[self.slots].unflatten(0, (-1, self.length))
+        rows = rows[self.slots]
+        return rows.view(-1, self.length, *rows.shape[1:])
 
 
 def form_groups(loads: list[int], hidden: int) -> list[Group]:
