@@ -74,11 +74,19 @@ def start(tmp_path: Path, corpus: Path) -> Start:
         optim: OptimConfig = OptimConfig(),  # noqa: B008  a frozen record
         **options: Any,
     ) -> TrainResult:
-        """Options of TrainConfig go there, all others to `train`."""
+        """Options of TrainConfig and DataConfig go there, all others to `train`."""
         changes = {key: options.pop(key) for key in list(options) if key in TrainConfig.__dataclass_fields__}
+        data = {key: options.pop(key) for key in list(options) if key in DataConfig.__dataclass_fields__}
         path = tmp_path / name
         folder = RunFolder.open(path) if options.get("resume") else RunFolder.create(path)
-        return train(folder, model or tiny(), DataConfig(str(corpus)), optim, replace(usual, **changes), **options)
+        return train(
+            folder,
+            model or tiny(),
+            DataConfig(**({"source": str(corpus)} | data)),
+            optim,
+            replace(usual, **changes),
+            **options,
+        )
 
     return start
 

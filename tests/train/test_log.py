@@ -71,7 +71,7 @@ def test_a_long_task_tells_how_far_it_is(plain: Plain, monkeypatch: pytest.Monke
         for done in range(1, 13):
             now += 1
             progress(done, 12)
-    assert plain.text() == "reading: 42%\nreading: 83%\n"
+    assert plain.text() == "reading: 42%, 0:07 left\nreading: 83%, 0:02 left\n"
 
 
 def test_time_left_is_that_of_the_steps_to_come_at_the_pace_so_far(

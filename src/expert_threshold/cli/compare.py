@@ -8,7 +8,7 @@ import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import mean
@@ -238,7 +238,7 @@ class Comparison(NamedTuple):
     def read_corpus(self) -> None:
         """Put the text in the record. Raises ValueError where it cannot be read, or has changed since."""
         data = next(iter(self.configs.values())).data
-        corpus = open_source(data.source, data.text_field, data.validation_fraction)
+        corpus = open_source(**asdict(data))
         before = self.record["corpus"]
         if before is not None and before["hash"] != corpus.hash:
             raise ValueError(

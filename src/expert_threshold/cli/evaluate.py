@@ -171,7 +171,7 @@ class Run(NamedTuple):
         if all(saved.get(name, ...) == value for name, value in key.items()):
             return
         data = DataConfig(**config["data"])
-        corpus = open_source(data.source, data.text_field, data.validation_fraction)
+        corpus = open_source(**asdict(data))
         if corpus.hash != key["corpus"]:
             raise ValueError(
                 f"{corpus.name} has changed since {self.folder.path} began; restore the text, or use --no-validation"

@@ -52,8 +52,10 @@ HELP = {
     "activation": "Nonlinearity of the feed-forwards.",
     "z_loss": "Strength of the router z-loss; none is off.",
     "dispatch": "How tokens get to experts: auto, reference or grouped.",
-    "source": "Text to train on: embedded, Python's standard library; or a .txt, .jsonl or .parquet file or a folder.",
+    "source": "Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a "
+    ".txt, .jsonl or .parquet file, a folder of them, or one of tokens.",
     "text_field": "Field or column that holds the text, in .jsonl and .parquet.",
+    "skip_damaged": "Leave out shards, and parts of them, that cannot be read, and say so.",
     "validation_fraction": "Share of documents held out, where a source has no validation split of its own.",
     "num_experts": "Routed experts in a layer.",
     "experts_per_token": "Routed experts of one token, on average.",

@@ -60,7 +60,8 @@ class Corpus:
 
     Of shards, which are not read before they are needed, it is that of their names and footers, and their sizes are to
     the nearest percent. `parts` is how they are read then: a split's, by a tokenizer; None where all of it fits into
-    memory. `tokenizer` is what lies beside the text. `skipped` has a line for each shard that was left out.
+    memory. `tokenizer` is what lies beside the text; where `tokenized`, no other will do. `skipped` has a line for each
+    shard that was left out.
     """
 
     name: str
@@ -69,11 +70,23 @@ class Corpus:
     readers: Mapping[Split, Reader] = field(repr=False)
     parts: Callable[[Split, Tokenizer], Parts] | None = field(default=None, repr=False)
     tokenizer: Tokenizer | None = field(default=None, repr=False)
+    tokenized: bool = False
     skipped: tuple[str, ...] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
         """Read the texts of one split, in a fixed order."""
         return (text for _, text in self.readers[split]())
+
+    def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
+        """The first `characters` of the training split, the last document cut; `progress` is told how many are read."""
+        read, total = 0, min(characters, self.sizes["train"].bytes)
+        for text in self.documents("train"):
+            yield text[: characters - read]
+            read += len(text)
+            if progress is not None:
+                progress(min(read, total), total)
+            if read >= characters:
+                return
 
     @property
     def bytes(self) -> int:
@@ -146,7 +159,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         {"train": lambda: _numbered(train.texts()), "validation": lambda: _numbered(validation.texts())},
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         Tokenizer.load(beside) if beside.exists() else None,
-        skipped,
+        skipped=skipped,
     )
 
 
@@ -172,6 +185,7 @@ def _open_tokens(name: str, folder: Path) -> Corpus:
         },
         with_tokenizer,
         ours,
+        tokenized=True,
     )
 
 

@@ -44,13 +44,18 @@ class TrainConfig:
     track: TrackerName = "none"
     # CPU threads; None is torch's default.
     threads: int | None = None
+    # Threads that read and tokenize text in shards ahead of training; None is one for each core but one.
+    tokenizer_threads: int | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot train."""
         for name in ("steps", "batch_size", "accumulation", "log_every"):
             if not (type(vars(self)[name]) is int and vars(self)[name] >= 1):
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1")
-        for name in ("eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_checkpoints", "threads"):
+        for name in (
+            "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_checkpoints", "threads",
+            "tokenizer_threads",
+        ):  # fmt: skip
             if not (vars(self)[name] is None or (type(vars(self)[name]) is int and vars(self)[name] >= 1)):
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or None")
         if not (type(self.seed) is int and 0 <= self.seed < 2**63):

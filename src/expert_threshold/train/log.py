@@ -49,12 +49,18 @@ class Display:
     def task(self, what: str) -> Callable[[int, int], None]:
         """A function that wants to be told how much of a long task is done, and of how much."""
         self._shown = time.monotonic()
+        first: tuple[int, float] | None = None  # what may have been there before, as of a download that goes on
 
         def progress(done: int, total: int) -> None:
+            nonlocal first
+            now = time.monotonic()
+            first = first or (done, now)
+            made, spent = done - first[0], now - first[1]
+            text = f"{what}: {done / total:.0%}" + (f", {clock(spent * (total - done) / made)} left" if made else "")
             if self._live is not None:
-                self._draw(what, done, total)
+                self._draw(text, done, total)
             elif self._is_time(PLAIN_INTERVAL):
-                self.say(f"{what}: {done / total:.0%}")
+                self.say(text)
 
         return progress
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,8 +73,12 @@ def train(
                 prepared.tokenizer.save(folder.tokenizer_path)
             folder.metrics.truncate_after(step)
             run = _Run(folder, prepared, config, sample, display, tracker)
+            run.tell_skipped_text(prepared.skipped)
             interrupt.deferred = True
-            return run.run(interrupt)
+            try:
+                return run.run(interrupt)
+            finally:
+                prepared.trainer.loader.close()
 
 
 class _Run:
@@ -129,6 +133,7 @@ class _Run:
         trainer = self.trainer
         if not trainer.advance():
             self.tell_skipped()
+        self.tell_skipped_text(trainer.loader.take_skipped())
         interval = trainer.take_interval() if self.is_due(self.config.log_every) else None
         if interval is not None:
             record = train_record(trainer.model, interval.seen) | {
@@ -155,6 +160,12 @@ class _Run:
                 f"train with smaller learning rates than matrix_lr={optim.matrix_lr}, embed_lr={optim.embed_lr}, "
                 f"head_lr={optim.head_lr}, from the start or with --init-from {self.folder.path}"
             )
+
+    def tell_skipped_text(self, lines: Iterable[str]) -> None:
+        """Each says what is wrong with a shard, or a part of one, that was left out."""
+        for line in lines:
+            self.write("event", {"event": "skipped_text", "reason": line})
+            self.display.say(f"skipped: {line}")
 
     def tell_dead_experts(self, record: dict[str, Any], steps: int) -> None:
         """Each of them once. record: of the last `steps` steps."""

@@ -14,6 +14,7 @@ import torch
 from .. import __version__
 from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, pack
 from ..data.sources import absolute
+from ..data.tokens import Parts
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..runs import RunFolder
@@ -25,8 +26,12 @@ from .trainer import Trainer
 # What may differ when a run is resumed, since it does not change what is learned.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
-    "checkpoint_every", "keep_checkpoints", "track", "threads",
+    "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads",
 }  # fmt: skip
+
+
+TOKENIZER_CHARACTERS = 2_000_000_000
+"""Of the text, from its beginning, that a tokenizer is trained on."""
 
 
 class Prepared(NamedTuple):
@@ -34,6 +39,7 @@ class Prepared(NamedTuple):
     tokenizer: Tokenizer
     validation: Tokens | None  # None where there is no validation
     record: dict[str, Any]  # of config.json
+    skipped: tuple[str, ...]  # a line for each shard that was left out
 
 
 def prepare(
@@ -60,7 +66,7 @@ def prepare(
     saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
     source = None if record["init_from"] is None or saved is not None else RunFolder.open(record["init_from"])
 
-    corpus = open_source(data.source, data.text_field, data.validation_fraction)
+    corpus = open_source(**asdict(data))
     display.say(corpus.describe())
     if resume:
         _require_same_corpus(folder, corpus)
@@ -75,17 +81,41 @@ def prepare(
     if saved is not None or source is not None:
         tokenizer = (source or folder).tokenizer()
     else:
-        display.say(f"training a tokenizer of {model.vocab_size} tokens")
-        tokenizer = Tokenizer.train(corpus.documents("train"), model.vocab_size)
-    tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
+        tokenizer = _tokenizer(corpus, model.vocab_size, display)
     validation = None
     if config.eval_every is not None:
-        validation = pack(corpus, tokenizer, "validation", display.task("tokenizing text for validation"))
-    loader = Loader(tokens, config.batch_size, model.context, config.seed)
+        # Whole windows are evaluated, and the last target needs one token more.
+        enough = None if config.eval_tokens is None else config.eval_tokens + model.context
+        progress = display.task("tokenizing text for validation")
+        validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
+    tokens: Tokens | Parts
+    if corpus.parts is not None:
+        tokens = corpus.parts("train", tokenizer)
+    else:
+        tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
+    threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
+    loader = Loader(
+        tokens, config.batch_size, model.context, config.seed, threads=threads, skip_damaged=data.skip_damaged
+    )
     trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
     if saved is not None:
         trainer.restore(saved)
-    return Prepared(trainer, tokenizer, validation, record)
+    return Prepared(trainer, tokenizer, validation, record, corpus.skipped)
+
+
+def _tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
+    """What lies beside the text, if it is of that size; else one that is trained on its beginning."""
+    beside = corpus.tokenizer
+    if beside is not None and beside.vocab_size == vocab_size:
+        return beside
+    if corpus.tokenized and beside is not None:
+        raise ValueError(
+            f"vocab_size={vocab_size} but {corpus.name} holds tokens of a vocabulary of {beside.vocab_size}; "
+            f"give --vocab-size {beside.vocab_size}"
+        )
+    display.say(f"training a tokenizer of {vocab_size} tokens")
+    text = corpus.beginning(TOKENIZER_CHARACTERS, display.task("reading text for the tokenizer"))
+    return Tokenizer.train(text, vocab_size)
 
 
 def _require_few(threads: int) -> None:

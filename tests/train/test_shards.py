@@ -1,0 +1,104 @@
+"""Training on shards, which stream, and on tokens made of them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from expert_threshold.data import Tokenizer, open_source, stream
+from expert_threshold.data.token_files import write_tokens
+from expert_threshold.runs import RunFolder
+
+from .conftest import Plain, Start, tiny
+
+TEXTS = [f"Shard text {number}: " + "the model reads and learns. " * (number % 5 + 1) for number in range(120)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several in a run of a few steps."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Three shards of 40 documents, the last for validation."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard in range(3):
+        table = pyarrow.table({"text": TEXTS[40 * shard : 40 * shard + 40]})
+        pyarrow.parquet.write_table(table, folder / f"{shard}.parquet", row_group_size=4)
+    return folder
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "checkpoints" / "step_000008" / "model.safetensors").read_bytes()
+
+
+def test_a_run_on_shards_that_was_resumed_equals_one_that_never_stopped(start: Start, tmp_path: Path) -> None:
+    start("whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step_000008")
+    start("halves", resume=True, tokenizer_threads=3)
+    assert weights(tmp_path / "halves") == weights(tmp_path / "whole")
+    position = RunFolder.open(tmp_path / "whole").load_checkpoint(4).state["position"]
+    assert position["block"] > 0
+
+
+def test_a_run_on_tokens_is_the_run_on_their_shards(start: Start, tmp_path: Path, corpus: Path) -> None:
+    start("text")
+    tokenizer = RunFolder.open(tmp_path / "text").tokenizer()
+    text = open_source(str(corpus))
+    assert text.parts is not None
+    write_tokens(
+        tmp_path / "tokens",
+        {split: text.parts(split, tokenizer) for split in text.sizes},
+        tokenizer,
+        {"corpus": text.hash, "sizes": {split: list(size) for split, size in text.sizes.items()}},
+    )
+    start("run", source=str(tmp_path / "tokens"))
+    assert weights(tmp_path / "run") == weights(tmp_path / "text")
+    with pytest.raises(ValueError, match=r"^vocab_size=299 but .* of a vocabulary of 300; give --vocab-size 300$"):
+        start("other", model=tiny(vocab_size=299), source=str(tmp_path / "tokens"))
+
+
+def test_the_tokenizer_beside_the_shards_is_used_if_it_is_of_the_models_size(
+    start: Start, tmp_path: Path, corpus: Path
+) -> None:
+    for vocab_size in (300, 290):
+        beside = Tokenizer.train(TEXTS[:60], vocab_size)
+        beside.save(corpus / "tokenizer.json")
+        name = f"run{vocab_size}"
+        start(name, steps=1)
+        assert (RunFolder.open(tmp_path / name).tokenizer().hash == beside.hash) == (vocab_size == 300)
+
+
+def test_what_is_skipped_is_told_and_logged(start: Start, tmp_path: Path, corpus: Path, plain: Plain) -> None:
+    (corpus / "0a.parquet").write_bytes(b"no Parquet")
+    first = corpus / "0.parquet"
+    data = bytearray(first.read_bytes())
+    data[6:30] = bytes(24)
+    first.write_bytes(data)
+    Tokenizer.train(TEXTS[:60], 300).save(corpus / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"0a.parquet is damaged .*; or leave such shards out with --skip-damaged"):
+        start("not")
+    start(skip_damaged=True, console=plain.console, steps=40)
+    events: list[dict[str, Any]] = [
+        record for record in RunFolder.open(tmp_path / "run").metrics.read() if record.get("event") == "skipped_text"
+    ]
+    reasons = [event["reason"].split(" is damaged")[0] for event in events]
+    assert reasons[0] == str(corpus / "0a.parquet")
+    assert set(reasons[1:]) == {str(first)}
+    for event in events:
+        assert f"skipped: {event['reason']}" in plain.text()
+
+
+def test_validation_reads_no_more_than_it_evaluates(start: Start, tmp_path: Path) -> None:
+    start(eval_tokens=64)
+    (last,) = [r for r in RunFolder.open(tmp_path / "run").metrics.read() if r["split"] == "validation"][-1:]
+    assert last["tokens"] == 64
