@@ -22,7 +22,7 @@ from expert_threshold.evaluation import (
     evaluate_task,
     read_bundle,
 )
-from expert_threshold.evaluation.continuation import Continuation, continuations, crop
+from expert_threshold.evaluation.continuation import continuations
 from expert_threshold.evaluation.core import ask, choose_rows, is_right
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
@@ -201,12 +201,6 @@ def test_boundaries_of_real_tokens_worked_by_hand() -> None:
     assert scored == [" blue", " blue"]
 
 
-def test_cropping_keeps_the_end_and_a_first_token_to_predict_from() -> None:
-    assert crop(Continuation([1, 2, 3, 4, 5], 3), 5) == ([1, 2, 3, 4, 5], 3)
-    assert crop(Continuation([1, 2, 3, 4, 5], 3), 4) == ([2, 3, 4, 5], 2)
-    assert crop(Continuation([1, 2, 3, 4, 5], 3), 2) == ([4, 5], 1)
-
-
 def test_the_first_of_the_lowest_penalties_is_the_answer() -> None:
     def answered(gold: int, *penalties: float) -> bool:
         return is_right(Question("multiple_choice", ("a", "b", "c"), gold, None), Answer(penalties))
@@ -314,37 +308,41 @@ def test_expert_threshold_routes_in_a_batch_as_it_routes_one_by_one(
     tokenizer: Tokenizer, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model(tokenizer, RULES["expert_threshold"])
-    forward, seen = model.forward, {}
+    forward = model.forward
+    rows: list[tuple[list[int], torch.Tensor]] = []  # sequences, and where the last of their tokens went
+    prefixes: list[tuple[list[int], torch.Tensor]] = []  # sequences, and the keys of their first layer
 
     def record(tokens: torch.Tensor, targets: Any = None, *, cache: Any = None) -> Any:
         past = 0 if cache is None else cache.length
         output = forward(tokens, targets, cache=cache, record=True)
         assert output.routings is not None
-        for row, assignment in zip(tokens, output.routings[0].assignment, strict=True):
-            rows.append((past, row.tolist(), assignment))
+        for i, (row, assignment) in enumerate(zip(tokens.tolist(), output.routings[0].assignment, strict=True)):
+            begun = [known for known, keys in prefixes if past and torch.equal(keys, cache.keys[0, i, :, :past])]
+            assert bool(begun) == bool(past)
+            rows.append(([*begun[0], *row] if past else row, assignment))
+            if cache is not None and not past:
+                prefixes.append((row, cache.keys[0, i].clone()))
+        if past:
+            prefixes.clear()
         return output
 
     monkeypatch.setattr(model, "forward", record)
     questions = make_questions(kind)
-    rows: list[tuple[int, list[int], torch.Tensor]] = []
     alone = ModelScorer(model, tokenizer, tokens_at_once=1, shared_prefix=10**9)
     for question in questions:
         alone([question])
-    for _, tokens, assignment in rows:
-        for end in range(1, len(tokens) + 1):
-            seen[tuple(tokens[:end])] = assignment[end - 1]
+    seen = {tuple(row[:end]): assignment[end - 1] for row, assignment in rows for end in range(1, len(row) + 1)}
     assert len({tuple(a.tolist()) for a in seen.values()}) > 2  # it routes, and not all tokens alike
     for shared_prefix in (1, 10**9):
-        rows, prefix, compared = [], [], 0
+        rows.clear()
+        compared = set()
         ModelScorer(model, tokenizer, shared_prefix=shared_prefix)(questions)
-        for past, tokens, assignment in rows:
-            prefix = prefix if past else tokens
-            sequence = [*prefix[:past], *tokens]
-            for end in range(past + 1, len(sequence) + 1):
-                if tuple(sequence[:end]) in seen:  # padding is not
-                    assert torch.equal(assignment[end - 1 - past], seen[tuple(sequence[:end])])
-                    compared += 1
-        assert compared >= len(seen)
+        for row, assignment in rows:
+            for end in range(len(row) - len(assignment) + 1, len(row) + 1):
+                if tuple(row[:end]) in seen:  # padding is not
+                    assert torch.equal(assignment[end - len(row) - 1], seen[tuple(row[:end])])
+                    compared.add(tuple(row[:end]))
+        assert compared == seen.keys()
 
 
 def test_the_model_keeps_its_mode(tokenizer: Tokenizer) -> None:

@@ -4,15 +4,21 @@ from ..moe import Observation, Routing
 from .attention import Cache
 from .gpt import GPT, GPTConfig, Output
 from .presets import PRESETS, flops_per_token, parameter_counts
+from .score import Continuation, Score, common_prefix, crop, score
 
 __all__ = [
     "GPT",
     "PRESETS",
     "Cache",
+    "Continuation",
     "GPTConfig",
     "Observation",
     "Output",
     "Routing",
+    "Score",
+    "common_prefix",
+    "crop",
     "flops_per_token",
     "parameter_counts",
+    "score",
 ]

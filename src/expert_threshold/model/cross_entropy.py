@@ -32,12 +32,17 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
     with tokens × vocab.
     """
     with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not with_gradient and not torch.compiler.is_compiling():  # a number of tokens that data decide breaks a graph
+        kept = (targets >= 0).nonzero()[:, 0]
+        if len(kept) < len(x):
+            mean, losses = _LinearCrossEntropy.apply(x[kept], weight, targets[kept], softcap, False)
+            return CrossEntropy(mean, losses.new_zeros(len(x)).index_copy_(0, kept, losses))
     return CrossEntropy(*_LinearCrossEntropy.apply(x, weight, targets, softcap, with_gradient))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, to which a softmax is blind, and its
-    derivative is 4 σ (1 − σ): one exponential where tanh needs several."""
+    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax as it is; the
+    derivative is 4 σ (1 − σ). So one exponential does where tanh needs several."""
 
     @staticmethod
     def forward(

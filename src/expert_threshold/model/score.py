@@ -1,0 +1,165 @@
+"""How likely a model finds the ends of sequences: in batches, and what several begin with alike computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .attention import Cache
+from .gpt import GPT
+
+TOKENS_AT_ONCE = 8192
+LOGITS_AT_ONCE = 1 << 25  # float32 numbers, 128 MiB
+CACHE_AT_ONCE = 1 << 30  # bytes
+SHARED_PREFIX = 64  # tokens from which on a prefix is worth a forward of its own
+
+_IGNORED = -1  # what GPT takes for no target
+
+
+class Continuation(NamedTuple):
+    """The tokens from `start` on are scored; those before, one at least, are given."""
+
+    tokens: list[int]
+    start: int
+
+
+class Score(NamedTuple):
+    """nats: the sum of the losses of `tokens` tokens. misses: how many of them are not the likeliest, if counted."""
+
+    nats: float
+    tokens: int
+    misses: int
+
+
+def crop(continuation: Continuation, length: int) -> Continuation:
+    """The last `length` tokens. The first of a sequence cannot be scored, so that `start` stays at least 1."""
+    lost = max(len(continuation.tokens) - length, 0)
+    return Continuation(continuation.tokens[lost:], max(continuation.start - lost, 1))
+
+
+def common_prefix(sequences: Sequence[list[int]]) -> int:
+    """How many first tokens are equal in all."""
+    first, last = min(sequences), max(sequences)  # of sorted sequences those between agree where these two do
+    return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+
+
+@torch.inference_mode()
+def score(
+    model: GPT,
+    groups: Sequence[Sequence[Continuation]],
+    *,
+    misses: bool = False,
+    tokens_at_once: int = TOKENS_AT_ONCE,
+    shared_prefix: int = SHARED_PREFIX,
+) -> list[list[Score]]:
+    """Scores as the groups have continuations; those of a group may begin alike, as the choices of a question do.
+
+    misses: count them, for which logits must exist whole. Routing is causal; the model keeps its mode. tokens_at_once
+    bounds a batch, or it is of one group. Raises ValueError for a continuation longer than the context.
+    """
+    scores = [[Score(0.0, 0, 0)] * len(group) for group in groups]
+    was_training = model.training
+    model.eval()
+    try:
+        bundles = _bundles(groups, misses, shared_prefix)
+        for batch in _batches(model, bundles, tokens_at_once, misses):
+            rows = [row for bundle in batch for row in bundle.rows]
+            for (group, place, _), found in zip(rows, _score(model, batch, misses), strict=True):
+                scores[group][place] = found
+    finally:
+        model.train(was_training)
+    return scores
+
+
+class _Bundle(NamedTuple):
+    """Rows, each with its group and its place there, of which the first `shared` tokens need not be computed twice."""
+
+    shared: int
+    rows: list[tuple[int, int, Continuation]]
+
+    @property
+    def longest(self) -> int:
+        return max(len(continuation.tokens) for *_, continuation in self.rows)
+
+
+def _bundles(groups: Sequence[Sequence[Continuation]], misses: bool, shared_prefix: int) -> Iterator[_Bundle]:
+    for i, group in enumerate(groups):
+        rows = [(i, j, c) for j, c in enumerate(group) if len(c.tokens) > c.start]
+        if len(rows) > 1:
+            alike = common_prefix([c.tokens for *_, c in rows])
+            shared = min(alike, *(c.start - 1 for *_, c in rows))  # the last token given predicts the first one scored
+            if shared >= shared_prefix:
+                yield _Bundle(shared, rows)
+                continue
+        for row in rows:  # alone; where logits have to be, a forward of its own saves those of what is given
+            given = row[2].start - 1
+            yield _Bundle(given if misses and given >= shared_prefix else 0, [row])
+
+
+def _batches(model: GPT, bundles: Iterator[_Bundle], tokens_at_once: int, misses: bool) -> Iterator[list[_Bundle]]:
+    """Those of similar lengths together, the longest first: padding is little, and what is too large shows at once."""
+    batch: list[_Bundle] = []
+    for bundle in sorted(bundles, key=lambda bundle: (-bundle.shared, -bundle.longest)):
+        split = batch and bool(bundle.shared) != bool(batch[0].shared)
+        if split or (batch and not _fits(model, [*batch, bundle], tokens_at_once, misses)):
+            yield batch
+            batch = []
+        batch.append(bundle)
+    if batch:
+        yield batch
+
+
+def _fits(model: GPT, batch: Sequence[_Bundle], tokens_at_once: int, misses: bool) -> bool:
+    config = model.config
+    shared, longest = min(bundle.shared for bundle in batch), max(bundle.longest for bundle in batch)
+    rows = sum(len(bundle.rows) for bundle in batch)
+    ends = rows * (longest - shared)
+    cached = 2 * config.layers * config.kv_heads * (config.d_model // config.heads) * model.compute_dtype.itemsize
+    return (
+        len(batch) * shared + ends <= tokens_at_once
+        and not (misses and ends * config.vocab_size > LOGITS_AT_ONCE)
+        and not (shared and rows * longest * cached > CACHE_AT_ONCE)
+    )
+
+
+def _score(model: GPT, batch: Sequence[_Bundle], misses: bool) -> list[Score]:
+    shared = min(bundle.shared for bundle in batch)
+    rows = [continuation for bundle in batch for *_, continuation in bundle.rows]
+    inputs = _stack(model, [row.tokens[shared:-1] for row in rows], 0)
+    targets = _stack(model, [[_IGNORED] * (row.start - 1 - shared) + row.tokens[row.start :] for row in rows], _IGNORED)
+    cache = _compute_once(model, batch, shared, inputs.shape[1]) if shared else None
+    scored = targets != _IGNORED
+    missed = torch.zeros_like(targets)
+    if misses:
+        logits = model(inputs, cache=cache).logits[scored]
+        losses = torch.zeros(targets.shape, device=targets.device)
+        losses[scored] = F.cross_entropy(logits, targets[scored], reduction="none")
+        missed[scored] = (logits.argmax(1) != targets[scored]).long()
+    else:
+        losses = model(inputs, targets, cache=cache).token_losses
+    sums = (each.sum(1).tolist() for each in (losses, scored, missed))
+    return [Score(*row) for row in zip(*sums, strict=True)]
+
+
+def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) -> Cache:
+    """The cache of every row behind its first `shared` tokens, with room for more."""
+    prefix = _stack(model, [bundle.rows[0][2].tokens[:shared] for bundle in batch], 0)
+    once = model.new_cache(len(batch), shared)
+    model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without a target no logits are made
+    of_row = torch.tensor([i for i, bundle in enumerate(batch) for _ in bundle.rows], device=prefix.device)
+    cache = model.new_cache(len(of_row), shared + room)
+    cache.keys[:, :, :, :shared] = once.keys[:, of_row]
+    cache.values[:, :, :, :shared] = once.values[:, of_row]
+    cache.length = shared
+    return cache
+
+
+def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:
+    """Padded on the right, where causality keeps padding from being seen."""
+    length = max(map(len, rows))
+    padded = [row + [padding] * (length - len(row)) for row in rows]
+    return torch.tensor(padded, device=model.embed.weight.device)
