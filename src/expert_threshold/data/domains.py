@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import embedded, files
-from .sources import EMBEDDED, Corpus, make_corpus
+from .public import FINEWEB_EDU
+from .sources import EMBEDDED, Corpus, make_corpus, open_source
+from .token_files import MANIFEST
 
 CODE = "code"
 """The embedded corpus without its prose."""
@@ -20,23 +22,25 @@ QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"):
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
-    """A corpus of one split, validation: what the source holds out.
+    """A corpus whose validation split is what the source holds out; it may have no other.
 
-    source: "embedded", "code" (its source files alone), or a .txt, .jsonl or .parquet file or a folder of such. Held
-    out are the embedded corpus's own split, files named test or validation, or the last of several Parquet files; where
-    there are none of these, everything. A line of GSM8K or HumanEval is question and answer, one below the other.
-    Raises ValueError as `open_source` does.
+    source: as in `DataConfig`, or "code", the source files alone of the embedded corpus. A source without a validation
+    split of its own holds out its files named test or validation, or if there are none, everything. A line of GSM8K or
+    HumanEval is question and answer, one below the other. Raises ValueError as `open_source` does.
     """
     remedy = "there is nothing to measure a model on, so name another source"
-    if source in (EMBEDDED, CODE):
+    if source == CODE:
         _, held_out = embedded.documents()
-        wanted = [document for document in held_out if source == EMBEDDED or document[0].endswith(".py")]
-        return make_corpus(source, {"validation": lambda: iter(wanted)}, remedy)
-    paths = files.find(Path(source).expanduser())
-    named = [path for path in paths if path.stem.split("-")[0] in HELD_OUT]
-    if len(paths) > 1 and (named or paths[0].suffix.lower() == ".parquet"):
-        paths = named or paths[-1:]
-    return make_corpus(source, {"validation": lambda: _documents(paths, text_field)}, remedy)
+        code = [(name, text) for name, text in held_out if name.endswith(".py")]
+        return make_corpus(source, {"validation": lambda: iter(code)}, remedy)
+    path = Path(source).expanduser()
+    if source in (EMBEDDED, FINEWEB_EDU) or (path / MANIFEST).is_file():
+        return open_source(source, text_field)
+    paths = files.find(path)
+    named = [each for each in paths if each.stem.split("-")[0] in HELD_OUT]
+    if len(paths) > 1 and not named and paths[0].suffix.lower() == ".parquet":
+        return open_source(source, text_field)
+    return make_corpus(source, {"validation": lambda: _documents(named or paths, text_field)}, remedy)
 
 
 def _documents(paths: Sequence[Path], text_field: str) -> Iterator[embedded.Document]:
