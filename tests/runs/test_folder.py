@@ -222,7 +222,7 @@ def test_a_full_disk_adds_no_part_of_a_line(tmp_path: Path) -> None:
 
 def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: RunFolder) -> None:
     with run.lock():
-        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is training this run"), run.lock():
+        with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"), run.lock():
             pass
         with pytest.raises(ValueError, match="is training"), RunFolder.open(run.path).lock():
             pass
@@ -302,6 +302,20 @@ def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: tuple[RunFo
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=0)
+
+
+def test_weights_loaded_in_bfloat16_compute_what_weights_cast_in_every_forward_do(
+    trained: tuple[RunFolder, GPT],
+) -> None:
+    run, model = trained
+    loaded, _ = load_model(run.path, compute_dtype=torch.bfloat16)
+    casting = GPT(model.config, torch.bfloat16)
+    casting.load_state_dict(model.state_dict())
+    tokens = torch.arange(16)[None]
+    assert torch.equal(loaded(tokens).logits, casting.eval()(tokens).logits)
+    dtypes = {name.split(".")[-2]: weight.dtype for name, weight in loaded.named_parameters()}
+    assert dtypes["router"] == torch.float32
+    assert dtypes["head"] == dtypes["embed"] == dtypes["experts"] == torch.bfloat16
 
 
 def test_an_earlier_step_can_be_loaded(trained: tuple[RunFolder, GPT]) -> None:

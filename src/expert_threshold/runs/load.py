@@ -19,6 +19,7 @@ def load_model(
 ) -> tuple[GPT, Tokenizer]:
     """The model of a run as saved at `step`, or last, in evaluation mode, and the run's tokenizer.
 
+    Its weights are in the compute dtype, the routers' in float32: to train on, take them from the checkpoint.
     Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign.
     """
     folder = RunFolder.open(run)
@@ -32,4 +33,8 @@ def load_model(
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{folder.path}: checkpoint and config.json disagree: {reason}") from error
+    routers = {moe.router.weight for _, moe in model.moe_layers()}
+    for weight in model.parameters():
+        if weight not in routers:
+            weight.data = weight.data.to(compute_dtype)  # once, not in every forward
     return model.eval(), folder.tokenizer()
