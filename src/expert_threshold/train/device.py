@@ -71,7 +71,7 @@ def keep_freed_memory() -> None:
     block = malloc(HEAP_BYTES)
     if block is None:  # the system promises no more than it has
         return
-    page, huge_page, hugepages = 4096, 2 << 20, 14  # MADV_HUGEPAGE of mman.h; advice, which may be refused
+    huge_page, hugepages = 2 << 20, 14  # MADV_HUGEPAGE of mman.h; advice, which may be refused
     start = -(-block // huge_page) * huge_page
-    madvise(ctypes.c_void_p(start), ctypes.c_size_t(HEAP_BYTES - (start - block) - page), hugepages)
+    madvise(ctypes.c_void_p(start), ctypes.c_size_t(HEAP_BYTES - 2 * huge_page), hugepages)
     free(block)
