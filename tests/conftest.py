@@ -9,3 +9,6 @@ from hypothesis import settings
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# What the user has downloaded is not for tests.
+os.environ["EXPERT_THRESHOLD_CACHE"] = os.devnull

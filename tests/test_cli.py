@@ -37,6 +37,7 @@ OPTIONS: dict[str, list[Option]] = {
     "train": [*train_command.OPTIONS, *RUN_OPTIONS],
     "plan": RUN_OPTIONS,
     "generate": generate_command.OPTIONS,
+    "data": [],  # test_data_command.py has them
     "evaluate": evaluate_command.OPTIONS,
     "analyze": analyze_command.OPTIONS,
     "compare": [
@@ -158,6 +159,8 @@ def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> No
         (Literal["batch", "global"] | int, "64", 64),
         (tuple[float, float], "0.8,0.9", (0.8, 0.9)),
         (str, "none", "none"),
+        (str | None, "none", None),
+        (str | None, "some", "some"),
     ],
 )
 def test_values_are_read(kind: Any, text: str, value: object) -> None:

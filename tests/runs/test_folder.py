@@ -224,7 +224,7 @@ def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: Run
     with run.lock():
         with pytest.raises(ValueError, match=rf"process {os.getpid()} on .* is at work there"), run.lock():
             pass
-        with pytest.raises(ValueError, match="is training"), RunFolder.open(run.path).lock():
+        with pytest.raises(ValueError, match="is at work there"), RunFolder.open(run.path).lock():
             pass
     with run.lock():
         pass

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..data import DataConfig, Tokenizer, open_source, pack
+from ..data.public import core_bundle
 from ..evaluation import Baselines, ModelScorer, Task, centred, evaluate, evaluate_task, read_bundle
 from ..evaluation.core import choose_rows
 from ..model import GPT
@@ -30,7 +31,9 @@ from .options import Command, Option, parse
 
 OPTIONS = [
     Option("run", str, None, "The folders of the runs to evaluate.", positional=True, required=True, many=True),
-    Option("bundle", str | None, None, "The folder of an eval bundle, to be asked the tasks of CORE."),
+    Option(
+        "bundle", str | None, "CACHE/core", "The eval bundle with the tasks of CORE, if it is there; none asks none."
+    ),
     Option("tasks", str, "all", "The tasks of the bundle to ask, as A,B."),
     Option("max_per_task", int | None, None, "Ask so many questions of each task at most; none is all."),
     Option("baselines", Baselines, "nanochat", "What counts as chance: the bundle's own table, or DCLM's newer one."),
@@ -42,7 +45,8 @@ OPTIONS = [
     Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
 ]
 DESCRIPTION = (
-    "Evaluate trained models: loss and bits per byte on their validation text, and with --bundle the tasks of CORE.\n\n"
+    "Evaluate trained models: loss and bits per byte on their validation text, and the tasks of CORE once et data core "
+    "has downloaded them, or --bundle names them.\n\n"
     "Results go to evaluation.json in the run's folder, after each task; what is there already is not done again."
 )
 FORMAT, VERSION = "expert-threshold evaluation", 1
@@ -51,7 +55,7 @@ INTERVALS = {True: 0.2, False: 10.0}  # seconds between two lines of progress, o
 
 def run(arguments: Sequence[str]) -> None:
     """Evaluate each run, write its evaluation.json, and print all of them."""
-    options = {option.name: option.default for option in OPTIONS}
+    options = {option.name: option.default for option in OPTIONS} | {"bundle": core_bundle()}
     options |= parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
     if not options["validation"] and options["bundle"] is None:
         raise ValueError("--no-validation leaves nothing to do; name a --bundle, or leave it out")
@@ -176,7 +180,10 @@ class Run(NamedTuple):
             raise ValueError(
                 f"{corpus.name} has changed since {self.folder.path} began; restore the text, or use --no-validation"
             )
-        tokens = pack(corpus, self.tokenizer, "validation")
+        # Whole windows are evaluated, or whole batches of them, and the last target needs one token more.
+        window = self.model.config.context * config["train"]["batch_size"]
+        enough = None if eval_tokens is None else eval_tokens + window
+        tokens = pack(corpus, self.tokenizer, "validation", max_tokens=enough)
         progress = self.progress.task("validation")
         causal = evaluate(self.model, tokens, self.tokenizer, max_tokens=eval_tokens, progress=progress)
         result = key | {

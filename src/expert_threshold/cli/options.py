@@ -177,7 +177,7 @@ def _value(option: Option, text: str) -> Any:
 
 def parse_value(kind: Any, text: str) -> Any:
     """`text` as a value of a record's type. Raises ValueError."""
-    for alternative in alternatives(kind):
+    for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # which any text is
         if alternative is type(None):
             if text.lower() == "none":
                 return None

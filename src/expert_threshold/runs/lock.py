@@ -45,10 +45,10 @@ def _remove_if_stale(path: Path) -> None:
         holder = json.loads(content)
         pid, host, process = int(holder["pid"]), str(holder["host"]), holder["process"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path}: in use by another trainer; if none runs, delete this file") from None
+        raise ValueError(f"{path}: in use by another process; if none runs, delete this file") from None
     if host != socket.gethostname() or (_runs(pid) and (pid != os.getpid() or process == _PROCESS)):
         raise ValueError(
-            f"{path.parent}: process {pid} on {host} is training this run; stop it first, "
+            f"{path.parent}: process {pid} on {host} is at work there; stop it first, "
             f"or delete {path} if it is gone"
         )
     # Moved before it is removed: of two processes that found the same dead holder, the slower one may have moved the

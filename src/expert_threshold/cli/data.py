@@ -1,0 +1,210 @@
+"""`et data`: get text to train on, a tokenizer, and the questions of CORE; make tokens of text once and for all."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ..analysis.sentences import short
+from ..data import Corpus, Tokenizer, open_source
+from ..data.cache import VARIABLE, cache_folder, require_writable
+from ..data.public import CORE, FINEWEB_EDU, fetch_core, fetch_fineweb_edu
+from ..data.token_files import TOKENIZER, write_tokens
+from ..evaluation import read_bundle
+from ..runs.lock import exclusive
+from ..train.log import Display, clock
+from .options import HELP_FLAGS, Command, Option, parse
+
+Given = Mapping[str, Any]
+
+# Defaults that follow from other options, as --help tells them.
+TOLD = USERS_CACHE, BESIDE, TOKENS_OUT = "~/.cache/expert-threshold", f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
+
+CACHE = Option("cache", str, USERS_CACHE, f"Where downloads are kept; {VARIABLE} names another, too.")
+SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
+TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
+SKIP = Option("skip_damaged", bool, False, "Leave out shards, and parts of them, that cannot be read, and say so.")
+CONNECTIONS = Option("connections", int, 8, "Files to download at a time.")
+
+
+class Entry(NamedTuple):
+    run: Callable[[Given, Display], str]  # what to print in the end
+    summary: str
+    options: Sequence[Option]
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Do what the first argument says."""
+    if not arguments:
+        raise ValueError(f"name what: {', '.join(ENTRIES)}; see et data --help")
+    name, *rest = arguments
+    if name in HELP_FLAGS:
+        print(_help())
+        return
+    if name not in ENTRIES:
+        near = difflib.get_close_matches(name, ENTRIES, 1)
+        raise ValueError(f"unknown {name}; " + (f"did you mean {near[0]}?" if near else f"use {', '.join(ENTRIES)}"))
+    entry = ENTRIES[name]
+    summary = entry.summary[0].upper() + entry.summary[1:] + "."
+    given = parse(Command(f"et data {name}", summary, {"data": entry.options}), rest)
+    if "cache" in given:
+        os.environ[VARIABLE] = given["cache"]
+    values = {option.name: None if option.default in TOLD else option.default for option in entry.options} | given
+    console = Console(stderr=True)
+    with Display(console) as display:
+        text = entry.run(values, display)
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _help() -> str:
+    width = max(map(len, ENTRIES))
+    return "\n".join(
+        [
+            "usage: et data WHAT [OPTIONS]",
+            "",
+            "Get text to train on, a tokenizer, and the questions of CORE.",
+            "",
+            *(f"  et data {name:{width}}  {entry.summary}" for name, entry in ENTRIES.items()),
+            "",
+            "et data WHAT --help shows every option with its default.",
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _cache(part: str) -> Iterator[Path]:
+    """The cache folder, in whose `part` nobody else is at work."""
+    folder = cache_folder()
+    with exclusive(require_writable(folder / part) / ".lock"):
+        yield folder
+
+
+def _fineweb_edu(given: Given, display: Display) -> str:
+    _require_positive(given, "connections")
+    with _cache(FINEWEB_EDU) as cache:
+        start = time.monotonic()
+        progress = display.task("downloading")
+        paths = fetch_fineweb_edu(cache, given["shards"], given["connections"], progress)
+    size = sum(path.stat().st_size for path in paths)
+    return (
+        f"{len(paths)} shards, {short(size)} bytes, in {paths[0].parent}, {clock(time.monotonic() - start)}; "
+        f"the last is for validation\nnext: et data tokenizer"
+    )
+
+
+def _core(given: Given, display: Display) -> str:
+    with _cache("") as cache:
+        folder = fetch_core(cache, display.task("downloading"))
+    tasks = read_bundle(folder)
+    return f"{len(tasks)} tasks in {folder}\nnext: et evaluate RUN"
+
+
+def _tokenizer(given: Given, display: Display) -> str:
+    _require_positive(given, "characters")
+    corpus = _open(given)
+    out = Path(given["out"] or _beside(given) / TOKENIZER)
+    if out.exists():
+        raise ValueError(f"{out} is there already; delete it, or name another --out")
+    require_writable(out.absolute().parent)
+    for line in corpus.skipped:
+        display.say(f"skipped: {line}")
+    start = time.monotonic()
+    display.say(f"training a tokenizer of {given['vocab_size']:,} tokens on {corpus.name}")
+    texts = corpus.beginning(given["characters"], display.task("reading"))
+    tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
+    temporary = out.with_name(f".tmp-{out.name}")
+    tokenizer.save(temporary)
+    os.replace(temporary, out)
+    return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
+
+
+def _announced(texts: Iterator[str], end: Callable[[], None]) -> Iterator[str]:
+    """The texts; `end` is called after the last."""
+    yield from texts
+    end()
+
+
+def _tokenize(given: Given, display: Display) -> str:
+    corpus = _open(given)
+    if corpus.parts is None or corpus.tokenized:
+        raise ValueError(f"{corpus.name} is no folder of Parquet shards; name one, other text is tokenized in memory")
+    tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"no {TOKENIZER} lies beside {corpus.name}; make one with et data tokenizer, or name one")
+    out = Path(given["out"] or f"{_beside(given)}-tokens")
+    require_writable(out.absolute().parent)
+    about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
+    splits = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
+    with exclusive(out.absolute().with_name(f".lock-{out.name}")):
+        skipped = write_tokens(
+            out,
+            splits,
+            tokenizer,
+            about,
+            skip_damaged=given["skip_damaged"],
+            progress=display.task("tokenizing"),
+        )
+    for line in (*corpus.skipped, *skipped):
+        display.say(f"skipped: {line}")
+    size = sum(path.stat().st_size for path in out.iterdir())
+    return f"{short(size)} bytes in {out}\nnext: et train --data {out} --vocab-size {tokenizer.vocab_size}"
+
+
+def _open(given: Given) -> Corpus:
+    return open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
+
+
+def _beside(given: Given) -> Path:
+    """The folder of the text."""
+    return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else Path(given["source"]).expanduser()
+
+
+def _require_positive(given: Given, name: str) -> None:
+    if given[name] < 1:
+        raise ValueError(f"--{name} {given[name]}: must be at least 1")
+
+
+ENTRIES = {
+    FINEWEB_EDU: Entry(
+        _fineweb_edu,
+        "download shards of FineWeb-Edu, and the one for validation",
+        [
+            Option("shards", int, 8, "How many to train on; each has about 50 million tokens and 100 MB."),
+            CONNECTIONS,
+            CACHE,
+        ],
+    ),
+    CORE: Entry(_core, "download the questions of CORE, for et evaluate", [CACHE]),
+    "tokenizer": Entry(
+        _tokenizer,
+        "train a tokenizer on the beginning of shards",
+        [
+            SOURCE,
+            Option("vocab_size", int, 65536, "Tokens in the vocabulary."),
+            Option("characters", int, 2_000_000_000, "Of the text, from its beginning, to train on."),
+            Option("out", str, BESIDE, "The file to make; beside the shards it is found by et train."),
+            TEXT_FIELD,
+            SKIP,
+            CACHE,
+        ],
+    ),
+    "tokenize": Entry(
+        _tokenize,
+        "make a folder of tokens of shards, which training reads with next to no processor time",
+        [
+            SOURCE,
+            Option("tokenizer", str, BESIDE, "The tokenizer.json to use."),
+            Option("out", str, TOKENS_OUT, "The folder to make, or to go on with."),
+            TEXT_FIELD,
+            SKIP,
+            CACHE,
+        ],
+    ),
+}

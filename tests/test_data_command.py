@@ -1,0 +1,149 @@
+"""`et data`: downloads from a server of this machine, a tokenizer, and tokens on disk."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from expert_threshold.cli import data as command
+from expert_threshold.cli import main
+from expert_threshold.data import Tokenizer, open_source, public
+from expert_threshold.data.cache import VARIABLE
+from expert_threshold.data.download import Remote
+
+TEXTS = [f"Document {number} of the shards: " + "it says little. " * (number % 9) for number in range(90)]
+BUNDLE = {
+    "core.yaml": """icl_tasks:
+- label: capitals
+  dataset_uri: world/capitals.jsonl
+  num_fewshot: [0]
+  icl_task_type: language_modeling
+""",
+    "eval_meta_data.csv": "Eval Task,Task Category,Task Type,#shots,#datapoints,Random baseline\n"
+    "capitals,world knowledge,language modeling,0,1,0\n",
+    "eval_data/world/capitals.jsonl": json.dumps({"context": "The capital of France is", "continuation": "Paris"})
+    + "\n",
+}
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A download that always works: three shards, and the eval bundle."""
+
+    def content(name: str) -> bytes:
+        buffer = io.BytesIO()
+        if name.endswith(".zip"):
+            with zipfile.ZipFile(buffer, "w") as archive:
+                for path, text in BUNDLE.items():
+                    archive.writestr(f"eval_bundle/{path}", text)
+        else:
+            third = {"shard_00000": 0, "shard_00001": 30, "shard_01822": 60}[Path(name).stem]
+            table = pyarrow.table({"text": TEXTS[third : third + 30]})
+            pyarrow.parquet.write_table(table, buffer, row_group_size=10)
+        return buffer.getvalue()
+
+    def fetch(remotes: list[Remote], **_: object) -> None:
+        for remote in remotes:
+            remote.path.write_bytes(content(remote.url.rsplit("/", 1)[-1]))
+
+    monkeypatch.setattr(public, "download", fetch)
+
+
+def test_help_names_what_there_is_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert et("data", "--help") == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: et data")
+    for name, entry in command.ENTRIES.items():
+        assert f"et data {name} " in text
+        assert et("data", name, "--help") == 0
+        shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+        for option in entry.options:
+            assert option.flag in shown
+            assert " ".join(option.help.split()) in shown
+
+
+def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
+    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("data", "fineweb-edu", "--shards", 2) == 0
+    assert "3 shards" in capsys.readouterr().out
+    assert not (cache / "fineweb-edu" / ".lock").exists()
+    assert et("data", "tokenizer", "--vocab-size", 270, "--characters", 1000) == 0
+    beside = Tokenizer.load(cache / "fineweb-edu" / "tokenizer.json")
+    expected = Tokenizer.train(open_source("fineweb-edu").beginning(1000), 270)
+    assert beside.hash == expected.hash
+    assert et("data", "tokenize", "--out", tmp_path / "tokens") == 0
+    said = capsys.readouterr().out
+    assert f"next: et train --data {tmp_path / 'tokens'} --vocab-size 270" in said
+    small = ["tiny", "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32, "--eval-tokens", 64]
+    for name, source in (("text", "fineweb-edu"), ("tokens", tmp_path / "tokens")):
+        assert et("train", *small, "--data", source, "--out", tmp_path / "runs" / name) == 0
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("text", "tokens")
+    ]
+    assert losses[0] == losses[1] != []
+
+
+def test_the_eval_bundle_is_found_by_evaluate(
+    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("data", "core", "--cache", cache) == 0
+    assert f"1 tasks in {cache / 'core'}" in capsys.readouterr().out
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    run = tmp_path / "run"
+    small = ["tiny", "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32, "--data", text]
+    assert et("train", *small, "--out", run) == 0
+    assert et("evaluate", run, "--no-validation") == 0
+    assert "capitals" in capsys.readouterr().out
+    assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 32) == 0
+    assert "capitals" not in capsys.readouterr().out
+
+
+def test_what_cannot_be_done_is_one_line(
+    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(message: str, *arguments: object) -> None:
+        assert et("data", *arguments) == 2
+        *_, error = capsys.readouterr().err.splitlines()  # before it stands what was begun
+        assert error.startswith("et data: ")
+        assert message in error
+
+    refused("name what: fineweb-edu, core, tokenizer, tokenize")
+    refused("unknown fineweb; did you mean fineweb-edu?", "fineweb")
+    refused("--shards 0: there are 1822 for training; give from 1", "fineweb-edu", "--shards", 0)
+    refused("--connections 0: must be at least 1", "fineweb-edu", "--connections", 0)
+    refused("unknown option --shard; did you mean --shards?", "fineweb-edu", "--shard", 3)
+    refused("fineweb-edu is not in", "tokenizer")
+    file = tmp_path / "file"
+    file.write_text("some text\n\n" * 2000)
+    refused("cannot be written", "core", "--cache", file)
+    refused("cannot be written", "fineweb-edu", "--cache", file / "below")
+    assert et("data", "fineweb-edu", "--shards", 2, "--cache", cache) == 0
+    refused("supports at most", "tokenizer")
+    refused("no tokenizer.json lies beside fineweb-edu; make one with et data tokenizer", "tokenize")
+    (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
+    capsys.readouterr()
+    refused("is not a tokenizer", "tokenizer")
+    text = tmp_path / "a.txt"
+    text.write_text("some text\n\n" * 2000)
+    refused("is no folder of Parquet shards; name one", "tokenize", text)
+    refused("does not exist", "tokenize", tmp_path / "none")
