@@ -25,6 +25,7 @@ from expert_threshold.cli import analyze as analyze_command
 from expert_threshold.cli import compare as compare_command
 from expert_threshold.cli import evaluate as evaluate_command
 from expert_threshold.cli import generate as generate_command
+from expert_threshold.cli import leakage as leakage_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
@@ -40,6 +41,7 @@ OPTIONS: dict[str, list[Option]] = {
     "data": [],  # test_data_command.py has them
     "evaluate": evaluate_command.OPTIONS,
     "analyze": analyze_command.OPTIONS,
+    "leakage": leakage_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
         *(option for option in RUN_OPTIONS if option.name not in compare_command.DECIDED),

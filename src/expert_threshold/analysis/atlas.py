@@ -15,7 +15,7 @@ from .figures import NARROW, WIDE, style
 from .material import Material, NotShownError
 from .methods import LEGEND, Subject
 from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
-from .plain import plain
+from .plain import Data, plain
 from .sentences import listed, short
 from .studies import STUDIES, Study
 
@@ -35,7 +35,7 @@ def write_atlas(
     for number, study in enumerate(studies, start=1):
         place = f"figure {number}/{len(studies)} {study.name}"
         try:
-            exhibit, partly = make(study, material, out)
+            exhibit, partly = save(study, study.compute(material), out)
         except NotShownError as reason:
             missing.append(LeftOut(study.title, str(reason)))
             say(f"{place}: left out: {reason}")
@@ -48,12 +48,9 @@ def write_atlas(
     return report
 
 
-def make(study: Study, material: Material, out: Path) -> tuple[Exhibit, list[LeftOut]]:
-    """Compute, draw and save one figure; and the methods it leaves out, by reason.
-
-    Raises NotShownError if it has no meaning for these runs.
-    """
-    text = to_json(plain(study.compute(material)), indent=1)
+def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut]]:
+    """Draw and save one figure with its data; and the methods it leaves out, by reason."""
+    text = to_json(plain(computed), indent=1)
     data = json.loads(text)  # what is drawn is what the file says
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
     save_figure(study.draw(data, WIDE if study.wide else NARROW), out / study.name)
@@ -61,7 +58,8 @@ def make(study: Study, material: Material, out: Path) -> tuple[Exhibit, list[Lef
     for method, reason in data.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(method)
     partly = [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
-    return Exhibit(study.title, study.say(data), partial(study.draw, data), study.wide, study.name), partly
+    rows = study.rows(data) if study.rows else None
+    return Exhibit(study.title, study.say(data), partial(study.draw, data), study.wide, study.name, rows), partly
 
 
 def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequence[LeftOut]) -> str:

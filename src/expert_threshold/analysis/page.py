@@ -25,6 +25,7 @@ class Exhibit(NamedTuple):
     draw: Callable[[float], Figure]
     wide: bool = False  # as wide as the page; on a phone it is drawn anew, narrow
     files: str | None = None  # what the names of its files beside the page begin with, if there are any
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # head and rows, folded away below it
 
 
 class LeftOut(NamedTuple):
@@ -145,7 +146,9 @@ def _figure(name: str, exhibit: Exhibit) -> str:
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
         + "\n".join(drawn)
-        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption></figure>"
+        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption>"
+        + (f"<details><summary>As a table</summary>{table(*exhibit.table)}</details>" if exhibit.table else "")
+        + "</figure>"
     )
 
 

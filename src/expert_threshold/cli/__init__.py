@@ -26,6 +26,7 @@ COMMANDS = {
     "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods alike and say what each reached"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
+    "leakage": Entry("leakage", "tell how much of the future expert choice can tell, and does"),
 }
 
 # What to do about an OSError.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -16,16 +17,20 @@ from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
 from .options import Command, Option, parse
 
+# Of every command that traces runs.
+TRACING = [
+    Option("tokens", int, 32768, "Tokens to trace each run on."),
+    Option("data", str | None, None, "The text to trace all runs on, what it holds out; none is each run's own."),
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
+    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+]
 OPTIONS = [
     Option("run", str, None, "The folders of runs, or of comparisons.", positional=True, required=True, many=True),
     Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
     Option("figures", str, "all", "The figures to make, as A,B."),
-    Option("tokens", int, 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "The text to trace all runs on, what it holds out; none is each run's own."),
     Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
     Option("human_eval", str | None, None, "HumanEval, the domain of code: its folder or .jsonl file."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    *TRACING,
 ]
 DESCRIPTION = (
     "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
@@ -38,26 +43,29 @@ def run(arguments: Sequence[str]) -> None:
     """Analyse the runs, and say where all of it lies."""
     options = {option.name: option.default for option in OPTIONS}
     options |= parse(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
-    if options["tokens"] < 2:
-        raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
     studies = chosen_studies(options["figures"])
-    device = pick_device(options["device"])
-    subjects = read_subjects(find_runs(options["run"]))
     given = options["out"] != OPTIONS[1].default
     out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"
+    progress = Progress(Console(stderr=True), "et analyze")
+    material = open_material(options, out, progress)
+    report = write_atlas(material, out, studies, progress.say)
+    print(f"report: {report}")
+
+
+def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> Material:
+    """The runs that `options` name, with traces kept in `out`. Raises ValueError for what cannot be traced."""
+    if options["tokens"] < 2:
+        raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
+    device = pick_device(options["device"])
     keep_freed_memory()
-    console = Console(stderr=True)
-    progress = Progress(console, "et analyze")
-    material = Material(
-        subjects,
+    return Material(
+        read_subjects(find_runs(options["run"])),
         out / "traces",
-        Streams(options["data"], options["tokens"], options["human_eval"], options["gsm8k"]),
+        Streams(options["data"], options["tokens"], options.get("human_eval"), options.get("gsm8k")),
         device,
         pick_dtype(options["dtype"], device),
         progress.task,
     )
-    report = write_atlas(material, out, studies, progress.say)
-    print(f"report: {report}")
 
 
 def chosen_studies(text: str) -> list[Study]:

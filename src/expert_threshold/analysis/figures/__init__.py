@@ -1,7 +1,9 @@
 """Figures, one function each, drawn from plain records: numbers in, a matplotlib figure out."""
 
 from .activation import fanout_by_loss, fanout_by_position, fanout_distribution, loss_by_fanout
+from .consistency import routing_consistency, routing_divergence
 from .cutoffs import capacity, cutoff_law, cutoff_stability, cutoffs_and_biases, score_histograms, warmup
+from .leakage import leakage_bounds, leakage_probe
 from .learning import (
     batch_size_scaling,
     fanout_norm,
@@ -10,6 +12,8 @@ from .learning import (
     token_multiple,
     train_against_validation,
 )
+from .load import load_at_scale, load_balance, objective
+from .overview import rules_overview
 from .specialisation import (
     lay_out,
     passage_fanout,
@@ -61,13 +65,21 @@ __all__ = [
     "fanout_norm",
     "gate_spread",
     "lay_out",
+    "leakage_bounds",
+    "leakage_probe",
+    "load_at_scale",
+    "load_balance",
     "load_spread",
     "loss",
     "loss_by_fanout",
     "loss_by_method",
+    "objective",
     "passage_fanout",
     "passage_intensity",
     "passage_routing",
+    "routing_consistency",
+    "routing_divergence",
+    "rules_overview",
     "saturation",
     "score_histograms",
     "score_spread",

@@ -240,7 +240,8 @@ def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]
     width, height = figure.get_size_inches()
     for name, stroke, (x, y) in zip(names, drawn, _key_places(width, names), strict=True):
         at = 1 - y / height
-        sample = Line2D([x / width, (x + 0.2) / width], [at, at], transform=figure.transFigure, **stroke)
+        ends = [x, x + 0.2] if stroke.get("linestyle") != "none" else [x + 0.1]  # one mark is enough
+        sample = Line2D([end / width for end in ends], [at] * len(ends), transform=figure.transFigure, **stroke)
         figure.add_artist(sample)
         figure.text((x + 0.26) / width, at, name, color=INK, va="center_baseline", fontsize=8.5)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import figures
 from ..material import Material
 from ..plain import Data
-from . import activation, cutoffs, learning, specialisation
+from . import activation, consistency, cutoffs, leakage, learning, load, overview, specialisation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,9 +24,11 @@ class Study(NamedTuple):
     draw: Callable[..., Figure]
     say: Callable[[Data], str]
     wide: bool = True
+    rows: Callable[[Data], tuple[list[str], list[list[str]]]] | None = None  # head and rows of a table below it
 
 
 LEARNING, CUTOFFS, COMPUTATION, EXPERTS = "Learning", "Cutoffs", "Dynamic computation", "Specialisation"
+CONSISTENCY, LOAD, LEAKAGE = "Routing consistency", "Load", "Leakage"
 STUDIES = [
     Study("loss_by_method", LEARNING, "Evaluation loss by method", learning.loss_by_method, figures.loss_by_method,
           learning.say_loss_by_method),
@@ -40,6 +42,8 @@ STUDIES = [
           learning.say_shared_expert, wide=False),
     Study("fanout_norm", LEARNING, "With and without fanout norm", learning.fanout_norm, figures.fanout_norm,
           learning.say_fanout_norm, wide=False),
+    Study("rules_overview", CUTOFFS, "Overview of rules", overview.rules_overview, figures.rules_overview,
+          overview.say_rules_overview),
     Study("cutoff_stability", CUTOFFS, "Cutoff stability against expert usage", cutoffs.cutoff_stability,
           figures.cutoff_stability, cutoffs.say_cutoff_stability),
     Study("cutoff_law", CUTOFFS, "Deviation of cutoffs by pool size", cutoffs.cutoff_law, figures.cutoff_law,
@@ -69,4 +73,18 @@ STUDIES = [
           figures.passage_fanout, specialisation.say_passage_fanout),
     Study("passage_routing", EXPERTS, "Experts of every token, by layer", specialisation.passage_routing,
           figures.passage_routing, specialisation.say_passage_routing),
+    Study("routing_consistency", CONSISTENCY, "Weighted Jaccard between checkpoints", consistency.routing_consistency,
+          figures.routing_consistency, consistency.say_routing_consistency),
+    Study("routing_divergence", CONSISTENCY, "Joint divergence between checkpoints", consistency.routing_consistency,
+          figures.routing_divergence, consistency.say_routing_divergence),
+    Study("load_balance", LOAD, "Load balance", load.load_balance, figures.load_balance, load.say_load_balance,
+          wide=False),
+    Study("objective", LOAD, "Routing objective against its optimum", load.objective, figures.objective,
+          load.say_objective, wide=False),
+    Study("load_at_scale", LOAD, "Load at scale", load.load_at_scale, figures.load_at_scale, load.say_load_at_scale,
+          rows=load.rows_load_at_scale),
+    Study("leakage_bounds", LEAKAGE, "How much of the future could leak", leakage.leakage_bounds,
+          figures.leakage_bounds, leakage.say_leakage_bounds),
+    Study("leakage_probe", LEAKAGE, "How much of it does leak in training", leakage.leakage_probe,
+          figures.leakage_probe, leakage.say_leakage_probe),
 ]  # fmt: skip

@@ -1,0 +1,76 @@
+"""What the rules do with the same scores (paper, Figure 2)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...routing import cutoff, kth_largest, take
+from ..material import Material, NotShownError
+from ..plain import Data, array
+from ..sentences import listed
+
+SEQUENCES, TOKENS = 3, 16
+"""That are shown of a trace."""
+
+
+def rules_overview(material: Material) -> Data:
+    """Scores of one expert for a few tokens of three sequences, and what each rule compares them with.
+
+    Token choice with the best score that another expert has for the token; expert choice with the k-th largest of the
+    sequence or of all sequences shown; expert threshold with the running mean. k is what the expert's share comes to.
+    """
+    subject = next((s for s in material.routed if s.run.rule["name"] == "expert_threshold"), None)
+    if subject is None:
+        raise NotShownError("it needs a run of expert threshold, whose scores all rules are shown with")
+    trace = material.trace(subject)
+    layer = trace.layers[len(trace.layers) // 2]
+    windows = len(trace) // trace.context
+    length = min(TOKENS, trace.context)
+    begin = min(trace.context // 4, trace.context - length)
+    if windows < SEQUENCES:
+        raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; give more --tokens")
+    scores = trace.scores(layer)[: windows * trace.context].view(windows, trace.context, -1)
+    scores = scores[:SEQUENCES, begin : begin + length]
+    means = cutoff(trace.state(layer))
+    expert = _ordinary(scores, means, SEQUENCES * length * subject.run.target)
+    own = scores[..., expert]
+    others = scores.clone()
+    others[..., expert] = -torch.inf
+    rival = others.amax(-1)
+
+    def kth(pools: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = max(round(pools.shape[1] * subject.run.target), 1)
+        (cut,) = kth_largest(pools[..., None].contiguous(), [k])
+        return cut.score.expand_as(pools), take(pools[..., None], cut)[..., 0]
+
+    by_sequence, taken_by_sequence = kth(own)
+    by_batch, taken_by_batch = (t.view_as(own) for t in kth(own.reshape(1, -1)))
+    mean = means[expert].expand_as(own)
+    panels = {
+        "token_choice": ("token choice", rival, own > rival),
+        "expert_choice_sequence": ("expert choice, sequence", by_sequence, taken_by_sequence),
+        "expert_choice_batch": ("expert choice, batch", by_batch, taken_by_batch),
+        "expert_threshold": ("expert threshold", mean, own > mean),
+    }
+    rules = [
+        {"kind": kind, "method": name, "cutoff": line, "taken": taken} for kind, (name, line, taken) in panels.items()
+    ]
+    return {**subject.tag, "layer": layer, "expert": expert, "scores": own, "rules": rules}
+
+
+def _ordinary(scores: torch.Tensor, means: torch.Tensor, expected: float) -> int:
+    """The expert whose loads by its cutoff and by token choice are nearest to what is expected."""
+    experts = scores.shape[-1]
+    above = (scores > means).sum((0, 1))
+    best = torch.nn.functional.one_hot(scores.argmax(-1), experts).sum((0, 1))
+    return int(((above - expected).abs() + (best - expected).abs()).argmin())
+
+
+def say_rules_overview(data: Data) -> str:
+    tokens = array(data["scores"]).size
+    parts = [f"{rule['method']} {int(np.sum(rule['taken']))}" for rule in data["rules"]]
+    return (
+        f"Every rule compares a score with a cutoff. Scores of expert {data['expert']} in layer {data['layer']} of "
+        f"{data['method']} for {tokens} tokens of {len(data['scores'])} sequences; taken are {listed(parts)}."
+    )

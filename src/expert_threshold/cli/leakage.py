@@ -1,0 +1,142 @@
+"""`et leakage`: how much of the future an expert's choice can tell, and how much it does tell in traces of runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..analysis.atlas import save
+from ..analysis.figures import style
+from ..analysis.leakage import MoELayers, decode, encode, least_advice
+from ..analysis.material import NotShownError
+from ..analysis.plain import Data
+from ..analysis.sentences import pool_size
+from ..analysis.studies import STUDIES
+from ..analysis.studies.leakage import EXAMPLE, PRECISIONS, closed_form, leakage_probe
+from .analyze import TRACING, open_material
+from .evaluate import Progress
+from .options import Command, Option, parse
+
+OPTIONS = [
+    Option("run", str, None, "Runs in whose traces to measure what does leak.", positional=True, many=True),
+    Option("num_experts", int, 16, "Routed experts in a layer."),
+    Option("experts_per_token", int, 2, "Routed experts of one token, on average; must divide the experts."),
+    Option("layers", int, 9, "Layers with experts."),
+    Option("out", str, "runs/leakage", "The folder to write figures and their data to."),
+    *TRACING,
+]
+DESCRIPTION = (
+    "Tell how much of the future expert choice can tell a token (paper, Appendix A): Eq. 7 for pools of any size, the "
+    "binary search that puts a whole choice into one cutoff, and the lower bound by exhaustive search. With runs, also "
+    "how much is told in their traces, by each rule."
+)
+STUDY = {study.name: study for study in STUDIES}
+LARGEST = 4
+"""Tokens of a pool that is searched exhaustively: a second or so."""
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the tables, and write the figures."""
+    options = {option.name: option.default for option in OPTIONS}
+    options |= parse(Command("et leakage", DESCRIPTION, {"leakage": OPTIONS}), arguments)
+    model = layers_of(options["num_experts"], options["experts_per_token"], options["layers"])
+    out, console = Path(options["out"]), Console()
+    progress = Progress(Console(stderr=True), "et leakage")
+    material = open_material(options, out, progress) if options["run"] else None
+    with style():
+        out.mkdir(parents=True, exist_ok=True)
+    data = closed_form(model)
+    save(STUDY["leakage_bounds"], data, out)
+    console.print(bounds_table(data))
+    console.print(summary(data), markup=False, highlight=False, soft_wrap=True)
+    console.print(construction(), markup=False, highlight=False, soft_wrap=True)
+    console.print(search_table())
+    if material is not None:
+        try:
+            found = leakage_probe(material)
+        except NotShownError as reason:
+            raise ValueError(f"nothing leaks from these runs: {reason}") from None
+        save(STUDY["leakage_probe"], found, out)
+        console.print(probe_table(found))
+    print(f"figures: {out}")
+
+
+def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayers:
+    """As the paper counts them. Raises ValueError where Eq. 7 has no such layer."""
+    if layers < 1:
+        raise ValueError(f"--layers {layers}: must be at least 1")
+    if experts_per_token < 1 or num_experts % experts_per_token or num_experts < 2 * experts_per_token:
+        raise ValueError(
+            f"--experts-per-token {experts_per_token}: must divide --num-experts {num_experts} into 2 parts or more"
+        )
+    return MoELayers(num_experts // experts_per_token, experts_per_token, layers)
+
+
+def bounds_table(data: Data) -> Table:
+    """Eq. 7 by the tokens of the pool."""
+    finite = [f"{bits}-bit cutoffs" for bits in PRECISIONS]
+    names = ("tokens in the pool", "log2 C(N, N/E)", "per token", "bits per token, all layers", *finite)
+    table = Table(*names, box=box.SIMPLE_HEAD)
+    for column in table.columns:
+        column.justify = "right"
+    for place, tokens in enumerate(data["tokens"]):
+        bits = data["per_expert"][place]
+        choices = f"{bits:,.1f}" if bits < 10_000 else f"{bits:,.0f}"
+        row = [f"{tokens:,}", choices, f"{bits / tokens:.5f}", f"{data['exact'][place]:.3f}"]
+        table.add_row(*row, *(f"{data['finite'][each][place]:.3g}" for each in PRECISIONS))
+    return table
+
+
+def summary(data: Data) -> str:
+    """The limit and the bound, and that the bits of a pool are linear in its tokens."""
+    (few, more), (bits, times) = data["tokens"][-2:], data["per_expert"][-2:]
+    per_layer = f"{data['granularity']} of {data['granularity'] * data['expansion']} experts per token"
+    return (
+        f"{data['layers']} layers, {per_layer}: at most {data['limit']:.1f} bits per token, the limit that Eq. 7 "
+        f"rises to; the paper's bound, G·log2(E − 1) a layer, says more than {data['bound']:.1f}.\n"
+        f"A pool {more // few} times as large tells {times / bits:.5f} times as much: for a fixed E bits are linear "
+        "in N, a constant per token, not superlinear."
+    )
+
+
+def construction() -> str:
+    """One choice as a cutoff, and back (paper, Algorithm 2)."""
+    lower, upper = encode(EXAMPLE)
+    choice, _, _ = decode(lower, len(EXAMPLE))
+    bits = ["".join(str(int(taken)) for taken in each) for each in (EXAMPLE, choice)]
+    assert bits[0] == bits[1]
+    return (
+        f"Binary search: the choice {bits[0]} is any cutoff from {lower} up to {upper}; decoded token by token from "
+        f"{lower}: {bits[1]}."
+    )
+
+
+def search_table() -> Table:
+    """The least advice found by exhaustive search beside C(N, k) (paper, lower bound)."""
+    table = Table("tokens", "k", "labels needed", "C(N, k)", box=box.SIMPLE_HEAD, title="Exhaustive search")
+    for tokens in range(2, LARGEST + 1):
+        for k in range(1, tokens):
+            found = least_advice(tokens, k, 2**tokens - 1)
+            table.add_row(str(tokens), str(k), str(found), str(math.comb(tokens, k)))
+    return table
+
+
+def probe_table(data: Data) -> Table:
+    """What assignments tell, with the pool that each run was trained with."""
+    title = "Measured in traces: bits that a token's assignment in training tells, all layers together"
+    table = Table("method", "pool", "rest of the pool", "own future", "next token", box=box.SIMPLE_HEAD, title=title)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for entry in data["methods"]:
+        if entry["own"] in entry["tokens"]:
+            place = entry["tokens"].index(entry["own"])
+            bits = [f"{entry[name][place]:.3g}" for name in ("pool", "future", "next")]
+            table.add_row(entry["method"], pool_size(entry["own"]), *bits)
+        elif not entry["tokens"]:
+            table.add_row(entry["method"], "–", "0", "0", "0")
+    return table
