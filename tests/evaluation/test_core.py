@@ -182,7 +182,7 @@ def test_a_subset_is_the_beginning_of_the_shuffled_rows_and_examples_come_from_i
     asked = task("multiple_choice", rows, 4)
     assert choose_rows(asked, None) == shuffled
     assert choose_rows(asked, 5) == shuffled[:5]
-    with pytest.raises(ValueError, match=r"--max-per-task 4: test shows 4 solved examples.*at least 5"):
+    with pytest.raises(ValueError, match=r"max_per_task=4: test shows 4 solved examples.*at least 5"):
         choose_rows(asked, 4)
 
 

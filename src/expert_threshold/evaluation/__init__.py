@@ -4,16 +4,19 @@ from .bundle import Baselines, Task, read_bundle
 from .continuation import ModelScorer
 from .core import Answer, Question, Scorer, TaskResult, centred, evaluate_task
 from .loss import Validation, evaluate
+from .results import Results, ask_core
 
 __all__ = [
     "Answer",
     "Baselines",
     "ModelScorer",
     "Question",
+    "Results",
     "Scorer",
     "Task",
     "TaskResult",
     "Validation",
+    "ask_core",
     "centred",
     "evaluate",
     "evaluate_task",

@@ -50,7 +50,9 @@ def read_bundle(
     path = Path(path)
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (path / name).exists():
-            raise ValueError(f"--bundle {path}: no eval bundle, {name} is missing; name a folder that has it")
+            raise ValueError(
+                f"{path}: no eval bundle, {name} is missing; name a folder that has it, or get one: et data core"
+            )
     entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
     for label in labels or ():
         if label not in entries:

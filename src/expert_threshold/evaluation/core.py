@@ -90,7 +90,7 @@ def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
     rows = rows[:max_rows]
     if len(rows) <= task.shots:
         raise ValueError(
-            f"--max-per-task {max_rows}: {task.label} shows {task.shots} solved examples, drawn from the other rows; "
+            f"max_per_task={max_rows}: {task.label} shows {task.shots} solved examples, drawn from the other rows; "
             f"use at least {task.shots + 1}"
         )
     return rows

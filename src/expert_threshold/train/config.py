@@ -34,6 +34,12 @@ class TrainConfig:
     eval_every: int | None = 250
     # Tokens of the validation split to evaluate on; None is all.
     eval_tokens: int | None = None
+    # Eval bundle with the tasks of CORE, asked after a checkpoint was saved; None asks none without core_every.
+    core_bundle: str | None = None
+    # Steps between two times that CORE is asked, one more at the end; None is only at the end.
+    core_every: int | None = None
+    # Questions of each task of CORE at most; None is all.
+    core_max_per_task: int | None = None
     # Steps between two samples of text, one more at the end; None is off.
     sample_every: int | None = None
     # Steps between two checkpoints, one more at the end; None is only at the end.
@@ -54,7 +60,7 @@ class TrainConfig:
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1")
         for name in (
             "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_checkpoints", "threads",
-            "tokenizer_threads",
+            "tokenizer_threads", "core_every", "core_max_per_task",
         ):  # fmt: skip
             if not (vars(self)[name] is None or (type(vars(self)[name]) is int and vars(self)[name] >= 1)):
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or None")

@@ -82,9 +82,9 @@ class Display:
             left = self._left(step)
             self._say_of_step(step, left, f"{self._summary}  {clock(left)} left")
 
-    def validated(self, step: int, loss: float, bits_per_byte: float) -> None:
-        """The model was validated."""
-        self._say_of_step(step, None, f"validation loss {loss:.4f}  {bits_per_byte:.4f} bits per byte")
+    def measured(self, step: int, text: str) -> None:
+        """The model was evaluated."""
+        self._say_of_step(step, None, text)
 
     def _say_of_step(self, step: int, left: float | None, text: str) -> None:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from ..data import DataConfig, Tokenizer
-from ..evaluation import evaluate
+from ..evaluation import ModelScorer, Results, ask_core, evaluate
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
 from ..runs import RunFolder
@@ -18,7 +19,7 @@ from .config import TrainConfig
 from .interrupt import Interrupt
 from .log import Display, Title
 from .prepare import Prepared, prepare
-from .records import train_record, validation_record
+from .records import core_record, train_record, validation_record
 from .track import Tracker, flatten, tracking
 from .trainer import SKIPS_IN_A_ROW, random_state, restore_random_state
 
@@ -81,6 +82,10 @@ def train(
                 prepared.trainer.loader.close()
 
 
+class _StoppedError(Exception):
+    """A signal has asked to end what takes long and can be gone on with."""
+
+
 class _Run:
     """The steps of one session and what happens between them."""
 
@@ -97,26 +102,29 @@ class _Run:
         self.trainer = prepared.trainer
         self.tokenizer = prepared.tokenizer
         self.validation = prepared.validation
+        self.core = prepared.core
         self.config = config
         self.sample = sample
         self.display = display
         self.tracker = tracker
         records = folder.metrics.read()
         self.validated = {record["step"]: record for record in records if record["split"] == "validation"}
+        self.asked = {record["step"] for record in records if record["split"] == "core"}
         self.dead = {(record["layer"], record["expert"]) for record in records if record.get("event") == "dead_expert"}
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         trainer, steps = self.trainer, self.config.steps
         self.display.begin(trainer.step, steps)
         if trainer.step > 0:
-            self.look()  # whatever a stop right after saving has left undone
+            self.look(interrupt)  # whatever a stop right after saving has left undone
         while trainer.step < steps and not interrupt.requested:
             self.advance()
-            if self.is_due(self.config.checkpoint_every) or trainer.step == steps:
+            if self.is_due(self.config.checkpoint_every) or trainer.step == steps or self.is_core_pending():
                 self.save()
             if not interrupt.requested:
-                self.look()
-        done = trainer.step == steps and not (self.is_validation_pending() or self.is_sample_pending())
+                self.look(interrupt)
+        pending = self.is_validation_pending() or self.is_sample_pending() or self.is_core_pending()
+        done = trainer.step == steps and not pending
         if not done:
             self.save()
             self.display.say(
@@ -182,8 +190,8 @@ class _Run:
         _, tensors, state = self.trainer.checkpoint()
         self.folder.save_checkpoint(self.trainer.step, tensors, state, keep=self.config.keep_checkpoints)
 
-    def look(self) -> None:
-        """Validate and sample where that is due and not done yet."""
+    def look(self, interrupt: Interrupt) -> None:
+        """Validate, sample and ask CORE where that is due and not done yet."""
         trainer = self.trainer
         if self.is_validation_pending():
             assert self.validation is not None
@@ -198,7 +206,10 @@ class _Run:
             record = validation_record(trainer.model, validation)
             self.write("validation", record)
             self.validated[trainer.step] = record
-            self.display.validated(trainer.step, validation.loss, validation.bits_per_byte)
+            self.display.measured(
+                trainer.step,
+                f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte",
+            )
         if self.is_sample_pending():
             assert self.sample is not None
             random = random_state(trainer.device)
@@ -207,6 +218,41 @@ class _Run:
             trainer.model.train()
             self.folder.samples.mkdir(exist_ok=True)
             replace_file(self.sample_path, text.encode())
+
+        if self.is_core_pending():
+            with suppress(_StoppedError):
+                self.ask_core(interrupt)
+
+    def ask_core(self, interrupt: Interrupt) -> None:
+        """Raises _StoppedError where that is asked for; what was answered until then is in evaluation.json."""
+
+        def progress(task: str) -> Callable[[int, int], None]:
+            tell = self.display.task(f"CORE, {task}")
+
+            def told(done: int, total: int) -> None:
+                if interrupt.requested and done < total:
+                    raise _StoppedError
+                tell(done, total)
+
+            return told
+
+        trainer = self.trainer
+        core = ask_core(
+            Results(self.folder.path, trainer.model, trainer.step),
+            self.core,
+            ModelScorer(trainer.model, self.tokenizer),
+            progress,
+            max_per_task=self.config.core_max_per_task,
+        )
+        record = core_record(core)
+        self.write("core", record)
+        self.asked.add(trainer.step)
+        self.display.measured(trainer.step, f"CORE {record['metric']:.4f}")
+
+    def is_core_pending(self) -> bool:
+        step = self.trainer.step
+        due = step == self.config.steps or self.is_due(self.config.core_every)
+        return bool(self.core) and due and step not in self.asked
 
     def is_validation_pending(self) -> bool:
         return self.is_due(self.config.eval_every) and self.trainer.step not in self.validated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +14,11 @@ import torch
 
 from .. import __version__
 from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, pack
+from ..data.public import core_bundle
 from ..data.sources import absolute
 from ..data.tokens import Parts
+from ..evaluation import Task, read_bundle
+from ..evaluation.core import choose_rows
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..runs import RunFolder
@@ -26,7 +30,8 @@ from .trainer import Trainer
 # What may differ when a run is resumed, since it does not change what is learned.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
-    "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads",
+    "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads", "core_bundle", "core_every",
+    "core_max_per_task",
 }  # fmt: skip
 
 
@@ -38,6 +43,7 @@ class Prepared(NamedTuple):
     trainer: Trainer
     tokenizer: Tokenizer
     validation: Tokens | None  # None where there is no validation
+    core: Sequence[Task]  # none where CORE is not asked
     record: dict[str, Any]  # of config.json
     skipped: tuple[str, ...]  # a line for each shard that was left out
 
@@ -63,7 +69,12 @@ def prepare(
         _require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
     require_pools_fit(model, config)
+    core = _read_core(config)
     saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
+    if saved is not None and "optimizer" not in saved.tensors:
+        raise ValueError(
+            f"{folder.path}: holds weights alone, of step {saved.step}; begin another run with --init-from {folder.path}"
+        )
     source = None if record["init_from"] is None or saved is not None else RunFolder.open(record["init_from"])
 
     corpus = open_source(**asdict(data))
@@ -100,7 +111,26 @@ def prepare(
     trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
     if saved is not None:
         trainer.restore(saved)
-    return Prepared(trainer, tokenizer, validation, record, corpus.skipped)
+    return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
+
+
+def _read_core(config: TrainConfig) -> Sequence[Task]:
+    """The tasks of the bundle that is named or, if core_every is given, was downloaded."""
+    if config.core_bundle is None and config.core_every is None:
+        if config.core_max_per_task is not None:
+            raise ValueError(
+                f"core_max_per_task={config.core_max_per_task} is of no use where CORE is not asked; give --core-every"
+            )
+        return []
+    bundle = config.core_bundle or core_bundle()
+    if bundle is None:
+        raise ValueError(
+            f"core_every={config.core_every} needs an eval bundle; get one with et data core, or name a --core-bundle"
+        )
+    tasks = read_bundle(bundle)
+    for task in tasks:
+        choose_rows(task, config.core_max_per_task)  # refuses too few now, and not after the first steps
+    return tasks
 
 
 def _tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
@@ -135,12 +165,13 @@ def _record(
     init_from: Path | None,
 ) -> dict[str, Any]:
     """The whole configuration, what was left to the machine as it turned out to be."""
+    bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
     here = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
     return {
         "model": model.to_dict(),
         "data": asdict(data) | {"source": absolute(data.source)},
         "optim": asdict(optim),
-        "train": asdict(config) | here,
+        "train": asdict(config) | here | {"core_bundle": bundle},
         "init_from": None if init_from is None else str(init_from.resolve()),
         "versions": {
             "expert_threshold": __version__,

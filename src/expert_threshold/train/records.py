@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -64,6 +65,13 @@ def validation_record(model: GPT, validation: Validation) -> Record:
         "tokens": validation.tokens,
         "layers": layers,
     }
+
+
+def core_record(core: Mapping[str, Any]) -> Record:
+    """Of the section "core" of evaluation.json: `metric` is CORE, the mean over the tasks' centred accuracies."""
+    names = ("rows", "accuracy", "centred", "cropped", "sequences")
+    tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
+    return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
 
 
 def _number(value: Tensor) -> float:

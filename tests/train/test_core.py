@@ -1,0 +1,155 @@
+"""CORE during training: when it is asked, what is written, and that nothing else changes by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.evaluation import ModelScorer, centred, evaluate_task, read_bundle
+from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train import TrainConfig
+
+from .conftest import Plain, Start
+from .test_loop import assert_same_run, forget_after, metrics
+
+YAML = """\
+icl_tasks:
+- label: copy
+  dataset_uri: copy.jsonl
+  num_fewshot: [1]
+  icl_task_type: language_modeling
+- label: who
+  dataset_uri: who.jsonl
+  num_fewshot: [0]
+  icl_task_type: schema
+"""
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    path = tmp_path / "bundle"
+    (path / "eval_data").mkdir(parents=True)
+    (path / "core.yaml").write_text(YAML)
+    (path / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,0\nwho,50\n")
+    copy = [{"context": f"the {i}", "continuation": f"the {i}"} for i in range(6)]
+    who = [
+        {"context_options": ["the model", f"a token {i}"], "continuation": "reads text", "gold": i % 2}
+        for i in range(6)
+    ]
+    for name, rows in {"copy": copy, "who": who}.items():
+        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def without_core(path: Path) -> list[dict[str, Any]]:
+    return [record for record in metrics(path) if record["split"] != "core"]
+
+
+def test_it_is_asked_after_saving_at_intervals_and_at_the_end(
+    start: Start, tmp_path: Path, bundle: Path, plain: Plain
+) -> None:
+    start(core_bundle=str(bundle), core_every=3, core_max_per_task=5, console=plain.console)
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.checkpoints() == [3, 4, 6, 8]  # 4 and 8 are due anyway
+    records = metrics(tmp_path / "run", "core")
+    assert [record["step"] for record in records] == [3, 6, 8]
+    for record in records:
+        assert f"step {record['step']}/8  CORE {record['metric']:.4f}" in plain.text()
+        model, tokenizer = load_model(tmp_path / "run", record["step"])
+        for task in read_bundle(bundle):
+            expected = evaluate_task(task, ModelScorer(model, tokenizer), max_rows=5)
+            found = record["tasks"][task.label]
+            assert (found["rows"], found["accuracy"]) == (5, expected.accuracy)
+            assert found["centred"] == centred(expected.accuracy, task.baseline)
+        assert record["metric"] == sum(task["centred"] for task in record["tasks"].values()) / 2
+
+
+def test_without_an_interval_it_is_asked_at_the_end_alone(start: Start, tmp_path: Path, bundle: Path) -> None:
+    start(core_bundle=str(bundle))
+    assert [record["step"] for record in metrics(tmp_path / "run", "core")] == [8]
+    start("none")
+    assert not metrics(tmp_path / "none", "core")
+
+
+def test_the_bundle_that_was_downloaded_is_the_default(
+    start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="core_every=4 needs an eval bundle; get one with et data core"):
+        start(core_every=4)
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(bundle, tmp_path / "cache" / "core")
+    start(core_every=4)
+    assert [record["step"] for record in metrics(tmp_path / "run", "core")] == [4, 8]
+
+
+def test_asking_changes_nothing_else_and_a_resumed_run_asks_the_same(
+    start: Start, tmp_path: Path, bundle: Path
+) -> None:
+    options = {"core_bundle": str(bundle), "core_every": 3}
+    start("without", checkpoint_every=3)
+    start("whole", **options)
+    assert without_core(tmp_path / "whole") == metrics(tmp_path / "without")
+    one, other = (RunFolder.open(tmp_path / name).load_checkpoint() for name in ("whole", "without"))
+    for part, tensors in one.tensors.items():
+        for name, tensor in tensors.items():
+            assert tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes()
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    forget_after(tmp_path / "halves", 4)
+    start("halves", resume=True, **options)
+    assert_same_run(tmp_path / "whole", tmp_path / "halves")
+
+
+def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
+    start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"core_bundle": str(bundle), "core_every": 4}
+    start("whole", **options)
+    monkeypatch.setattr("expert_threshold.evaluation.core.QUESTIONS_AT_ONCE", 2)
+    asked: list[str] = []
+    answer = ModelScorer.__call__
+
+    def interrupted(self: ModelScorer, questions: Any) -> Any:
+        asked.append(questions[0].kind)
+        if questions[0].kind == "schema" and len(asked) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer(self, questions)
+
+    monkeypatch.setattr(ModelScorer, "__call__", interrupted)
+    result = start(**options)
+    assert (result.step, result.finished) == (4, False)
+    assert asked == ["language_modeling"] * 3 + ["schema"]
+    assert not metrics(tmp_path / "run", "core")
+    asked.append("")
+    assert start(resume=True, **options).finished
+    assert asked[5:8] == ["schema"] * 3  # of step 4, where the other task was done
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"core_bundle": "nowhere"}, "nowhere: no eval bundle, core.yaml is missing.*et data core"),
+        ({"core_bundle": "bundle", "core_max_per_task": 1}, "max_per_task=1: copy shows 1 solved examples"),
+        ({"core_max_per_task": 5}, "core_max_per_task=5 is of no use where CORE is not asked"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_the_first_step(
+    start: Start, tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        start(**options)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["core_every", "core_max_per_task"])
+def test_nonsense_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0 must be a whole number of at least 1"):
+        TrainConfig(**{name: 0})
