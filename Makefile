@@ -17,7 +17,7 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Campaigns of minutes, which `make test` leaves out.
-soak: $(VENV)/.installed-dev
+soak: $(VENV)/.installed-soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 3600
 
 lint: $(VENV)/.installed-dev
@@ -45,6 +45,10 @@ $(VENV)/.installed-demo: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing the package, its dependencies and the test tools (PyTorch is large: minutes on a slow network)"
 	@$(PIP_INSTALL) -e '.[dev,viz]'
+	@touch $@
+
+$(VENV)/.installed-soak: $(VENV)/.installed-dev
+	@$(PIP_INSTALL) -e '.[soak]'
 	@touch $@
 
 clean:

@@ -24,7 +24,9 @@ from expert_threshold.cli import COMMANDS, main
 from expert_threshold.cli import analyze as analyze_command
 from expert_threshold.cli import compare as compare_command
 from expert_threshold.cli import evaluate as evaluate_command
+from expert_threshold.cli import export as export_command
 from expert_threshold.cli import generate as generate_command
+from expert_threshold.cli import import_ as import_command
 from expert_threshold.cli import leakage as leakage_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
@@ -42,6 +44,8 @@ OPTIONS: dict[str, list[Option]] = {
     "evaluate": evaluate_command.OPTIONS,
     "analyze": analyze_command.OPTIONS,
     "leakage": leakage_command.OPTIONS,
+    "export": export_command.OPTIONS,
+    "import": import_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
         *(option for option in RUN_OPTIONS if option.name not in compare_command.DECIDED),

@@ -27,6 +27,8 @@ COMMANDS = {
     "compare": Entry("compare", "train several methods alike and say what each reached"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
     "leakage": Entry("leakage", "tell how much of the future expert choice can tell, and does"),
+    "export": Entry("export", "write a trained model as a folder for Hugging Face transformers"),
+    "import": Entry("import_", "make a run folder of such a folder, fine-tuned or not"),
 }
 
 # What to do about an OSError.

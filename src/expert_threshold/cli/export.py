@@ -1,0 +1,28 @@
+"""`et export`: a trained model as a folder for Hugging Face transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..integrations.export import export_run
+from .options import Command, Option, parse
+
+OPTIONS = [
+    Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
+    Option("to", str, None, "The folder to make.", required=True),
+    Option("step", int | None, None, "The checkpoint to use; none is the last."),
+]
+DESCRIPTION = (
+    "Write a trained model as a folder for Hugging Face transformers: weights as safetensors, configuration, tokenizer,"
+    " a model card, and the model's code, with which the folder loads alone."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write the folder."""
+    command = Command("et export", DESCRIPTION, {"export": OPTIONS})
+    options = {option.name: option.default for option in OPTIONS} | parse(command, arguments)
+    folder = export_run(options["run"], options["to"], options["step"])
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    print(f"{folder}: {size / 1e6:,.1f} MB")
+    print(f"next: AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)")

@@ -1,0 +1,30 @@
+"""`et import`: a run folder of a model that `et export` wrote, fine-tuned since perhaps."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..integrations.export import import_folder
+from .options import Command, Option, parse
+
+OPTIONS = [
+    Option("folder", str, None, "The folder with model and tokenizer.", positional=True, required=True),
+    Option("out", str, "runs/FOLDER", "The run folder to make; one that exists is refused."),
+]
+DESCRIPTION = (
+    "Make a run folder of a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
+    "It can be used like any run, and training begins from it with --init-from."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Make the run folder."""
+    command = Command("et import", DESCRIPTION, {"folder": OPTIONS})
+    options = parse(command, arguments)
+    out = options.get("out", str(Path("runs") / Path(options["folder"]).resolve().name))
+    run = import_folder(options["folder"], out)
+    path = shlex.quote(str(run.path))
+    print(f"{run.path}: weights of step {run.latest_checkpoint()}")
+    print(f"next: et generate {path} --prompt 'def ', or et train --init-from {path}")

@@ -1,0 +1,107 @@
+"""The model card of an exported run: what it is, how good it is, how to use it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..model import GPTConfig, parameter_counts
+from ..moe import rule_to_dict
+from ..runs import RunFolder
+from ..runs.files import read_json
+
+CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- mixture-of-experts
+- expert-threshold
+---
+
+# {name}
+
+{sentence}
+
+| | |
+| --- | ---: |
+{rows}
+
+Loss and bits per byte were measured on validation text that the model was not trained on.
+
+## Use
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
+inputs = tokenizer("def ", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```
+
+With the package `expert-threshold` installed, `import expert_threshold.integrations.transformers` takes the place of
+`trust_remote_code=True`, and `et import {name} --out RUN` makes a run folder of it again.
+"""
+
+SENTENCES = {
+    "dense": "A language model without routed experts.",
+    "token_choice": "A language model with {experts} routed experts per layer, of which each token takes its best "
+    "{per_token:g}.",
+    "expert_choice": "A language model with {experts} routed experts per layer. In training each expert took its best "
+    "tokens of a pool; here a token goes to every expert whose score for it exceeds the expert's cutoff, the running "
+    "mean of what it took to be among the best: {per_token:g} per token on average, more where it matters.",
+    "expert_threshold": "A language model with {experts} routed experts per layer. A token goes to every expert whose "
+    "score for it exceeds the expert's cutoff, which was learned in training: {per_token:g} per token on average, more "
+    "where it matters, whatever else is in the batch.",
+}
+
+
+def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
+    """Markdown for the model of `run` at `step`, in a folder called `name`."""
+    rule = rule_to_dict(config.rule)
+    sentence = SENTENCES[rule["name"]].format(experts=rule.get("num_experts"), per_token=rule.get("experts_per_token"))
+    rows = "\n".join(f"| {label} | {value} |" for label, value in _rows(run, config, step).items())
+    return CARD.format(name=name, sentence=sentence, rows=rows)
+
+
+def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
+    """What is known of the run, by label."""
+    counts = parameter_counts(config)
+    rows = {
+        "parameters": f"{counts['total']:,}",
+        "of them active for a token": f"{counts['active']:,}",
+        "layers × width": f"{config.layers} × {config.d_model}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.context:,} tokens",
+    }
+    facts = run.config
+    if "train" in facts:
+        train = facts["train"]
+        tokens = step * train["batch_size"] * train["accumulation"] * config.context
+        rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
+    validation = _validation(run, step)
+    rows |= {
+        label: f"{validation[key]:.4f}"
+        for key, label in (("loss", "validation loss, nats per token"), ("bits_per_byte", "bits per byte"))
+        if validation.get(key) is not None
+    }
+    core = _evaluation(run, step).get("core", {})
+    rows |= {f"{label}, accuracy": f"{task['accuracy']:.4f}" for label, task in core.get("tasks", {}).items()}
+    if core.get("metric") is not None:
+        rows["CORE"] = f"{core['metric']:.4f}"
+    return rows
+
+
+def _evaluation(run: RunFolder, step: int) -> dict[str, Any]:
+    """What `et evaluate` found for this step."""
+    path = run.path / "evaluation.json"
+    saved = read_json(path) if path.exists() else {}
+    return saved if saved.get("step") == step else {}
+
+
+def _validation(run: RunFolder, step: int) -> dict[str, Any]:
+    """What `et evaluate` found, else what training did at this step."""
+    lines = run.metrics.read()
+    here = [line for line in lines if line["split"] == "validation" and line["step"] == step]
+    found: dict[str, Any] = _evaluation(run, step).get("validation", (here or [{}])[-1])
+    return found

@@ -1,0 +1,178 @@
+"""A run as a folder for Hugging Face, and such a folder as a run. Neither needs Hugging Face's packages."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..model import GPT, GPTConfig
+from ..runs import RunFolder, load_model
+from ..runs.files import read_json, to_json, write_synced
+from .card import model_card
+
+MODEL_TYPE = "expert_threshold"
+MODELING = "modeling_expert_threshold"
+PREFIX = "model."
+HEAD = ("head.weight", "lm_head.weight")
+FACTS = ("data", "optim", "train", "corpus", "versions")
+"""Of a run's config.json, what goes along beside the model."""
+
+
+def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Path:
+    """Write the model of a run, as saved at `step` or last, with its tokenizer and a model card into the folder `to`.
+
+    The folder is there whole or not at all. Raises ValueError if the run cannot be read or `to` holds something.
+    """
+    run, to = RunFolder.open(path), Path(to)
+    _require_free(to, "--to")
+    step = run.load_checkpoint(step, parts=()).step
+    model, tokenizer = load_model(path, step)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{to.name}-", dir=to.parent))
+    try:
+        for name, content in {
+            "config.json": _config(model.config, tokenizer.bos, _facts(run, step)),
+            "generation_config.json": _ids(tokenizer.bos),
+            "tokenizer_config.json": _tokenizer_config(model.config.context),
+        }.items():
+            write_synced(temporary / name, (to_json(content, indent=2) + "\n").encode())
+        tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
+        shutil.copyfile(Path(__file__).with_name("transformers.py"), temporary / f"{MODELING}.py")
+        write_synced(temporary / "README.md", model_card(run, model.config, step, to.name).encode())
+        weights = {_outside(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
+        _save(weights, temporary / "model.safetensors")
+        for file in temporary.iterdir():
+            file.chmod(0o644)
+        temporary.chmod(0o755)
+        os.replace(temporary, to)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return to
+
+
+def import_folder(path: str | Path, out: str | Path) -> RunFolder:
+    """Make a run folder of what `export_run` wrote, or what transformers saved of it, fine-tuned perhaps.
+
+    The run has a checkpoint of weights, which can be used and begun from, but not resumed. Raises ValueError if the
+    folder is not such a one, is incomplete, or holds weights or a tokenizer of another model.
+    """
+    path = Path(path)
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    if config.get("model_type") != MODEL_TYPE:
+        raise ValueError(f"{path}: no config.json of model_type {MODEL_TYPE}; name a folder that et export wrote")
+    options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
+    gpt_config = GPTConfig.from_dict(options)
+    weights = {_inside(name): tensor.float() if tensor.is_floating_point() else tensor
+               for name, tensor in _load(path).items()}  # fmt: skip
+    with torch.device("meta"):
+        model = GPT(gpt_config)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"{path}: weights and config.json disagree: {' '.join(str(error).split())}") from None
+    tokenizer = RunFolder(path).tokenizer()  # which has the same name in both kinds of folder
+    if tokenizer.vocab_size != gpt_config.vocab_size:
+        raise ValueError(
+            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens but the model {gpt_config.vocab_size}; "
+            "save the model's own tokenizer there"
+        )
+    facts = config.get("run") or {}
+    run = RunFolder.create(out)
+    run.write_config({"model": gpt_config.to_dict()} | {name: facts[name] for name in FACTS if name in facts})
+    tokenizer.save(run.tokenizer_path)
+    run.save_checkpoint(int(facts.get("step", 0)), {"model": model.state_dict()}, {})
+    return run
+
+
+def _require_free(path: Path, option: str) -> None:
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ValueError(f"{option} {path}: already exists; name another folder")
+
+
+def _outside(name: str) -> str:
+    return HEAD[1] if name == HEAD[0] else PREFIX + name
+
+
+def _inside(name: str) -> str:
+    return HEAD[0] if name == HEAD[1] else name.removeprefix(PREFIX)
+
+
+def _save(weights: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file(dict(weights), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(f"{path}: {error}") from error
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    """The weights, in one file or in several that an index lists."""
+    index = path / "model.safetensors.index.json"
+    files = {"model.safetensors"}
+    if index.is_file():
+        files = set(read_json(index).get("weight_map", {}).values())
+    weights: dict[str, Tensor] = {}
+    for name in sorted(files):
+        if Path(name).name != name:
+            raise ValueError(f"{index}: lists {name!r}, which is no file of this folder")
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name}: the file is missing; export or save the model again")
+        try:
+            weights |= load_file(path / name)
+        except SafetensorError as error:
+            raise ValueError(f"{path / name}: damaged ({error}); export or save the model again") from None
+    return weights
+
+
+def _facts(run: RunFolder, step: int) -> dict[str, Any]:
+    """What the folder tells of the training run; of the text only its name, since folders are passed on."""
+    config = run.config
+    facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
+    if "data" in facts:
+        facts["data"] = facts["data"] | {"source": Path(facts["data"]["source"]).name}
+    if "corpus" in facts:
+        facts["corpus"] = facts["corpus"] | {"name": Path(facts["corpus"]["name"]).name}
+    return facts
+
+
+def _ids(bos: int) -> dict[str, int]:
+    """A document ends where the next one opens. Padding is masked, so that any token will do."""
+    return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
+
+
+def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:
+    classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    return {
+        "architectures": ["ExpertThresholdForCausalLM"],
+        "auto_map": {auto: f"{MODELING}.ExpertThreshold{ours}" for auto, ours in classes.items()},
+        "model_type": MODEL_TYPE,
+        "dtype": "float32",
+        **config.to_dict(),
+        **_ids(bos),
+        "tie_word_embeddings": False,
+        "run": facts,
+    }
+
+
+def _tokenizer_config(context: int) -> dict[str, Any]:
+    bos = "<|bos|>"
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": bos,
+        "pad_token": bos,
+        "model_max_length": context,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+        # Text that reads "<|bos|>" is ordinary text, as it was in training.
+        "split_special_tokens": True,
+    }

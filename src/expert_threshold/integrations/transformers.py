@@ -1,0 +1,370 @@
+"""The trained model for Hugging Face transformers.
+
+Importing this file teaches `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` the type `expert_threshold`. It imports
+torch and transformers alone, because `et export` lays a copy beside the weights, with which a folder loads where the
+package is not installed (`trust_remote_code=True`).
+
+Cutoffs stay as they were trained, in fine-tuning too: what a token gets depends on nothing but the token, so that
+padding and batches change nothing. `expert_threshold.integrations.follow` moves them with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
+from transformers.utils.generic import can_return_tuple
+
+
+class ExpertThresholdConfig(PreTrainedConfig):
+    """The options of the model under their names in expert_threshold, `rule` with all of the routing rule's.
+
+    run: facts about the training run, for `et import`; they decide nothing.
+    """
+
+    model_type = "expert_threshold"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    attribute_map = {  # noqa: RUF012
+        "hidden_size": "d_model",
+        "intermediate_size": "d_feed_forward",
+        "max_position_embeddings": "context",
+        "num_attention_heads": "heads",
+        "num_hidden_layers": "layers",
+        "num_key_value_heads": "kv_heads",
+    }
+
+    vocab_size: int = 65536
+    context: int = 2048
+    layers: int = 12
+    d_model: int = 768
+    heads: int = 6
+    kv_heads: int = 6
+    d_expert: int = 1536
+    d_feed_forward: int = 3072
+    shared_experts: int = 1
+    dense_layers: int = 1
+    rule: dict[str, Any] | None = None
+    softcap: float | None = 15.0
+    gate_norm: str | None = None
+    activation: str = "relu2"
+    z_loss: float | None = None
+    dispatch: str = "auto"
+    use_cache: bool = True
+    tie_word_embeddings: bool = False
+    run: dict[str, Any] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.rule is None:
+            self.rule = {"name": "dense"}
+        super().__post_init__(**kwargs)
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm without parameters over the last dimension."""
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the halves of x (batch, heads, time, head_dim) against each other by the positions' angles (RoPE)."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+
+class LastLinear(nn.Linear):
+    """One that a new model begins with at zero."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and QK norm."""
+
+    def __init__(self, config: ExpertThresholdConfig, layer: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.is_causal = True
+        self.num_key_value_groups = config.heads // config.kv_heads
+        self.head_dim = config.d_model // config.heads
+        self.query = nn.Linear(config.d_model, config.heads * self.head_dim, bias=False)
+        self.key = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
+        self.output = LastLinear(config.heads * self.head_dim, config.d_model, bias=False)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None, **kwargs: Any
+    ) -> Tensor:
+        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2)."""
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, sdpa_attention_forward)
+        y, _ = attend(self, q, k, v, mask, scaling=self.head_dim**-0.5, **kwargs)
+        output: Tensor = self.output(y.flatten(2))
+        return output
+
+
+class FeedForward(nn.Module):
+    """down · relu(up · x)², or down · (silu(gate · x) · (up · x))."""
+
+    def __init__(self, d_model: int, d_hidden: int, activation: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_hidden, bias=False)
+        self.gate = nn.Linear(d_model, d_hidden, bias=False) if activation == "swiglu" else None
+        self.down = LastLinear(d_hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        y: Tensor = self.down(h.relu().square() if self.gate is None else F.silu(self.gate(x)) * h)
+        return y
+
+
+class Routing(NamedTuple):
+    """scores (batch, time, experts) float32, and the boolean assignment of tokens to experts."""
+
+    scores: Tensor
+    assignment: Tensor
+
+
+class Router(nn.Module):
+    """Scores in float32, and where they send a token: beyond the cutoff, or to the best experts in token choice.
+
+    The rule's state is saved with the weights, stays float32 under any cast, and never moves here.
+    """
+
+    state_bias: Tensor
+    state_mean: Tensor
+    state_weight: Tensor
+
+    def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
+        super().__init__()
+        self.rule = rule
+        self.weight = nn.Parameter(torch.empty(rule["num_experts"], d_model))
+        for name, value in self.first_state().items():
+            self.register_buffer(name, value)
+
+    def first_state(self) -> dict[str, Tensor]:
+        """The buffers before training."""
+        zeros = torch.zeros(self.rule["num_experts"])
+        if self.rule["name"] == "token_choice":
+            return {"state_bias": zeros}
+        weight = torch.tensor(0.0 if self.rule["debias"] else 1.0)
+        return {"state_mean": zeros, "state_weight": weight, "state_step": torch.tensor(0)}
+
+    def forward(self, x: Tensor) -> Routing:
+        with torch.autocast(x.device.type, enabled=False):  # it would round the scores
+            scores = F.linear(x.float(), self.weight.float())
+        if self.rule["name"] == "token_choice":
+            biased = scores.detach() + self.state_bias
+            # Stable, so that of equals the lower expert is taken.
+            order = biased.sort(dim=-1, descending=True, stable=True).indices
+            best = order[..., : int(self.rule["experts_per_token"])]
+            return Routing(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
+        cutoff = torch.where(self.state_weight > 0, self.state_mean / self.state_weight, 0.0)
+        return Routing(scores, scores > cutoff)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        before = dict(self.named_buffers(recurse=False))
+        super()._apply(fn, recurse)
+        for name, old in before.items():
+            new = getattr(self, name)
+            if new.dtype != old.dtype:
+                setattr(self, name, old.to(new.device))
+        return self
+
+
+class Experts(nn.Module):
+    """The weights of all routed experts, stacked."""
+
+    def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: str) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(num_experts, d_expert, d_model))
+        self.gate = nn.Parameter(torch.empty_like(self.up)) if activation == "swiglu" else None
+        self.down = nn.Parameter(torch.empty(num_experts, d_model, d_expert))
+
+    def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
+        """Σ_i z[t,i] · g[t,i] · expert_i(x_t); x: (tokens, d_model), gates and assignment: (tokens, experts)."""
+        y = torch.zeros_like(x)
+        for i in assignment.any(0).nonzero()[:, 0].tolist():
+            rows = assignment[:, i].nonzero()[:, 0]
+            h = F.linear(x[rows], self.up[i])
+            a = h.relu().square() if self.gate is None else F.silu(F.linear(x[rows], self.gate[i])) * h
+            y = y.index_add(0, rows, F.linear(a, self.down[i]) * gates[rows, i, None].to(x.dtype))
+        return y
+
+
+class MoE(nn.Module):
+    """y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t)."""
+
+    def __init__(self, config: ExpertThresholdConfig) -> None:
+        super().__init__()
+        assert config.rule is not None
+        self.gate_norm = config.gate_norm
+        self.router = Router(config.d_model, config.rule)
+        self.experts = Experts(config.rule["num_experts"], config.d_model, config.d_expert, config.activation)
+        width = config.shared_experts * config.d_expert
+        self.shared = FeedForward(config.d_model, width, config.activation) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        routing = self.router(x)
+        gates = routing.scores.sigmoid()
+        if self.gate_norm == "fanout":
+            gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
+        y: Tensor = self.experts(x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
+class Block(GradientCheckpointingLayer):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)), the feed-forward dense or of experts."""
+
+    def __init__(self, config: ExpertThresholdConfig, layer: int) -> None:
+        super().__init__()
+        assert config.rule is not None
+        dense = config.rule["name"] == "dense" or layer < config.dense_layers
+        self.attention = Attention(config, layer)
+        self.feed_forward = FeedForward(config.d_model, config.d_feed_forward, config.activation) if dense else None
+        self.moe = None if dense else MoE(config)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = x + self.attention(norm(x), *args, **kwargs)
+        feed_forward = self.moe if self.feed_forward is None else self.feed_forward
+        assert feed_forward is not None
+        y: Tensor = x + feed_forward(norm(x))
+        return y
+
+
+class ExpertThresholdPreTrainedModel(PreTrainedModel):
+    """What both models below share."""
+
+    config_class = ExpertThresholdConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _input_embed_layer = "embed"
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the paper does (Appendix C): what ends a residual branch, and the head, begin at zero."""
+        for name, weight in module.named_parameters(recurse=False):
+            d_out, d_in = weight.shape[-2:]
+            if isinstance(module, LastLinear) or name == "down":
+                init.zeros_(weight)
+            elif isinstance(module, nn.Embedding):
+                init.normal_(weight)
+            elif isinstance(module, Router):
+                init.normal_(weight, std=d_in**-0.5)
+            else:
+                init.normal_(weight, std=d_in**-0.5 * min(1, (d_out / d_in) ** 0.5))
+        if isinstance(module, Router):
+            for name, value in module.first_state().items():
+                init.copy_(getattr(module, name), value)
+
+
+class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
+    """The model without its head."""
+
+    def __init__(self, config: ExpertThresholdConfig) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Arguments as everywhere in transformers; tokens whose attention_mask is 0 are seen by none."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = past + torch.arange(embedded.shape[1], device=embedded.device)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=embedded,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        x = norm(embedded)
+        cos, sin = self.rotary(position_ids, x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin, mask, past_key_values, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
+
+    def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions (batch, time): (batch, 1, time, head_dim / 2)."""
+        head_dim = self.config.d_model // self.config.heads
+        steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
+        angles = position_ids[:, None, :, None] * 10_000.0 ** (-steps / head_dim)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    def __init__(self, config: ExpertThresholdConfig) -> None:
+        super().__init__(config)
+        self.model = ExpertThresholdModel(config)
+        self.lm_head = LastLinear(config.d_model, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """labels: (batch, time), the input itself, -100 where no loss is wanted; logits: float32."""
+        output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+        )
+        logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep)).float()
+        if self.config.softcap is not None:
+            logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+
+
+AutoConfig.register("expert_threshold", ExpertThresholdConfig, exist_ok=True)
+AutoModel.register(ExpertThresholdConfig, ExpertThresholdModel, exist_ok=True)
+AutoModelForCausalLM.register(ExpertThresholdConfig, ExpertThresholdForCausalLM, exist_ok=True)

@@ -1,0 +1,145 @@
+"""Runs as folders for Hugging Face and back, without its packages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_threshold.cli import main
+from expert_threshold.integrations.export import export_run, import_folder
+from expert_threshold.routing import Rule
+from expert_threshold.runs import load_model
+from small_run import RULES, small_model, write_run
+
+OPTIONS = {
+    "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
+    "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "z_loss": 0.1, "dense_layers": 0},
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_import_undoes_export(rule: Rule | None, options: dict[str, object], tmp_path: Path) -> None:
+    model = small_model(rule, **options)
+    write_run(tmp_path / "run", model, step=7)
+    folder = export_run(tmp_path / "run", tmp_path / "folder")
+    run = import_folder(folder, tmp_path / "again")
+    again, tokenizer = load_model(run.path)
+    assert again.config == model.config
+    assert tokenizer.encode("the cat") == load_model(tmp_path / "run")[1].encode("the cat")
+    assert again.state_dict().keys() == model.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
+    assert run.latest_checkpoint() == 7
+    assert run.section("train") == {"batch_size": 2, "accumulation": 1}
+
+
+def test_a_folder_tells_nothing_of_the_machine_it_was_made_on(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", small_model())
+    folder = export_run(tmp_path / "run", tmp_path / "folder")
+    for file in folder.iterdir():
+        assert b"/somewhere" not in file.read_bytes(), file
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+
+
+def test_the_model_card_has_the_run_s_numbers(tmp_path: Path) -> None:
+    model = small_model()
+    run = write_run(tmp_path / "run", model)
+    parameters = sum(weight.numel() for weight in model.parameters())
+    card = (export_run(run.path, tmp_path / "folder") / "README.md").read_text()
+    for row in (
+        f"| parameters | {parameters:,} |",
+        "| validation loss, nats per token | 5.2500 |",
+        "4 steps, 512 tokens",
+    ):
+        assert row in card
+    evaluation = {"validation": {"loss": 5.125, "bits_per_byte": None}, "core": {"tasks": {"t": {"accuracy": 0.5}}}}
+    (run.path / "evaluation.json").write_text(json.dumps({"step": 4} | evaluation))
+    card = (export_run(run.path, tmp_path / "second") / "README.md").read_text()
+    assert "| validation loss, nats per token | 5.1250 |" in card
+    assert "| t, accuracy | 0.5000 |" in card
+    (run.path / "evaluation.json").write_text(json.dumps({"step": 3} | evaluation))  # of another checkpoint
+    assert "5.2500" in (export_run(run.path, tmp_path / "third") / "README.md").read_text()
+
+
+def test_export_writes_over_nothing_and_leaves_nothing_half_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_run(tmp_path / "run", small_model())
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    with pytest.raises(ValueError, match=r"--to .*folder: already exists; name another folder"):
+        export_run(tmp_path / "run", tmp_path / "folder")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("expert_threshold.integrations.export.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        export_run(tmp_path / "run", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]
+
+
+def damage_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+
+
+def damage_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no weights")
+
+
+def lose_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def lose_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def lead_out(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../run/config.json"}}))
+
+
+def grow(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps(config | {"d_model": 64}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_config, "no config.json of model_type expert_threshold"),
+        (damage_weights, r"model\.safetensors: damaged"),
+        (lose_weights, r"model\.safetensors: the file is missing"),
+        (lose_tokenizer, r"tokenizer\.json: the file is missing"),
+        (lead_out, r"lists '\.\./run/config\.json', which is no file of this folder"),
+        (grow, r"weights and config\.json disagree"),
+    ],
+)
+def test_a_folder_that_is_not_whole_is_refused_before_anything_is_written(
+    tmp_path: Path, damage: object, message: str
+) -> None:
+    write_run(tmp_path / "run", small_model())
+    folder = export_run(tmp_path / "run", tmp_path / "folder")
+    assert callable(damage)
+    damage(folder)
+    with pytest.raises(ValueError, match=message) as caught:
+        import_folder(folder, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_imported_run_generates_and_is_begun_from_but_not_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", small_model())
+    assert main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "folder")]) == 0
+    assert main(["import", str(tmp_path / "folder"), "--out", str(tmp_path / "again")]) == 0
+    texts = []
+    for name in ("run", "again"):
+        capsys.readouterr()
+        assert main(["generate", str(tmp_path / name), "--prompt", "the ", "--seed", "1", "--max-tokens", "8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]

@@ -1,0 +1,256 @@
+"""The exported model in Hugging Face transformers: the same numbers, wherever and however it is loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.generate import generate
+from expert_threshold.integrations.export import export_run, import_folder
+from expert_threshold.model import GPT
+from expert_threshold.routing import ExpertThreshold
+from expert_threshold.runs import load_model
+from small_run import RULES, small_model, small_tokenizer, write_run
+
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[hf]'")
+
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers.utils import logging
+
+from expert_threshold.integrations.follow import follow
+from expert_threshold.integrations.transformers import ExpertThresholdConfig, ExpertThresholdForCausalLM
+
+OPTIONS = {"token_choice": {"activation": "swiglu", "shared_experts": 0, "softcap": None}}
+OPTIONS |= {"expert_choice": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0}}
+PROMPTS = ["the cat sat", "hat", "the mat; the hat of the <|bos|> cat"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of every rule, exported."""
+    path = tmp_path_factory.mktemp("folders")
+    for name, rule in RULES.items():
+        write_run(path / f"run-{name}", small_model(rule, **OPTIONS.get(name, {})))
+        export_run(path / f"run-{name}", path / name)
+    return {name: path / name for name in RULES}
+
+
+@pytest.fixture(scope="module")
+def folder(folders: dict[str, Path]) -> Path:
+    return folders["expert_threshold"]
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def ours(folder: Path, dtype: torch.dtype = torch.float32) -> GPT:
+    return load_model(folder.with_name(f"run-{folder.name}"), compute_dtype=dtype)[0]
+
+
+def tokens(batch: int = 3, time: int = 40) -> torch.Tensor:
+    return torch.randint(269, (batch, time), generator=torch.Generator().manual_seed(0))
+
+
+def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@torch.no_grad()
+def test_logits_equal_ours(folders: dict[str, Path], rule: str) -> None:
+    model = load(folders[rule])
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(model(tokens()).logits, ours(folders[rule])(tokens()).logits, rtol=1e-5, atol=1e-5)
+    assert model(tokens(), logits_to_keep=2).logits.shape == (3, 2, 270)
+    body = AutoModel.from_pretrained(folders[rule])
+    torch.testing.assert_close(
+        body(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_loss_and_gradients_equal_ours_under_frozen_routing(folders: dict[str, Path], rule: str) -> None:
+    model, reference = load(folders[rule]).train(), ours(folders[rule])
+    targets = torch.cat((tokens()[:, 1:], torch.full((3, 1), -1)), 1)
+    expected = reference(tokens(), targets)
+    loss = model(tokens(), labels=tokens()).loss
+    torch.testing.assert_close(loss, expected.cross_entropy, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    gradients = {name.removeprefix("model.").replace("lm_head", "head"): w.grad for name, w in model.named_parameters()}
+    for name, weight in reference.named_parameters():
+        torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["token_choice", "expert_choice", "expert_threshold"])
+def test_greedy_generation_with_the_cache_writes_our_tokens_alone_and_left_padded(
+    folders: dict[str, Path], rule: str
+) -> None:
+    model, tokenizer = load(folders[rule]), AutoTokenizer.from_pretrained(folders[rule])
+    reference, our_tokenizer = ours(folders[rule]), small_tokenizer()
+    expected = [[s.token for s in generate(reference, our_tokenizer, p, max_tokens=8, temperature=0)] for p in PROMPTS]
+    alone = [model.generate(**tokenizer(p, return_tensors="pt"), max_new_tokens=8, do_sample=False)[0] for p in PROMPTS]
+    batch = tokenizer(PROMPTS, return_tensors="pt", padding=True)
+    together = model.generate(**batch, max_new_tokens=8, do_sample=False)
+    for prompt, out, row, written in zip(PROMPTS, alone, together, expected, strict=True):
+        length = len(our_tokenizer.encode(prompt)) + 1
+        assert out.tolist() == [our_tokenizer.bos, *our_tokenizer.encode(prompt), *written]
+        assert row[batch.input_ids.shape[1] :][: len(written)].tolist() == written
+        assert row[batch.input_ids.shape[1] - length :][: len(out)].tolist() == out.tolist()
+    without = model.generate(**batch, max_new_tokens=8, do_sample=False, use_cache=False)
+    assert torch.equal(without, together)
+
+
+@torch.no_grad()
+def test_left_padding_changes_no_logits(folder: Path) -> None:
+    model = load(folder)
+    mask = torch.tensor([[0] * 5 + [1] * 35, [1] * 40, [0] * 39 + [1]])
+    padded = model(tokens(), attention_mask=mask).logits
+    for row, ids, logits in zip(mask.bool(), tokens(), padded, strict=True):
+        torch.testing.assert_close(logits[row], model(ids[row][None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_folder_loads_alone_with_its_own_code(folder: Path, tmp_path: Path) -> None:
+    """In a process where the package cannot be imported."""
+    program = """
+        import sys, torch
+        sys.modules["expert_threshold"] = None
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+        tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+        assert type(model).__module__.startswith("transformers_modules"), type(model)
+        inputs = tokenizer("the cat sat", return_tensors="pt")
+        torch.save(model(**inputs).logits, sys.argv[2])
+        model.save_pretrained(sys.argv[3])
+    """
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    arguments = [str(folder), str(tmp_path / "logits.pt"), str(tmp_path / "saved")]
+    command = [sys.executable, "-c", textwrap.dedent(program), *arguments]
+    subprocess.run(command, check=True, timeout=280, env=environment, cwd=tmp_path, capture_output=True)
+    ids = torch.tensor([[269, *small_tokenizer().encode("the cat sat")]])
+    logits = torch.load(tmp_path / "logits.pt")
+    torch.testing.assert_close(logits, ours(folder)(ids).logits, rtol=1e-5, atol=1e-5)
+    assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
+
+
+@pytest.mark.parametrize("rule", ["token_choice", "expert_threshold"])
+def test_saving_and_loading_and_importing_give_the_same_model(
+    folders: dict[str, Path], rule: str, tmp_path: Path
+) -> None:
+    model = load(folders[rule])
+    model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    AutoTokenizer.from_pretrained(folders[rule]).save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.config.to_dict() == model.config.to_dict() | {"_name_or_path": again.config.name_or_path}
+    imported, tokenizer = load_model(import_folder(tmp_path / "saved", tmp_path / "run").path)
+    assert tokenizer.encode("the cat") == small_tokenizer().encode("the cat")
+    expected = ours(folders[rule]).state_dict()
+    for name, value in imported.state_dict().items():
+        assert torch.equal(value, expected[name])
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("rule", ["expert_threshold", "loss_free"])
+@torch.no_grad()
+def test_in_bfloat16_routers_and_their_state_stay_float32(folders: dict[str, Path], rule: str) -> None:
+    model = load(folders[rule], dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    router = {name: value.dtype for name, value in model.state_dict().items() if "router" in name}
+    assert {dtype for name, dtype in router.items() if not name.endswith("step")} == {torch.float32}
+    expected = ours(folders[rule], torch.bfloat16)(tokens()).logits
+    distance = (model(tokens()).logits - expected).abs()  # rounding sends a few tokens elsewhere
+    assert float(distance.quantile(0.9)) < 0.1
+    cast = load(folders[rule]).to(torch.bfloat16)
+    assert all(value.dtype == torch.float32 for name, value in cast.named_buffers() if not name.endswith("step"))
+
+
+@torch.no_grad()
+def test_device_maps_place_the_model_whole_or_in_parts(folder: Path, tmp_path: Path) -> None:
+    expected = load(folder)(tokens()).logits
+    torch.testing.assert_close(load(folder, device_map="auto")(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
+    parts = {"model.embed": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.blocks.2": "disk"}
+    placed = load(folder, device_map=parts | {"lm_head": "cpu"}, offload_folder=str(tmp_path))
+    torch.testing.assert_close(placed(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def train(model: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> float:
+    """Eight steps on one text; their mean loss."""
+    data = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    arguments = TrainingArguments(
+        output_dir=str(path), max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
+        learning_rate=1e-2, logging_steps=8, save_strategy="no", report_to=[], disable_tqdm=True, seed=0,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
+    return float(trainer.train().metrics["train_loss"])
+
+
+def test_trainer_fine_tunes_the_weights_and_leaves_the_cutoffs(folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    before = state(model)
+    with torch.no_grad():
+        first = float(model(tokens(4), labels=tokens(4)).loss)
+    model.activation_checkpointing_enable()
+    assert train(model, tmp_path) < first
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == ("state_" in name), name
+
+
+def test_follow_moves_the_cutoffs_in_the_trainer(folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    before = state(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    follow(model, optimizer)
+    train(model, tmp_path, optimizer)
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+    steps = [value for name, value in model.named_buffers() if name.endswith("step")]
+    assert [int(step) for step in steps] == [4 + 8] * 2
+    model.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(load(tmp_path / "saved")(tokens()).logits, model.eval()(tokens()).logits)
+
+
+def test_follow_takes_no_padding(folder: Path) -> None:
+    model = load(folder).train()
+    follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    mask = torch.ones_like(tokens())
+    model(tokens(), attention_mask=mask)
+    mask[0, 0] = 0
+    with pytest.raises(ValueError, match="attention_mask has padding, which would move the cutoffs"):
+        model(tokens(), attention_mask=mask)
+    model.eval()(tokens(), attention_mask=mask)
+
+
+def test_a_model_made_by_configuration_begins_as_the_paper_says() -> None:
+    rule = {"name": "expert_threshold", "num_experts": 4, "experts_per_token": 1, "debias": True}
+    sizes = {"layers": 2, "d_model": 64, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64}
+    config = ExpertThresholdConfig(vocab_size=270, context=64, rule=rule, **sizes)
+    model = ExpertThresholdForCausalLM(config)
+    assert config.num_hidden_layers == 2
+    reference = small_model(ExpertThreshold(4), context=64, **sizes)
+    reference.init_weights()
+    for name, weight in reference.state_dict().items():
+        theirs = model.state_dict()[name.replace("head.", "lm_head.") if name == "head.weight" else f"model.{name}"]
+        assert theirs.shape == weight.shape
+        if weight.is_floating_point() and weight.numel() > 1:
+            assert float(theirs.std()) == pytest.approx(float(weight.std()), rel=0.1), name
