@@ -106,13 +106,24 @@ class _Rows:
 
     def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Rows `first` to `last` of this block's order, each with the token that follows it; IGNORED past the end."""
-        place = self._order[first:last, None] * self._context + np.arange(self._context + 1)
-        end = self._starts[-1]
-        # What follows the block's last token is the next block's first, which opens a document like the first here.
-        inside = np.where(place < end, place, 0)
-        document = np.searchsorted(self._starts, inside, side="right") - 1
-        ids = self._ids[inside + self._shifts[document]].astype(np.int64)
-        return np.where(place <= end, ids, IGNORED)
+        rows = np.full((last - first, self._context + 1), IGNORED, np.int64)
+        for row, place in zip(rows, self._order[first:last] * self._context, strict=True):
+            self._fill(row, int(place))
+        return rows
+
+    def _fill(self, row: npt.NDArray[np.int64], place: int) -> None:
+        """With the tokens from `place` of the stream on, document after document."""
+        document = int(np.searchsorted(self._starts, place, side="right")) - 1
+        filled = 0
+        while filled < len(row) and place < self._starts[-1]:
+            until = min(int(self._starts[document + 1]), place + len(row) - filled)
+            shift = int(self._shifts[document])
+            row[filled : filled + until - place] = self._ids[place + shift : until + shift]
+            filled, place, document = filled + until - place, until, document + 1
+        if filled < len(
+            row
+        ):  # the next block's first token, which is `bos` as the first here
+            row[filled] = self._ids[self._shifts[0]]
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
