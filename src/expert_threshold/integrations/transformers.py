@@ -16,6 +16,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+try:
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError(f"{error}; run: pip install 'expert-threshold[hf]'") from None
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
