@@ -244,6 +244,8 @@ def test_text_that_is_not_utf8_is_refused_with_its_offset(name: str, tmp_path: P
     ("line", "problem"),
     [
         ('{"text": ', "is not JSON (Expecting value): each"),
+        ("[" * 100_000, "is not JSON (maximum recursion depth exceeded"),
+        ('{"text": ' + "1" * 5000 + "}", "is not JSON (Exceeds the limit (4300 digits)"),
         ("[1]", "is not a JSON object: each"),
         ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text': the fields with text are: a, b"),
         ('{"text": null}', "has no text in text_field='text': the fields with text are: none"),

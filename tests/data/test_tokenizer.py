@@ -104,6 +104,7 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
         'no "format"': b"[1, 2]",
         'no "format" ': b'{"model": {"type": "BPE"}}',
         "not JSON ": b"\xff\xfe\x00",
+        "not JSON  ": b"[" * 100_000,
         "version 7": json.dumps(record | {"version": 7}).encode(),
         "is damaged": content.replace('"th"', '"ht"').encode(),
         "is damaged ": json.dumps(record | {"merges": record["merges"][:-1]}).encode(),

@@ -11,19 +11,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
-from ..data import DataConfig, Tokenizer, open_source, pack
+from ..config import RunConfig
+from ..data import Tokenizer, open_source, pack
 from ..data.public import core_bundle
 from ..evaluation import Baselines, ModelScorer, Task, centred, evaluate, evaluate_task, read_bundle
 from ..evaluation.core import choose_rows
 from ..model import GPT
 from ..routing import ExpertChoice
 from ..runs import RunFolder, load_model
-from ..runs.files import read_json, replace_file, to_json
+from ..runs.files import damage_told, read_json, replace_file, to_json
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
@@ -109,7 +111,7 @@ def _hash(model: GPT) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().numpy())
+        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
@@ -156,9 +158,14 @@ class Run(NamedTuple):
         return self.folder.path / "evaluation.json"
 
     def read(self) -> dict[str, Any]:
-        """What is known of this model so far."""
+        """What is known of this model so far. Raises ValueError where it is damaged so that it cannot be shown."""
         saved = read_json(self.path) if self.path.exists() else {}
-        return saved if all(saved.get(key) == value for key, value in self.header.items()) else dict(self.header)
+        if any(saved.get(key) != value for key, value in self.header.items()):
+            return dict(self.header)
+        with damage_told(self.path, "remove it to evaluate this run anew"):
+            known = {str(self.folder.path): saved}
+            _table(known, list(saved["core"]["tasks"]) if "core" in saved else [], "validation" in saved)
+        return saved
 
     def write(self, section: str, value: Mapping[str, Any]) -> None:
         text = to_json(self.read() | {section: value}, indent=2) + "\n"
@@ -169,19 +176,18 @@ class Run(NamedTuple):
 
         Raises ValueError if the text is gone or has changed.
         """
-        config = self.folder.config
-        key = {"corpus": config["corpus"]["hash"], "eval_tokens": eval_tokens}
+        config = RunConfig.from_dict(self.folder.config)
+        key = {"corpus": self.folder.section("corpus").get("hash"), "eval_tokens": eval_tokens}
         saved = self.read().get("validation", {})
         if all(saved.get(name, ...) == value for name, value in key.items()):
             return
-        data = DataConfig(**config["data"])
-        corpus = open_source(**asdict(data))
+        corpus = open_source(**asdict(config.data))
         if corpus.hash != key["corpus"]:
             raise ValueError(
                 f"{corpus.name} has changed since {self.folder.path} began; restore the text, or use --no-validation"
             )
         # Whole windows are evaluated, or whole batches of them, and the last target needs one token more.
-        window = self.model.config.context * config["train"]["batch_size"]
+        window = self.model.config.context * config.train.batch_size
         enough = None if eval_tokens is None else eval_tokens + window
         tokens = pack(corpus, self.tokenizer, "validation", max_tokens=enough)
         progress = self.progress.task("validation")
@@ -193,7 +199,7 @@ class Run(NamedTuple):
             "bits_per_byte": _finite(causal.bits_per_byte),
         }
         if isinstance(self.model.config.rule, ExpertChoice):
-            batch_size = config["train"]["batch_size"]
+            batch_size = config.train.batch_size
             progress = self.progress.task("validation by training pools")
             pooled = evaluate(
                 self.model,

@@ -122,8 +122,8 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
-        lines += ["", samples[-1].read_text(encoding="utf-8").rstrip(), ""]
-    if result.loss is not None:
+        lines += ["", samples[-1].read_text(encoding="utf-8", errors="replace").rstrip(), ""]
+    if result.loss is not None and result.bits_per_byte is not None:
         lines.append(f"validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte")
     path = shlex.quote(str(folder.path))
     return "\n".join(

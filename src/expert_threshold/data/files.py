@@ -98,8 +98,9 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error.msg}): each line must be one object") from None
+        except (ValueError, RecursionError) as error:
+            reason = str(error).partition(":")[0]
+            raise ValueError(f"{path}, line {number} is not JSON ({reason}): each line must be one object") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: each line must be one")
         text = record.get(text_field)

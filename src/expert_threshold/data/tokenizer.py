@@ -139,7 +139,7 @@ class Tokenizer:
         """Of `save` or `save_tokenizer_json`. Raises ValueError where the file is neither, or has changed since."""
         try:
             content = json.loads(Path(path).read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a tokenizer: it is not JSON ({error}); {_RESTORE}") from None
         if isinstance(content, dict) and "pre_tokenizer" in content:
             try:

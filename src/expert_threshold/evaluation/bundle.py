@@ -86,7 +86,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if not _is_whole(kind, row):
             raise ValueError(f"{path}: line {number} is no question of {kind}; download the bundle anew")

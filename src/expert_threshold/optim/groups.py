@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -34,6 +33,7 @@ SCHEDULES: dict[str, Callable[[int, int, float], float]] = {
     "warmup_stable_decay": warmup_stable_decay,
 }
 OPTIMIZERS = ("muon", "adamw")
+LARGEST = 1e30  # of learning rates and the like: scaled, it is a float32 still
 NS_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -86,7 +86,7 @@ class OptimConfig:
             value = vars(self)[option]
             if value is None and option in ("router_lr", "clip"):
                 continue
-            _require(0 < value < math.inf, option, value, "use a positive, finite number")
+            _require(0 < value < LARGEST, option, value, f"use a positive number below {LARGEST:g}")
         for option in ("momentum", "momentum_start"):
             value = vars(self)[option]
             _require(0 <= value < 1, option, value, "use a number from 0 to below 1")

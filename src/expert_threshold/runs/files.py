@@ -25,13 +25,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def damage_told(path: Path, remedy: str) -> Iterator[None]:
-    """What a record of `path` lacks, or has of another kind than is read of it, is told as damage: `ValueError`."""
+def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
+    """What a record lacks, or has of another kind than is read of it, is told as damage of `name`: `ValueError`."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path}: damaged ({reason}); {remedy}") from error
+        raise ValueError(f"{name}: damaged ({reason}); {remedy}") from error
 
 
 def sync_folder(path: Path) -> None:

@@ -103,9 +103,17 @@ class RunFolder:
         return config
 
     def tokenizer(self) -> Tokenizer:
+        """The run's tokenizer. `ValueError` if it is missing, damaged or another model's."""
         if not self.tokenizer_path.is_file():
             raise ValueError(f"{self.tokenizer_path}: the file is missing; restore it from a copy, or train again")
-        return Tokenizer.load(self.tokenizer_path)
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        vocab_size = self.section("model").get("vocab_size")
+        if tokenizer.vocab_size != vocab_size:
+            raise ValueError(
+                f"{self.tokenizer_path}: has {tokenizer.vocab_size} tokens, but the model of config.json {vocab_size}; "
+                "restore it from a copy, or train again"
+            )
+        return tokenizer
 
     def checkpoints(self) -> list[int]:
         """The saved steps, oldest first."""

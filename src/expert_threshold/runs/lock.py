@@ -44,7 +44,7 @@ def _remove_if_stale(path: Path) -> None:
     try:
         holder = json.loads(content)
         pid, host, process = int(holder["pid"]), str(holder["host"]), holder["process"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{path}: in use by another process; if none runs, delete this file") from None
     if host != socket.gethostname() or (_runs(pid) and (pid != os.getpid() or process == _PROCESS)):
         raise ValueError(

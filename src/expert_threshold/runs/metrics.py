@@ -45,13 +45,13 @@ class Metrics:
         records = [_parse(line) for line in lines]
         if records and records[-1] is None and not torn:  # a loss of power may leave zeros and a newline
             torn = lines.pop()
-        if torn:
-            log.warning("%s: line %d is torn and was left out", self.path, len(lines) + 1)
         whole = []
         for number, record in enumerate(records[: len(lines)], start=1):
             if record is None:
                 raise ValueError(f"{self.path}: line {number} is damaged; delete that line to go on without it")
             whole.append(record)
+        if torn:
+            log.warning("%s: line %d is torn and was left out", self.path, len(lines) + 1)
         return whole
 
     def truncate_after(self, step: int) -> None:

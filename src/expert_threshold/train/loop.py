@@ -14,7 +14,7 @@ from ..evaluation import ModelScorer, Results, ask_core, evaluate
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
 from ..runs import RunFolder
-from ..runs.files import replace_file
+from ..runs.files import damage_told, replace_file
 from .config import TrainConfig
 from .interrupt import Interrupt
 from .log import Display, Title
@@ -108,9 +108,10 @@ class _Run:
         self.display = display
         self.tracker = tracker
         records = folder.metrics.read()
-        self.validated = {record["step"]: record for record in records if record["split"] == "validation"}
-        self.asked = {record["step"] for record in records if record["split"] == "core"}
-        self.dead = {(record["layer"], record["expert"]) for record in records if record.get("event") == "dead_expert"}
+        with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
+            self.validated = {r["step"]: (r["loss"], r["bits_per_byte"]) for r in records if r["split"] == "validation"}
+            self.asked = {r["step"] for r in records if r["split"] == "core"}
+            self.dead = {(r["layer"], r["expert"]) for r in records if r.get("event") == "dead_expert"}
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         trainer, steps = self.trainer, self.config.steps
@@ -130,8 +131,8 @@ class _Run:
             self.display.say(
                 f"stopped at step {trainer.step} of {steps}; to go on: et train --resume {self.folder.path}"
             )
-        last = self.validated[max(self.validated)] if self.validated else {"loss": None, "bits_per_byte": None}
-        return TrainResult(trainer.step, done, last["loss"], last["bits_per_byte"], trainer.seconds, trainer.tokens)
+        loss, bits_per_byte = self.validated[max(self.validated)] if self.validated else (None, None)
+        return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens)
 
     def is_due(self, every: int | None) -> bool:
         return every is not None and (self.trainer.step % every == 0 or self.trainer.step == self.config.steps)
@@ -203,9 +204,8 @@ class _Run:
                 max_tokens=self.config.eval_tokens,
                 progress=self.display.task("validating"),
             )
-            record = validation_record(trainer.model, validation)
-            self.write("validation", record)
-            self.validated[trainer.step] = record
+            self.write("validation", validation_record(trainer.model, validation))
+            self.validated[trainer.step] = validation.loss, validation.bits_per_byte
             self.display.measured(
                 trainer.step,
                 f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte",

@@ -13,6 +13,7 @@ from ..data import Loader, Position
 from ..model import GPT, Observation
 from ..optim import Optimizers
 from ..runs import Checkpoint
+from ..runs.files import damage_told
 from .config import TrainConfig
 
 SKIPS_IN_A_ROW = 10
@@ -151,12 +152,15 @@ class Trainer:
         )
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint. Raises ValueError if it is of another model."""
+        """Go on from a checkpoint. Raises ValueError if it is of another model, or lacks something."""
+        with damage_told(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+            self._restore(saved)
+
+    def _restore(self, saved: Checkpoint) -> None:
         try:
             self.model.load_state_dict(saved.tensors["model"])
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"checkpoint of step {saved.step} does not fit config.json: {reason}") from error
+            raise ValueError(f"does not fit config.json: {' '.join(str(error).split())}") from error
         self.optimizers.load_state_dict(saved.tensors["optimizer"], saved.state["optimizer"])
         seen = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
         self._seen = Seen.from_tensors(seen, len(self.model.moe_layers())) if seen else None

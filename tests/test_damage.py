@@ -1,0 +1,135 @@
+"""Files of a run that were cut, replaced or lost: every command that reads them back says so in one line and harms
+nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from expert_threshold.analysis.report import read_run
+from expert_threshold.cli import main
+from expert_threshold.cli import train as train_command
+from expert_threshold.runs import RunFolder
+
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "evaluation.json",
+    "samples/step_000003.txt",
+    "checkpoints/step_000003/manifest.json",
+    "checkpoints/step_000003/state.json",
+    "checkpoints/step_000003/model.safetensors",
+    "checkpoints/step_000003/optimizer.safetensors",
+)
+COMMANDS = {
+    "resume": ("train", "--resume", "RUN"),
+    "evaluate": ("evaluate", "RUN"),
+    "generate": ("generate", "RUN", "--max-tokens", "2"),
+}
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that was evaluated, and has one step to go and an event. No test may change it."""
+    folder = tmp_path_factory.mktemp("run")
+    words = [*"abcdefghijklm", "the", "cat", "and", "mat"]
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(100)) for i in range(1, 31)]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--d-model", 32, "--heads", 2]
+    intervals = ["--steps", 4, "--eval-every", 3, "--sample-every", 3, "--checkpoint-every", 3, "--log-every", 1]
+    threads = torch.get_num_threads()
+    with contextlib.redirect_stdout(io.StringIO()):
+        options = ["tiny", "--data", folder / "corpus.jsonl", *sizes, *intervals, "--threads", 1]
+        assert et("train", *options, "--out", folder / "run") == 0
+    run = RunFolder.open(folder / "run")
+    shutil.rmtree(run.path / "checkpoints" / "step_000004")
+    run.metrics.truncate_after(3)
+    run.metrics.append({"step": 3, "split": "event", "event": "dead_expert", "layer": 1, "expert": 0})
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert et("evaluate", run.path) == 0
+    yield run.path
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a report reads is read, but nothing drawn, which would take most of the time."""
+    monkeypatch.setattr(train_command, "write_report", read_run)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_told(run: Path, copy: Path, name: str, data: bytes | None, command: str) -> None:
+    """With `data` as the file of that name the command works, or is refused in one line and changes nothing."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy)
+    (copy / name).unlink()
+    if data is not None:
+        (copy / name).write_bytes(data)
+    before, err = content(copy), io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = et(*(copy if argument == "RUN" else argument for argument in COMMANDS[command]))
+    assert code in (0, 2)
+    if code == 2:
+        assert err.getvalue().startswith(f"et {COMMANDS[command][0]}: ")
+        assert err.getvalue().count("\n") == 1
+        assert content(copy) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut_replaced_or_lost(name: str, command: str, run: Path, tmp_path: Path) -> None:
+    whole = (run / name).read_bytes()
+    for data in (None, b"", whole[: len(whole) // 2], b"{}\n{}\n", b"\xff\n", b"[" * 100_000):
+        assert_told(run, tmp_path / "run", name, data, command)
+
+
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """The path of everything in a JSON value; of a list the first."""
+    inner = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else []
+    for key, item in inner:
+        yield (key,)
+        yield from ((key, *path) for path in places(item))
+
+
+def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
+    """With another value at that path, or with none there where `new` is `...`."""
+    place = value
+    for key in path[:-1]:
+        place = place[key]
+    if new is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = new
+    return value
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, run: Path, tmp_path: Path) -> None:
+    name = data.draw(st.sampled_from([name for name in FILES if name.endswith((".json", ".jsonl"))]))
+    lines = (run / name).read_text().splitlines() if name.endswith(".jsonl") else [(run / name).read_text()]
+    number = data.draw(st.integers(0, len(lines) - 1))
+    record = json.loads(lines[number])
+    place = data.draw(st.sampled_from(list(places(record))))
+    new = data.draw(st.sampled_from([..., None, "x", -1, 0, 1e300, [], {}, True]))
+    lines[number] = json.dumps(changed(record, place, new))
+    command = data.draw(st.sampled_from(list(COMMANDS)))
+    assert_told(run, tmp_path / "run", name, ("\n".join(lines) + "\n").encode(), command)
