@@ -394,7 +394,7 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
     end = 0
     for group in groups:
         of_group = loads[group.experts]
-        assert group.length == max(of_group)
+        assert max(of_group) <= group.length <= 1.125 * max(of_group)
         assert group.slots == slice(end, end := end + group.length * len(of_group))
         if len(of_group) > 1:
             assert group.length * len(of_group) * hidden <= HIDDEN_PER_BLOCK
@@ -402,7 +402,8 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
 
 
 def test_experts_of_like_load_share_a_product_and_those_of_unlike_load_do_not() -> None:
-    assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 3), slice(3, 4)]
+    assert [group.experts for group in form_groups([10, 9, 10, 10], 1)] == [slice(0, 4)]
+    assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 2), slice(2, 3), slice(3, 4)]
 
 
 @given(assignment=st.integers(0, 2**24 - 1))

@@ -55,14 +55,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx = torch.empty_like(x) if with_gradient else None
         dweight = torch.zeros_like(weight) if with_gradient else None
         size = max(LOGITS_PER_CHUNK // len(weight), 1)
+        # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
+        shape = (min(size, len(x)), len(weight))
+        rounded = x.new_empty(shape)
+        sigmas, scores, shares = (x.new_empty(shape, dtype=torch.float32) for _ in range(3))
         for start in range(0, len(x), size):
             chunk = slice(start, start + size)
-            logits = (x[chunk] @ cast_weight.T).float()
-            sigma = logits
+            rows = slice(0, len(x[chunk]))
+            torch.mm(x[chunk], cast_weight.T, out=rounded[rows])
+            logits, probabilities = scores[rows].copy_(rounded[rows]), shares[rows]
             if softcap is not None:
-                sigma = logits.sigmoid_()
-                logits = sigma * (2 * softcap)
-            probabilities = torch.softmax(logits, 1)
+                sigma = torch.sigmoid(logits, out=sigmas[rows])
+                torch.mul(sigma, 2 * softcap, out=logits)
+            torch.softmax(logits, 1, out=probabilities)
             # The sum of exponentials, from the largest: its probability never underflows.
             below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
             token_losses[chunk] = below_top - probabilities.amax(1).log()
@@ -71,8 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dlogits = probabilities
             dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
             if softcap is not None:  # the factors 2 cap and 2 / cap are 4 together, and multiply at the end
-                dlogits = torch.ops.aten.sigmoid_backward(dlogits, sigma)
-            dlogits = dlogits.to(x.dtype)
+                torch.ops.aten.sigmoid_backward(dlogits, sigma, grad_input=dlogits)
+            dlogits = rounded[rows].copy_(dlogits)
             torch.mm(dlogits, cast_weight, out=dx[chunk])
             dweight += dlogits.T @ (x[chunk] * valid[chunk, None])
         token_losses *= valid

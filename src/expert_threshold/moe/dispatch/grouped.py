@@ -37,22 +37,33 @@ class Group(NamedTuple):
         return rows.view(-1, self.length, *rows.shape[1:])
 
 
+def round_up(load: int) -> int:
+    """To four significant bits, at most an eighth more."""
+    unit = 1 << max((load - 1).bit_length() - 4, 0)
+    return -(-load // unit) * unit
+
+
 def form_groups(loads: list[int], hidden: int) -> list[Group]:
-    """Experts in groups of at most HIDDEN_PER_BLOCK hidden activations and PADDING; those without tokens in none."""
+    """All experts, or halves, quarters … of them, such that a group has at most HIDDEN_PER_BLOCK hidden activations and
+    PADDING; experts without tokens are in none, since a decoded token goes to few and the others must cost nothing.
+
+    So there are few shapes of products: oneDNN compiles a kernel for every new one.
+    """
     groups: list[Group] = []
-    for expert, load in enumerate(loads):
-        if not load:  # a decoded token goes to few experts: the others must cost nothing
-            continue
-        start = groups[-1].slots.stop if groups else 0
-        if groups and groups[-1].experts.stop == expert:
-            experts = slice(groups[-1].experts.start, expert + 1)
-            length = max(groups[-1].length, load)
-            slots = length * (experts.stop - experts.start)
-            if slots * hidden <= HIDDEN_PER_BLOCK and slots <= PADDING * sum(loads[experts]):
-                start = groups.pop().slots.start
-                groups.append(Group(experts, length, slice(start, start + slots)))
-                continue
-        groups.append(Group(slice(expert, expert + 1), load, slice(start, start + load)))
+
+    def add(first: int, end: int) -> None:
+        length = round_up(max(loads[first:end], default=0))
+        slots = length * (end - first)
+        fits = slots * hidden <= HIDDEN_PER_BLOCK and slots <= PADDING * sum(loads[first:end])
+        if end - first > 1 and not (fits and all(loads[first:end])):
+            middle = (first + end) // 2
+            add(first, middle)
+            add(middle, end)
+        elif slots:
+            start = groups[-1].slots.stop if groups else 0
+            groups.append(Group(slice(first, end), length, slice(start, start + slots)))
+
+    add(0, len(loads))
     return groups
 
 
