@@ -41,7 +41,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax as it is; the
+    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax alone; the
     derivative is 4 σ (1 − σ). So one exponential does where tanh needs several."""
 
     @staticmethod
