@@ -352,6 +352,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--experts-per-token", 0.05], ["experts_per_token=0.05"]),
         (["--rules", "dense,expert_threshold", "--pool", 7], ["pool", "7"]),
         (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
+        (["--vocab-size", 256], ["vocab_size=256 is too small"]),
+        (["--threads", 100_000], ["threads=100000", "at most"]),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_anything_is_made(

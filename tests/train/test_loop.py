@@ -26,7 +26,7 @@ from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult
-from expert_threshold.train.prepare import require_pools_fit
+from expert_threshold.train.checks import require_pools_fit
 
 from .conftest import RULES, Start, tiny
 
@@ -334,6 +334,15 @@ def test_pools_that_do_not_fit_are_refused_before_anything_is_written(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         start(model=tiny(rule))
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused_before_the_text_is_read(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expert_threshold.train.prepare.open_source", None)
+    with pytest.raises(ValueError, match="vocab_size=256 is too small: give at least 257"):
+        start(model=tiny(vocab_size=256))
     assert list((tmp_path / "run").iterdir()) == []
 
 

@@ -76,10 +76,11 @@ def test_trackio_gets_the_metrics(start: Start, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("track", "package"), [("tensorboard", "torch.utils.tensorboard"), ("trackio", "trackio")])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
+def test_a_tracker_that_is_not_installed_is_refused_before_the_text_is_read(
     track: str, package: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("expert_threshold.train.prepare.open_source", None)
     with pytest.raises(ValueError, match=rf"track='{track}' needs .* pip install 'expert-threshold\[track\]'") as error:
         start(track=track)
     assert "\n" not in str(error.value)

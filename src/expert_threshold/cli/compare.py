@@ -42,9 +42,9 @@ from ..routing import rule_to_dict
 from ..runs import RunFolder
 from ..runs.files import damage_told, read_json, replace_file, to_json
 from ..runs.lock import exclusive
+from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
-from ..train.prepare import require_pools_fit
 from .options import Option
 from .plan import plan
 from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run, start_of
@@ -145,11 +145,10 @@ def configure(given: Given, methods: Sequence[str]) -> dict[str, RunConfig]:
         closed = [option for option in RULE_OPTIONS if not method.leaves_open(option)]
         own = {option: value for option, value in given.items() if option not in closed}
         config = resolve_run(own | {"rule": method.rule, "seed": 0} | method.options)
-        require_pools_fit(config.model, config.train)
+        require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:
         raise ValueError("--eval-every none: methods are compared by their validation loss; leave it out")
-    pick_device(config.train.device)
     return configs
 
 

@@ -21,9 +21,9 @@ from ..model import GPT
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult, train
+from ..train.checks import FREE_ON_RESUME
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
-from ..train.prepare import FREE_ON_RESUME
 from .options import Option
 from .plan import plan
 from .run_options import parse_run, resolve_run

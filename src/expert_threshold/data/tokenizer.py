@@ -42,6 +42,12 @@ _VERSION = 1
 _THREADS = min(8, os.cpu_count() or 1)
 
 
+def require_vocab_size(vocab_size: int) -> None:
+    """Raise ValueError where it has no room for the bytes."""
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
+
+
 class Tokenizer:
     """Text to ids and back. Ids 0 to 255 are the bytes, then the merges by rank; `BOS`, which opens documents, is last.
 
@@ -64,10 +70,7 @@ class Tokenizer:
 
         Raises ValueError where `vocab_size` has no room for the bytes, or exceeds what the text supports.
         """
-        if vocab_size < MIN_VOCAB_SIZE:
-            raise ValueError(
-                f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})"
-            )
+        require_vocab_size(vocab_size)
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=PATTERN)
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]

@@ -21,19 +21,13 @@ from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
-from ..runs import RunFolder
+from ..runs import Checkpoint, RunFolder
+from ..runs.files import damage_told
+from .checks import require_same_corpus, require_trainable, require_unchanged
 from .config import TrainConfig
 from .device import pick_device, pick_dtype
 from .log import Display
 from .trainer import Trainer
-
-# What may differ when a run is resumed, since it does not change what is learned.
-FREE_ON_RESUME = {
-    "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
-    "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads", "core_bundle", "core_every",
-    "core_max_per_task",
-}  # fmt: skip
-
 
 TOKENIZER_CHARACTERS = 2_000_000_000
 """Of the text, from its beginning, that a tokenizer is trained on."""
@@ -59,59 +53,80 @@ def prepare(
     display: Display,
 ) -> Prepared:
     """A trainer before its first step or, with `resume`, after the last saved. Raises ValueError as `train` does."""
+    require_trainable(model, config)
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
     if config.threads is not None:
-        _require_few(config.threads)
         torch.set_num_threads(config.threads)
-    record = _record(model, data, optim, config, device, dtype, init_from)
+    record = _record(model, data, optim, config, device, init_from)
     if resume:
-        _require_unchanged(folder, record)
+        require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
-    require_pools_fit(model, config)
     core = _read_core(config)
-    saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
-    if saved is not None and "optimizer" not in saved.tensors:
-        raise ValueError(
-            f"{folder.path}: holds weights alone, of step {saved.step}; begin another run with --init-from {folder.path}"
-        )
-    source = None if record["init_from"] is None or saved is not None else RunFolder.open(record["init_from"])
+    saved, source = _beginning(folder, record, resume)
 
     corpus = open_source(**asdict(data))
     display.say(corpus.describe())
     if resume:
-        _require_same_corpus(folder, corpus)
+        require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
+    gpt = _model(model, config, device, source)
+    new = saved is None and source is None
+    tokenizer = _new_tokenizer(corpus, model.vocab_size, display) if new else (source or folder).tokenizer()
+    validation = _validation(corpus, tokenizer, config, model.context, display)
+    loader = _loader(corpus, tokenizer, data, config, model.context, display)
+    trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
+    if saved is not None:
+        trainer.restore(saved)
+    return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
+
+
+def _beginning(folder: RunFolder, record: dict[str, Any], resume: bool) -> tuple[Checkpoint | None, RunFolder | None]:
+    """What to go on from: this run's last checkpoint, or another run's weights and tokenizer; None of both for none."""
+    saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
+    if saved is not None and "optimizer" not in saved.tensors:
+        raise ValueError(
+            f"{folder.path}: holds weights alone, of step {saved.step}; "
+            f"begin another run with --init-from {folder.path}"
+        )
+    if saved is not None or record["init_from"] is None:
+        return saved, None
+    with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
+        source = Path(record["init_from"])
+    return None, RunFolder.open(source)
+
+
+def _model(model: GPTConfig, config: TrainConfig, device: torch.device, source: RunFolder | None) -> GPT:
+    """Drawn from the seed, or with the weights of another run."""
     torch.manual_seed(config.seed)
-    gpt = GPT(model, compute_dtype=dtype)
+    gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device))
     gpt.activation_checkpointing = config.activation_checkpointing
     if source is not None:
         _take_weights(gpt, source)
-    gpt.to(device).train()
-    if saved is not None or source is not None:
-        tokenizer = (source or folder).tokenizer()
-    else:
-        tokenizer = _tokenizer(corpus, model.vocab_size, display)
-    validation = None
-    if config.eval_every is not None:
-        # Whole windows are evaluated, and the last target needs one token more.
-        enough = None if config.eval_tokens is None else config.eval_tokens + model.context
-        progress = display.task("tokenizing text for validation")
-        validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
+    return gpt.to(device).train()
+
+
+def _validation(
+    corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display
+) -> Tokens | None:
+    if config.eval_every is None:
+        return None
+    # Whole windows are evaluated, and the last target needs one token more.
+    enough = None if config.eval_tokens is None else config.eval_tokens + context
+    progress = display.task("tokenizing text for validation")
+    return pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
+
+
+def _loader(
+    corpus: Corpus, tokenizer: Tokenizer, data: DataConfig, config: TrainConfig, context: int, display: Display
+) -> Loader:
     tokens: Tokens | Parts
     if corpus.parts is not None:
         tokens = corpus.parts("train", tokenizer)
     else:
         tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
     threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
-    loader = Loader(
-        tokens, config.batch_size, model.context, config.seed, threads=threads, skip_damaged=data.skip_damaged
-    )
-    trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
-    if saved is not None:
-        trainer.restore(saved)
-    return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
+    return Loader(tokens, config.batch_size, context, config.seed, threads=threads, skip_damaged=data.skip_damaged)
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
@@ -133,7 +148,7 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
     return tasks
 
 
-def _tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
+def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
     """What lies beside the text, if it is of that size; else one that is trained on its beginning."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
@@ -148,25 +163,18 @@ def _tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
     return Tokenizer.train(text, vocab_size)
 
 
-def _require_few(threads: int) -> None:
-    """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
-    most = max(64, 4 * (os.cpu_count() or 1))
-    if threads > most:
-        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
-
-
 def _record(
     model: GPTConfig,
     data: DataConfig,
     optim: OptimConfig,
     config: TrainConfig,
     device: torch.device,
-    dtype: torch.dtype,
     init_from: Path | None,
 ) -> dict[str, Any]:
     """The whole configuration, what was left to the machine as it turned out to be."""
     bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
-    here = {"device": device.type, "dtype": str(dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
+    dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
+    here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
     return {
         "model": model.to_dict(),
         "data": asdict(data) | {"source": absolute(data.source)},
@@ -180,42 +188,6 @@ def _record(
             "python": platform.python_version(),
         },
     }
-
-
-def require_pools_fit(model: GPTConfig, config: TrainConfig) -> None:
-    """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
-    if model.rule is not None and model.dense_layers < model.layers:
-        with torch.device("meta"):  # shapes alone decide, whatever their size
-            scores = torch.zeros(config.batch_size, model.context, model.rule.num_experts)
-            model.rule.route(scores, model.rule.init(), training=True)
-
-
-def _require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
-    for part in ("model", "optim", "train"):  # of the data the hash is compared
-        saved = folder.section(part)
-        for name, value in _plain(record[part]).items():
-            if part == "train" and name in FREE_ON_RESUME:
-                continue
-            before = saved.get(name)
-            if value != before:
-                raise ValueError(
-                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it as it was, "
-                    f"or start another run with --init-from {folder.path}"
-                )
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back, which has no tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
-
-
-def _require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
-    before = folder.section("corpus").get("hash")
-    if corpus.hash != before:
-        raise ValueError(
-            f"source={corpus.name!r} has changed since {folder.path} began (sha256 {corpus.hash[:12]}…, was "
-            f"{str(before)[:12]}…); restore the text, or start another run with --init-from {folder.path}"
-        )
 
 
 # What has to be equal for weights to mean the same; rules may differ, if not in their number of experts.

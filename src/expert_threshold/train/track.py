@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -52,21 +53,29 @@ class Trackio:
 
 
 TRACKERS: dict[str, type[TensorBoard] | type[Trackio]] = {"tensorboard": TensorBoard, "trackio": Trackio}
+PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio"}
 
 
-@contextmanager
-def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Tracker | None]:
-    """The tracker of that name, None for 'none'. Raises ValueError where its package is not installed."""
+def require_tracker(name: TrackerName) -> None:
+    """Raise ValueError where the package of that tracker is not installed."""
     if name == "none":
-        yield None
         return
     try:
-        tracker = TRACKERS[name](folder, config, step)
+        importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ValueError(
             f"track={name!r} needs a package that is not installed ({error}); "
             "run: pip install 'expert-threshold[track]', or use 'none'"
         ) from None
+
+
+@contextmanager
+def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Tracker | None]:
+    """The tracker of that name, None for 'none'."""
+    if name == "none":
+        yield None
+        return
+    tracker = TRACKERS[name](folder, config, step)
     try:
         yield tracker
     finally:

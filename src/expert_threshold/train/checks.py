@@ -1,0 +1,76 @@
+"""What is refused before any work, so that nobody waits for it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..data import Corpus
+from ..data.tokenizer import require_vocab_size
+from ..model import GPTConfig
+from ..runs import RunFolder
+from .config import TrainConfig
+from .device import pick_device
+from .track import require_tracker
+
+# What may differ when a run is resumed, since it does not change what is learned.
+FREE_ON_RESUME = {
+    "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
+    "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads", "core_bundle", "core_every",
+    "core_max_per_task",
+}  # fmt: skip
+
+
+def require_trainable(model: GPTConfig, config: TrainConfig) -> None:
+    """Raise ValueError for options that no text can be trained with, or not on this machine."""
+    pick_device(config.device)
+    if config.threads is not None:
+        _require_few(config.threads)
+    require_vocab_size(model.vocab_size)
+    require_pools_fit(model, config)
+    require_tracker(config.track)
+
+
+def _require_few(threads: int) -> None:
+    """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
+    most = max(64, 4 * (os.cpu_count() or 1))
+    if threads > most:
+        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
+
+
+def require_pools_fit(model: GPTConfig, config: TrainConfig) -> None:
+    """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
+    if model.rule is not None and model.dense_layers < model.layers:
+        with torch.device("meta"):  # shapes alone decide, whatever their size
+            scores = torch.zeros(config.batch_size, model.context, model.rule.num_experts)
+            model.rule.route(scores, model.rule.init(), training=True)
+
+
+def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
+    for part in ("model", "optim", "train"):  # of the data the hash is compared
+        saved = folder.section(part)
+        for name, value in _plain(record[part]).items():
+            if part == "train" and name in FREE_ON_RESUME:
+                continue
+            before = saved.get(name)
+            if value != before:
+                raise ValueError(
+                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it as it was, "
+                    f"or start another run with --init-from {folder.path}"
+                )
+
+
+def _plain(options: dict[str, Any]) -> dict[str, Any]:
+    """As JSON gives it back, which has no tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+
+
+def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
+    before = folder.section("corpus").get("hash")
+    if corpus.hash != before:
+        raise ValueError(
+            f"source={corpus.name!r} has changed since {folder.path} began (sha256 {corpus.hash[:12]}…, was "
+            f"{str(before)[:12]}…); restore the text, or start another run with --init-from {folder.path}"
+        )
