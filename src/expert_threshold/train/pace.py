@@ -1,0 +1,49 @@
+"""How fast a run trains on this machine, measured before it begins."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from typing import cast
+
+import torch
+
+from ..data import Batch, Loader
+from ..model import GPT, GPTConfig
+from ..optim import OptimConfig, make_optimizers
+from .config import TrainConfig
+from .device import pick_device, pick_dtype
+from .trainer import Trainer
+
+WARMUP_STEPS, SECONDS = 3, 5.0
+# Beside its steps a run validates, samples and saves, and loads of experts that change have kernels compiled.
+SHARE_OF_STEPS = 0.85
+
+
+def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
+    """How many tokens a run of `seconds` can train on, from the median of some steps of a fresh model on random tokens.
+
+    Takes SECONDS and the time to make the model. torch's global generator is left as it was.
+    """
+    device = pick_device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    with torch.random.fork_rng(devices=[]):
+        gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device)).to(device)
+        tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
+        batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
+        optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
+        trainer = Trainer(gpt, optimizers, cast(Loader, batches), config)
+        end = time.perf_counter() + SECONDS
+        times: list[float] = []
+        while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):
+            times.append(_seconds_of_step(trainer))
+    steps = SHARE_OF_STEPS * seconds / statistics.median(times[WARMUP_STEPS:])
+    return max(round(steps), 1) * config.batch_size * config.accumulation * model.context
+
+
+def _seconds_of_step(trainer: Trainer) -> float:
+    before = trainer.seconds
+    trainer.advance()
+    return trainer.seconds - before

@@ -1,0 +1,26 @@
+"""How long a run may be follows from how fast this machine is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from expert_threshold.config import resolve
+from expert_threshold.train import pace
+
+
+def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve("tiny", changes={"train": {"batch_size": 4, "accumulation": 2, "steps": 20}})
+    monkeypatch.setattr(pace, "_seconds_of_step", lambda trainer: trainer.advance() and 0.5)
+    torch.manual_seed(0)
+    random = torch.get_rng_state()
+    tokens = pace.tokens_within(100, config.model, config.optim, config.train)
+    assert tokens == 200 * pace.SHARE_OF_STEPS * 4 * 2 * config.model.context
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_no_time_at_all_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pace, "SECONDS", 0)
+    config = resolve("tiny", changes={"train": {"batch_size": 4}})
+    tokens = pace.tokens_within(1e-9, config.model, config.optim, config.train)
+    assert tokens == 4 * config.model.context
