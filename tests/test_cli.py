@@ -32,6 +32,7 @@ from expert_threshold.cli import train as train_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, RunConfig, resolve
+from expert_threshold.generate import Step
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 
@@ -245,6 +246,7 @@ def test_training_says_what_it_does_and_what_to_type_next(
     assert shown.err == ""
     assert "rule expert_threshold among 16 experts" in shown.out
     assert "2 steps of 128 tokens" in shown.out
+    assert ", 1 thread\n" in shown.out
     assert "bits per byte" in shown.out
     assert "prompt 'def '" in shown.out
     assert f"next: et generate '{out}' --prompt" in shown.out
@@ -322,6 +324,23 @@ def test_generation_shows_where_tokens_went(run: Path, capsys: pytest.CaptureFix
     legend, _, text = capsys.readouterr().out.partition("\n")
     assert legend.startswith("routed experts per layer")
     assert text == plain
+
+
+@pytest.mark.parametrize("routing", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_gets_no_orders_from_a_model(
+    terminal: bool,
+    routing: bool,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    step = Step(0, "a\x1b[2Jb", 0.0, "length", () if routing else None)
+    monkeypatch.setattr(generate_command, "generate", lambda *_, **__: iter([step]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    monkeypatch.setenv("TERM", "dumb")
+    assert et("generate", run, "--prompt", "p", *(["--show-routing"] if routing else [])) == 0
+    assert ("pa\\x1b[2Jb" if terminal else "pa\x1b[2Jb") in capsys.readouterr().out
 
 
 def write(path: Path, text: str | bytes) -> Path:

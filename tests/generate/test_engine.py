@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_threshold.data import Tokenizer
-from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, render_routing
+from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, printable, render_routing
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
@@ -287,3 +288,13 @@ def test_a_token_s_colour_says_how_many_experts_it_went_to() -> None:
     assert len({str(text.style) for text in rendered}) == 4
     assert render_routing(step()).plain == "hat"  # a dense model
     assert "0.5" in LEGEND.plain
+
+
+@given(st.text())
+def test_printable_text_has_no_orders_to_a_terminal_and_ordinary_text_stays(text: str) -> None:
+    shown = printable(text)
+    assert not [c for c in shown if ord(c) < 32 and c not in "\n\t"]
+    assert not [c for c in shown if 127 <= ord(c) < 160]
+    if not any(unicodedata.category(c) == "Cc" for c in text):
+        assert shown == text
+    assert printable("\x1b[2J\r\n\tγ\x9b") == "\\x1b[2J\\x0d\n\tγ\\x9b"

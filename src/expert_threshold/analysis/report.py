@@ -18,7 +18,7 @@ from ..runs.files import replace_file
 from . import figures, sentences
 from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
 from .records import Points, Record, expert_series, finite, layer_series, series
-from .sentences import short
+from .sentences import counted, short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -261,7 +261,7 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
     yield "Steps", f"{run.step:,} of {train['steps']:,}, {run.tokens_per_step:,} tokens each; seed {train['seed']}"
     if run.config["init_from"] is not None:
         yield "Began with", run.config["init_from"]
-    threads = f", {_count(train['threads'], 'thread')}" if train["device"] == "cpu" else ""
+    threads = f", {counted(train['threads'], 'thread')}" if train["device"] == "cpu" else ""
     yield "Machine", f"{train['device']}, {train['dtype']}{threads}"
     yield "Versions", ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
 
@@ -346,10 +346,6 @@ def _plain(value: object) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _some(items: list[str], what: str) -> str:

@@ -119,6 +119,11 @@ def speed(train: Sequence[Record]) -> str:
     return f"{median(rates):,.0f} tokens per second in the median, {min(rates):,.0f} to {max(rates):,.0f} in all."
 
 
+def counted(count: int, what: str) -> str:
+    """1 thread, 2 threads."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
 def short(count: float) -> str:
     """Three digits and a unit: 16M, 2.43B."""
     unit = ""

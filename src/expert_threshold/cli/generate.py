@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.text import Text
 
-from ..generate import LEGEND, generate, render_routing
+from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
@@ -43,15 +44,16 @@ def run(arguments: Sequence[str]) -> None:
         seed=options["seed"],
         record=options["show_routing"],
     )
+    shown = printable if sys.stdout.isatty() else str
     if not options["show_routing"]:
-        print(options["prompt"], end="", flush=True)
+        print(shown(options["prompt"]), end="", flush=True)
         for step in steps:
-            print(step.text, end="", flush=True)
+            print(shown(step.text), end="", flush=True)
         print()
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(LEGEND)
-    console.print(Text(options["prompt"]), end="")
+    console.print(Text(shown(options["prompt"])), end="")
     for step in steps:
-        console.print(render_routing(step), end="")
+        console.print(render_routing(step._replace(text=shown(step.text))), end="")
     console.print()

@@ -13,10 +13,10 @@ import torch
 from rich.console import Console
 
 from ..analysis.report import write_report
-from ..analysis.sentences import short
+from ..analysis.sentences import counted, short
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data import Tokenizer
-from ..generate import generate
+from ..generate import generate, printable
 from ..model import GPT
 from ..routing import rule_name
 from ..runs import RunFolder
@@ -108,7 +108,7 @@ def introduce(config: RunConfig) -> str:
     experts = "" if rule is None else f" among {rule.num_experts} experts, {rule.experts_per_token:g} per token"
     device = pick_device(config.train.device)
     dtype = str(pick_dtype(config.train.dtype, device)).removeprefix("torch.")
-    threads = f", {config.train.threads or torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    threads = f", {counted(config.train.threads or torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return (
         f"model: {short(costs['params_total'])} parameters, {short(costs['params_active'])} active; "
         f"rule {costs['rule']}{experts}\n"
@@ -122,7 +122,7 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
-        lines += ["", samples[-1].read_text(encoding="utf-8", errors="replace").rstrip(), ""]
+        lines += ["", printable(samples[-1].read_text(encoding="utf-8", errors="replace")).rstrip(), ""]
     if result.loss is not None and result.bits_per_byte is not None:
         lines.append(f"validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte")
     path = shlex.quote(str(folder.path))

@@ -1,6 +1,6 @@
 """Text from a trained model."""
 
 from .engine import Step, TokenRouting, generate
-from .show import LEGEND, render_routing
+from .show import LEGEND, printable, render_routing
 
-__all__ = ["LEGEND", "Step", "TokenRouting", "generate", "render_routing"]
+__all__ = ["LEGEND", "Step", "TokenRouting", "generate", "printable", "render_routing"]

@@ -1,6 +1,8 @@
-"""Routing beside the text, for the terminal."""
+"""What a model writes, for the terminal: without orders to it, and with the routing in colour."""
 
 from __future__ import annotations
+
+import unicodedata
 
 from rich.text import Text
 
@@ -14,6 +16,11 @@ LEGEND = Text.assemble(
     *((f"{i / 2:g} ", colour) for i, colour in enumerate(COLOURS[:-1])),
     (f"{len(COLOURS) / 2 - 0.5:g}+", COLOURS[-1]),
 )
+
+
+def printable(text: str) -> str:
+    """With every control character but newline and tab as its number, \\x1b: a terminal would obey it."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
 
 
 def render_routing(step: Step) -> Text:
