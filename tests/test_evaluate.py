@@ -13,7 +13,9 @@ import pytest
 
 from expert_threshold.cli import evaluate as command
 from expert_threshold.cli import main
-from expert_threshold.evaluation import centred
+from expert_threshold.data import open_held_out, pack
+from expert_threshold.evaluation import centred, evaluate, results
+from expert_threshold.runs import load_model
 
 CORE_YAML = """\
 icl_tasks:
@@ -45,6 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(corpus: Path, out: Path, *options: object) -> None:
     small = ["tiny", "--data", corpus, "--vocab-size", 280, "--batch-size", 2, "--context", 64, "--threads", 1]
+    small += ["--dtype", "float32"]
     with contextlib.redirect_stdout(io.StringIO()):
         assert et("train", *small, "--steps", 2, "--eval-every", 2, "--out", out, *options) == 0
 
@@ -83,7 +86,7 @@ def read(run: Path) -> Any:
 def test_runs_stand_side_by_side_and_each_gets_its_file(
     runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert et("evaluate", runs / "threshold", runs / "choice", "--bundle", bundle) == 0
+    assert et("evaluate", runs / "threshold", runs / "choice", "--bundle", bundle, "--dtype", "float32") == 0
     printed = capsys.readouterr()
     for name in ("validation loss", "bits per byte", "loss by training pools", "copy", "animals", "CORE", "cropped"):
         assert name in printed.out
@@ -119,7 +122,7 @@ def test_what_was_measured_is_not_measured_again(
 ) -> None:
     run = runs / "choice"
     asked: list[str] = []
-    ask = command.evaluate_task
+    ask = results.evaluate_task
 
     def note(task: Any, *arguments: Any, **options: Any) -> Any:
         if task.label == "animals" and not asked:
@@ -128,7 +131,7 @@ def test_what_was_measured_is_not_measured_again(
         asked.append(task.label)
         return ask(task, *arguments, **options)
 
-    monkeypatch.setattr(command, "evaluate_task", note)
+    monkeypatch.setattr(results, "evaluate_task", note)
     asked.append("")
     assert et("evaluate", run, "--bundle", bundle, "--tasks", "copy") == 0
     asked.clear()
@@ -147,6 +150,57 @@ def test_what_was_measured_is_not_measured_again(
     assert et("evaluate", run, "--bundle", bundle, "--max-per-task", 3) == 0
     assert asked == ["interrupted", "animals", "copy", "animals", "copy"]
     capsys.readouterr()
+
+
+def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    math = tmp_path / "math.jsonl"
+    math.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": "a cat" * 9}) + "\n" for i in range(40)))
+    short = tmp_path / "short.txt"
+    short.write_text("the cat sat")
+    both = ["evaluate", runs / "threshold", runs / "choice", "--no-validation", "--dtype", "float32"]
+    both += ["--data", math, "--data", short]
+    assert et(*both) == 0
+    printed = capsys.readouterr()
+    assert "loss by training pools" in printed.out
+    assert "short.txt: too short for a batch of training, 2 × 64 tokens" in printed.err
+    for name in ("threshold", "choice"):
+        data = read(runs / name)["data"]
+        assert list(data) == [str(math), str(short)]
+        model, tokenizer = load_model(runs / name)
+        tokens = pack(open_held_out(str(math)), tokenizer, "validation")
+        causal = evaluate(model, tokens, tokenizer)
+        found = data[str(math)]
+        assert (found["tokens"], found["bytes"]) == (causal.tokens, math_bytes := tokens.bytes)
+        assert math_bytes == sum(len(f"{i} + 1?\n" + "a cat" * 9) for i in range(40))
+        assert found["loss"] == pytest.approx(causal.loss, rel=1e-4)
+        assert f"{found['loss']:.4f}" in printed.out
+        assert ("training_pools" in found) == (name == "choice")
+        assert "training_pools" not in data[str(short)]
+        if name == "choice":
+            pooled = evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
+            assert found["training_pools"]["loss"] == pytest.approx(pooled.loss, rel=1e-4)
+            assert found["training_pools"]["tokens"] == pooled.tokens
+            assert found["training_pools"]["loss"] != found["loss"]
+    monkeypatch.setattr(command, "evaluate", None)  # it is known
+    assert et(*both) == 0
+    math.write_text(json.dumps({"text": "another"}))
+    with pytest.raises(TypeError):
+        et(*both)
+    capsys.readouterr()
+
+
+def test_without_a_bundle_it_is_told_where_one_is_to_be_had(
+    runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("evaluate", runs / "threshold", "--json") == 0
+    printed = capsys.readouterr()
+    json.loads(printed.out)
+    assert "CORE was not asked: et data core downloads its questions" in printed.err
+    for chosen in (["--bundle", bundle], ["--bundle", "none"]):
+        assert et("evaluate", runs / "threshold", *chosen) == 0
+        assert "CORE was not asked" not in capsys.readouterr().err
 
 
 def test_results_of_other_weights_are_forgotten(runs: Path) -> None:
@@ -183,6 +237,11 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         (["threshold", "--eval-tokens", 0], "--eval-tokens 0: must be at least 1"),
         (["threshold", "--tasks", "copy"], "--tasks copy: of no use without --bundle"),
         (["threshold", "--no-validation"], "--no-validation leaves nothing to do"),
+        (["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5], "of no use without --validation"),
+        (["threshold", "--text-field", "body"], "--text-field body: of no use without --data"),
+        (["threshold", "--harness-path", "bundle"], "--harness-path bundle: of no use without --harness"),
+        (["threshold", "--data", "bundle/nothing.txt"], "nothing.txt does not exist"),
+        (["threshold", "--data", "bundle/eval_data/copy.jsonl"], "line 1 has no text in text_field='text'"),
         (["threshold", "--step", 7], "no checkpoint of step 7"),
         (["nothing"], "no such run folder"),
         (["threshold", "bare"], "no checkpoint was saved yet"),

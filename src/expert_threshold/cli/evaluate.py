@@ -2,117 +2,155 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from .. import __version__
-from ..config import RunConfig
-from ..data import Tokenizer, open_source, pack
+from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pack
+from ..data.domains import CODE
 from ..data.public import core_bundle
-from ..evaluation import Baselines, ModelScorer, Task, centred, evaluate, evaluate_task, read_bundle
+from ..data.sources import absolute
+from ..evaluation import Baselines, ModelScorer, Results, Task, Validation, ask_core, evaluate, read_bundle
 from ..evaluation.core import choose_rows
 from ..model import GPT
 from ..routing import ExpertChoice
 from ..runs import RunFolder, load_model
-from ..runs.files import damage_told, read_json, replace_file, to_json
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from .options import Command, Option, parse
+from .side_by_side import table
+
+if TYPE_CHECKING:
+    from ..integrations.lm_eval import Harness
 
 OPTIONS = [
     Option("run", str, None, "The folders of the runs to evaluate.", positional=True, required=True, many=True),
+    Option("validation", bool, True, "Measure the loss on the text that the run was validated on."),
+    Option(
+        "data",
+        str,
+        None,
+        "Measure it on this too, any number of times: text as et train takes it, code of the embedded corpus, GSM8K, "
+        "HumanEval.",
+        many=True,
+    ),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
+    Option("eval_tokens", int | None, None, "Tokens of each text to measure the loss on at most; none is all."),
     Option(
         "bundle", str | None, "CACHE/core", "The eval bundle with the tasks of CORE, if it is there; none asks none."
     ),
     Option("tasks", str, "all", "The tasks of the bundle to ask, as A,B."),
-    Option("max_per_task", int | None, None, "Ask so many questions of each task at most; none is all."),
     Option("baselines", Baselines, "nanochat", "What counts as chance: the bundle's own table, or DCLM's newer one."),
-    Option("validation", bool, True, "Measure the loss on the text that the run was validated on."),
-    Option("eval_tokens", int | None, None, "Validate on so many tokens at most; none is all."),
+    Option("harness", str | None, None, "Tasks of lm-evaluation-harness to ask, as A,B."),
+    Option("harness_path", str | None, None, "A folder with tasks for the harness beside its own."),
+    Option("max_per_task", int | None, None, "Ask so many questions of each task at most; none is all."),
     Option("json", bool, False, "Print JSON instead of a table."),
     Option("step", int | None, None, "The checkpoint to use; none is the last."),
     Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
     Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
 ]
+DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (
-    "Evaluate trained models: loss and bits per byte on their validation text, and the tasks of CORE once et data core "
-    "has downloaded them, or --bundle names them.\n\n"
+    "Evaluate trained models: loss and bits per byte on their validation text and any other, the tasks of CORE once et "
+    "data core has downloaded them or --bundle names them, and tasks of lm-evaluation-harness.\n\n"
     "Results go to evaluation.json in the run's folder, after each task; what is there already is not done again."
 )
-FORMAT, VERSION = "expert-threshold evaluation", 1
 INTERVALS = {True: 0.2, False: 10.0}  # seconds between two lines of progress, on a terminal and elsewhere
+HINT = "CORE was not asked: et data core downloads its questions, --bundle names a folder that has them"
 
 
 def run(arguments: Sequence[str]) -> None:
     """Evaluate each run, write its evaluation.json, and print all of them."""
-    options = {option.name: option.default for option in OPTIONS} | {"bundle": core_bundle()}
-    options |= parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
-    if not options["validation"] and options["bundle"] is None:
-        raise ValueError("--no-validation leaves nothing to do; name a --bundle, or leave it out")
-    for name in ("max_per_task", "eval_tokens"):
-        if options[name] is not None and options[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: must be at least 1; none is all")
+    given = parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
+    options = DEFAULTS | {"bundle": core_bundle()} | given
+    _check(options)
+    # All is looked at before the first run is evaluated.
     tasks = _tasks(options)
+    harness = _harness(options)
+    corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
-    # All are looked at before the first is evaluated.
     steps = [RunFolder.open(path).load_checkpoint(options["step"], parts=()).step for path in options["run"]]
     keep_freed_memory()
     results = {}
     for path, step in zip(options["run"], steps, strict=True):
         model, tokenizer = load_model(path, step, device, dtype)
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "expert_threshold": __version__,
-            "step": step,
-            "weights": _hash(model),
-            "dtype": str(dtype).removeprefix("torch."),
-        }
-        evaluated = Run(RunFolder.open(path), model, tokenizer, header, Progress(Console(stderr=True), path))
+        folder = RunFolder.open(path)
+        known = Results(folder.path, model, step)
+        evaluated = Run(folder, model, tokenizer, known, Progress(Console(stderr=True), path))
         if options["validation"]:
             evaluated.validate(options["eval_tokens"])
+        for source, corpus in corpora.items():
+            evaluated.measure_on(source, corpus, options["eval_tokens"])
         if tasks:
             evaluated.ask(tasks, options["max_per_task"], options["baselines"], whole=options["tasks"] == "all")
-        results[path] = evaluated.read()
+        if harness is not None:
+            evaluated.ask_harness(harness, options["max_per_task"])
+        results[path] = known.read()
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
-        Console().print(_table(results, [task.label for task in tasks], options["validation"]))
+        places = {source: _place(source) for source in corpora}
+        Console().print(
+            table(results, options["validation"], places, [task.label for task in tasks], harness is not None)
+        )
+    if options["bundle"] is None and not given.keys() & {"bundle", "data", "harness"}:
+        print(HINT, file=sys.stderr)
+
+
+# Options that are of no use unless one of others is given.
+NEEDS = {
+    "tasks": ["bundle"],
+    "baselines": ["bundle"],
+    "max_per_task": ["bundle", "harness"],
+    "harness_path": ["harness"],
+    "text_field": ["data"],
+    "eval_tokens": ["validation", "data"],
+}
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options that ask for nothing, or that nothing asks for."""
+    if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
+        raise ValueError("--no-validation leaves nothing to do; name --data, a --bundle or a task of the --harness")
+    for name, needed in NEEDS.items():
+        flag = "--" + name.replace("_", "-")
+        if options[name] != DEFAULTS[name] and not any(options[other] for other in needed):
+            raise ValueError(
+                f"{flag} {options[name]}: of no use without {' or '.join(f'--{n}' for n in needed)}; name one"
+            )
+        if name in ("max_per_task", "eval_tokens") and options[name] is not None and options[name] < 1:
+            raise ValueError(f"{flag} {options[name]}: must be at least 1; none is all")
 
 
 def _tasks(options: Mapping[str, Any]) -> list[Task]:
-    if options["bundle"] is not None:
-        labels = None if options["tasks"] == "all" else options["tasks"].split(",")
-        tasks = read_bundle(options["bundle"], labels, options["baselines"])
-        for task in tasks:
-            choose_rows(task, options["max_per_task"])  # refuses too few now, and not after an hour
-        return tasks
-    for name in ("tasks", "max_per_task", "baselines"):
-        if options[name] != next(option.default for option in OPTIONS if option.name == name):
-            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: of no use without --bundle; name one")
-    return []
+    if options["bundle"] is None:
+        return []
+    labels = None if options["tasks"] == "all" else options["tasks"].split(",")
+    tasks = read_bundle(options["bundle"], labels, options["baselines"])
+    for task in tasks:
+        choose_rows(task, options["max_per_task"])  # refuses too few now, and not after an hour
+    return tasks
 
 
-def _hash(model: GPT) -> str:
-    """sha256 of all weights and buffers, in hex."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(tensor.cpu().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+def _harness(options: Mapping[str, Any]) -> Harness | None:
+    if options["harness"] is None:
+        return None
+    try:
+        from ..integrations.lm_eval import Harness
+    except ImportError as error:
+        raise ValueError(
+            f"--harness {options['harness']}: lm-evaluation-harness is not installed ({error}); "
+            "run: pip install 'expert-threshold[eval]'"
+        ) from None
+    return Harness(options["harness"].split(","), options["harness_path"])
 
 
 class Progress(NamedTuple):
@@ -145,145 +183,94 @@ class Progress(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A trained model, and the evaluation.json of its run."""
+    """A trained model, and what is known of it."""
 
     folder: RunFolder
     model: GPT
     tokenizer: Tokenizer
-    header: dict[str, Any]  # what has to be equal for earlier results to be of this model
+    results: Results
     progress: Progress
 
-    @property
-    def path(self) -> Path:
-        return self.folder.path / "evaluation.json"
-
-    def read(self) -> dict[str, Any]:
-        """What is known of this model so far. Raises ValueError where it is damaged so that it cannot be shown."""
-        saved = read_json(self.path) if self.path.exists() else {}
-        if any(saved.get(key) != value for key, value in self.header.items()):
-            return dict(self.header)
-        with damage_told(self.path, "remove it to evaluate this run anew"):
-            known = {str(self.folder.path): saved}
-            _table(known, list(saved["core"]["tasks"]) if "core" in saved else [], "validation" in saved)
-        return saved
-
-    def write(self, section: str, value: Mapping[str, Any]) -> None:
-        text = to_json(self.read() | {section: value}, indent=2) + "\n"
-        replace_file(self.path, text.encode())
-
     def validate(self, eval_tokens: int | None) -> None:
-        """Loss and bits per byte, causal, and for expert choice by training's pools as well.
-
-        Raises ValueError if the text is gone or has changed.
-        """
-        config = RunConfig.from_dict(self.folder.config)
-        key = {"corpus": self.folder.section("corpus").get("hash"), "eval_tokens": eval_tokens}
-        saved = self.read().get("validation", {})
-        if all(saved.get(name, ...) == value for name, value in key.items()):
+        """Measure the loss on the run's own validation text. Raises ValueError if that is gone or has changed."""
+        known = self.results.read().get("validation", {})
+        before = self.folder.section("corpus")["hash"]
+        if _is_of(known, before, eval_tokens):
             return
-        corpus = open_source(**asdict(config.data))
-        if corpus.hash != key["corpus"]:
+        corpus = open_source(**asdict(DataConfig(**self.folder.section("data"))))
+        if corpus.hash != before:
             raise ValueError(
                 f"{corpus.name} has changed since {self.folder.path} began; restore the text, or use --no-validation"
             )
+        self.results.write("validation", self.losses("validation", corpus, eval_tokens))
+
+    def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
+        """Measure the loss on what a source holds out."""
+        known = self.results.read().get("data", {})
+        place = _place(source)
+        if not _is_of(known.get(place, {}), corpus.hash, eval_tokens):
+            self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
+
+    def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
+        """Loss and bits per byte on the corpus's validation split: causal, and for expert choice by training's pools as
+        well, if the text fills one of training's batches."""
+        context = self.model.config.context
+        batch_size = self.folder.section("train")["batch_size"]
         # Whole windows are evaluated, or whole batches of them, and the last target needs one token more.
-        window = self.model.config.context * config.train.batch_size
-        enough = None if eval_tokens is None else eval_tokens + window
-        tokens = pack(corpus, self.tokenizer, "validation", max_tokens=enough)
-        progress = self.progress.task("validation")
-        causal = evaluate(self.model, tokens, self.tokenizer, max_tokens=eval_tokens, progress=progress)
-        result = key | {
-            "tokens": causal.tokens,
-            "bytes": causal.bytes,
-            "loss": _finite(causal.loss),
-            "bits_per_byte": _finite(causal.bits_per_byte),
-        }
-        if isinstance(self.model.config.rule, ExpertChoice):
-            batch_size = config.train.batch_size
-            progress = self.progress.task("validation by training pools")
-            pooled = evaluate(
-                self.model,
-                tokens,
-                self.tokenizer,
-                batch_size=batch_size,
-                max_tokens=eval_tokens,
-                training_pools=True,
-                progress=progress,
-            )
-            result["training_pools"] = {
-                "batch_size": batch_size,
-                "tokens": pooled.tokens,
-                "loss": _finite(pooled.loss),
-                "bits_per_byte": _finite(pooled.bits_per_byte),
-            }
-        self.progress.say(f"validation loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
-        self.write("validation", result)
+        enough = None if eval_tokens is None else eval_tokens + batch_size * context
+        told = self.progress.task(f"{what}, tokenizing")
+        tokens = pack(corpus, self.tokenizer, "validation", told, max_tokens=enough)
+        causal = evaluate(self.model, tokens, self.tokenizer, max_tokens=eval_tokens, progress=self.progress.task(what))
+        self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
+        result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | _losses(causal)
+        if not isinstance(self.model.config.rule, ExpertChoice):
+            return result
+        if len(tokens) <= batch_size * context:
+            self.progress.say(f"{what}: too short for a batch of training, {batch_size} × {context} tokens")
+            return result
+        pooled = evaluate(
+            self.model,
+            tokens,
+            self.tokenizer,
+            batch_size=batch_size,
+            max_tokens=eval_tokens,
+            training_pools=True,
+            progress=self.progress.task(f"{what}, by training's pools"),
+        )
+        return result | {"training_pools": {"batch_size": batch_size} | _losses(pooled)}
 
     def ask(self, tasks: Sequence[Task], max_per_task: int | None, baselines: Baselines, whole: bool) -> None:
-        """Every task that is not asked yet. whole: these are all of the bundle, and their mean is CORE."""
-        saved = self.read().get("core", {})
-        known = saved.get("tasks", {}) if saved.get("max_per_task", ...) == max_per_task else {}
-        kept = known if saved.get("baselines") == baselines else {}  # what was centred otherwise goes
-        scorer = ModelScorer(self.model, self.tokenizer)
-        results = {}
-        for task in tasks:
-            result = known.get(task.label, {})
-            if result.get("hash") != task.hash:
-                start = time.monotonic()
-                progress = self.progress.task(task.label)
-                result = asdict(evaluate_task(task, scorer, max_rows=max_per_task, progress=progress))
-                self.progress.say(f"{task.label} {result['accuracy']:.4f} right, {clock(time.monotonic() - start)}")
-            results[task.label] = result | {
-                "hash": task.hash,
-                "kind": task.kind,
-                "shots": task.shots,
-                "baseline": task.baseline,
-                "centred": centred(result["accuracy"], task.baseline),
-            }
-            complete = whole and len(results) == len(tasks)
-            metric = sum(result["centred"] for result in results.values()) / len(results) if complete else None
-            core = {"max_per_task": max_per_task, "baselines": baselines, "metric": metric}
-            self.write("core", core | {"tasks": {**kept, **results}})
+        """Every task of CORE that is not asked yet. whole: these are all of the bundle."""
+        ask_core(
+            self.results,
+            tasks,
+            ModelScorer(self.model, self.tokenizer),
+            self.progress.task,
+            max_per_task=max_per_task,
+            baselines=baselines,
+            whole=whole,
+            say=self.progress.say,
+        )
+
+    def ask_harness(self, harness: Harness, max_per_task: int | None) -> None:
+        """Every task; where its questions come from cannot be seen, so that earlier answers count for nothing."""
+        self.results.write("harness", {})
+        for name, found in harness.ask(self.model, self.tokenizer, self.progress.task, max_per_task):
+            self.progress.say(f"{name}: done")
+            self.results.write("harness", self.results.read()["harness"] | found)
 
 
-def _finite(value: float) -> float | None:
+def _is_of(known: Mapping[str, Any], corpus: str, eval_tokens: int | None) -> bool:
+    return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens
+
+
+def _place(source: str) -> str:
+    """Under which a source's results are kept: the same from any working folder."""
+    return source if source == CODE else absolute(source)
+
+
+def _losses(validation: Validation) -> dict[str, Any]:
     """JSON has no NaN."""
-    return value if math.isfinite(value) else None
-
-
-def _table(results: Mapping[str, Mapping[str, Any]], labels: Sequence[str], validation: bool) -> Table:
-    """A column for each run, a row for each number; of a task the accuracy and, after it, what centring makes of it."""
-    table = Table("")
-    for path in results:
-        table.add_column(Text(path, overflow="fold"), justify="right")
-
-    def add(name: str, show: Callable[[Mapping[str, Any]], str]) -> None:
-        table.add_row(name, *(show(result) for result in results.values()))
-
-    if validation:
-        add("tokens validated on", lambda result: f"{result['validation']['tokens']:,}")
-        add("validation loss", lambda result: _show(result["validation"]["loss"]))
-        add("bits per byte", lambda result: _show(result["validation"]["bits_per_byte"]))
-        if any("training_pools" in result["validation"] for result in results.values()):
-            pooled = [result["validation"].get("training_pools", {}) for result in results.values()]
-            table.add_row("loss by training pools", *(_show(each.get("loss")) for each in pooled))
-            table.add_row("bits per byte by them", *(_show(each.get("bits_per_byte")) for each in pooled))
-    for label in labels:
-        add(label, lambda result, label=label: _show_task(result["core"]["tasks"][label]))  # type: ignore[misc]
-    if labels:
-        add("CORE", lambda result: _show(result["core"]["metric"]))
-        add("prompts cropped", lambda result: _show_cropped([result["core"]["tasks"][label] for label in labels]))
-    return table
-
-
-def _show(number: float | None) -> str:
-    return "–" if number is None else f"{number:.4f}"
-
-
-def _show_task(result: Mapping[str, Any]) -> str:
-    return f"{result['accuracy']:.4f} {result['centred']:+.4f}"
-
-
-def _show_cropped(results: Sequence[Mapping[str, Any]]) -> str:
-    cropped, sequences = (sum(result[name] for result in results) for name in ("cropped", "sequences"))
-    return f"{cropped:,} of {sequences:,}"
+    numbers = {"loss": validation.loss, "bits_per_byte": validation.bits_per_byte}
+    finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+    return {"tokens": validation.tokens} | finite

@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
@@ -26,7 +27,7 @@ class Option(NamedTuple):
     """`--name VALUE`, or a positional argument NAME.
 
     kind: a type as records have them; bool makes a pair, --name and --no-name. default: what --help shows.
-    many: a positional argument that may come more than once, the last of them; its value is the list of texts.
+    many: an option, or the last positional argument, that may come more than once; its value is the list of texts.
     """
 
     name: str
@@ -81,7 +82,7 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
     values = [value for group in vars(groups).values() for value in vars(group).values()]
     for option, value in zip(command.options, values, strict=True):
         if isinstance(value, _Given):
-            given[option.name] = [value.value, *more] if option.many else value.value
+            given[option.name] = [value.value, *more.get(option.name, [])] if option.many else value.value
         elif option.kind is bool and option.name in named:
             given[option.name] = value
         elif option.required:
@@ -89,15 +90,18 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[str], list[str]]:
-    """The arguments with every value joined to its flag, the names of the flags, and what came after the last place.
+def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[str], dict[str, list[str]]]:
+    """The arguments with every value joined to its flag, the names of the flags, and by name what came once more.
 
     Refuses here all that tyro would refuse with a box of many lines.
     """
     flags = {option.flag: option for option in command.options if not option.positional}
     flags |= {"--no-" + option.flag[2:]: option for option in command.options if option.kind is bool}
     places = sum(option.positional for option in command.options)
-    plain, named, more = [], set(), []
+    last = next((option.name for option in command.options if option.positional and option.many), None)
+    plain: list[str] = []
+    named: set[str] = set()
+    more: defaultdict[str, list[str]] = defaultdict(list)
     left = list(arguments)
     while left:
         argument = left.pop(0)
@@ -109,22 +113,24 @@ def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[s
             if option is None:
                 near = difflib.get_close_matches(flag, flags, 1)
                 raise ValueError(f"unknown option {flag}; {_did_you_mean(near) or f'see {command.prog} --help'}")
-            named.add(option.name)
             if option.kind is bool:
                 if equals:
                     raise ValueError(f"{flag} takes no value; leave ={value} out")
                 plain.append(flag)
-            elif equals:
-                plain.append(argument)
-            elif left and not left[0].startswith("--"):
-                plain.append(f"{flag}={left.pop(0)}")
-            else:
+            elif not equals and not (left and not left[0].startswith("--")):
                 raise ValueError(f"{flag} needs a value: {describe(option.kind)}; see {command.prog} --help")
+            else:
+                value = value if equals else left.pop(0)
+                if option.many and option.name in named:
+                    more[option.name].append(value)
+                else:
+                    plain.append(f"{flag}={value}")
+            named.add(option.name)
         elif places:
             places -= 1
             plain.append(argument)
-        elif any(option.many for option in command.options):
-            more.append(argument)
+        elif last is not None:
+            more[last].append(argument)
         else:
             raise ValueError(f"unexpected {argument}; options begin with --, see {command.prog} --help")
     return plain, named, more

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import __version__
 from ..model import GPT
 from ..runs.files import read_json, replace_file, to_json
@@ -44,11 +46,12 @@ class Results:
 
 
 def _hash(model: GPT) -> str:
-    """sha256 of all weights and buffers, in hex."""
+    """sha256, in hex, of all weights as they are multiplied and of all buffers."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
+    weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
+    for name, tensor in sorted((weights | dict(model.named_buffers())).items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().contiguous().numpy())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -1,0 +1,64 @@
+"""What `et evaluate` prints: a column for each run, a row for each number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+Result = Mapping[str, Any]
+
+
+def table(
+    results: Mapping[str, Result], validation: bool, texts: Mapping[str, str], labels: Sequence[str], harness: bool
+) -> Table:
+    """results: the contents of each run's evaluation.json by its path. texts: where their results are kept, by name.
+
+    labels: of the tasks of CORE. Of a task the table has the accuracy and, after it, what centring makes of it.
+    """
+    shown = Table("")
+    for path in results:
+        shown.add_column(Text(path, overflow="fold"), justify="right")
+
+    def add(name: str, cells: Iterable[str]) -> None:
+        shown.add_row(Text(name), *cells)
+
+    found = list(results.values())
+    losses = {"validation": [result["validation"] for result in found]} if validation else {}
+    losses |= {name: [result["data"][place] for result in found] for name, place in texts.items()}
+    for name, measured in losses.items():
+        pooled = [each.get("training_pools", {}) for each in measured]
+        add(f"{name} tokens", (f"{each['tokens']:,}" for each in measured))
+        for key, title in (("loss", "loss"), ("bits_per_byte", "bits per byte")):
+            add(f"{name} {title}", (_show(each[key]) for each in measured))
+            if any(pooled):
+                add(f"{title} by training pools", (_show(each.get(key)) for each in pooled))
+    for label in labels:
+        add(label, (_show_task(result["core"]["tasks"][label]) for result in found))
+    if labels:
+        asked = [[result["core"]["tasks"][label] for label in labels] for result in found]
+        add("CORE", (_show(result["core"]["metric"]) for result in found))
+        add("prompts cropped", map(_show_cropped, asked))
+    for task, metrics in found[0]["harness"].items() if harness else ():
+        for metric in metrics:
+            add(f"{task} {metric}", (_show_metric(result["harness"][task][metric]) for result in found))
+    return shown
+
+
+def _show(number: float | None) -> str:
+    return "–" if number is None else f"{number:.4f}"
+
+
+def _show_task(result: Result) -> str:
+    return f"{result['accuracy']:.4f} {result['centred']:+.4f}"
+
+
+def _show_metric(found: Result) -> str:
+    return _show(found["value"]) + (f" ± {found['stderr']:.4f}" if found["stderr"] is not None else "")
+
+
+def _show_cropped(results: Sequence[Result]) -> str:
+    cropped, sequences = (sum(result[name] for result in results) for name in ("cropped", "sequences"))
+    return f"{cropped:,} of {sequences:,}"
