@@ -409,7 +409,7 @@ def assert_refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -
 @pytest.mark.parametrize(
     ("name", "data", "options", "parts"),
     [
-        ("empty.txt", b"", [], ["empty.txt"]),
+        ("empty.txt", b"", [], ["empty.txt", "has no documents: put some text into it"]),
         ("latin.txt", "caf\xe9 ".encode("latin-1") * 99, [], ["latin.txt", "UTF-8"]),
         ("a.jsonl", b'{"body": "x"}\n', [], ["a.jsonl", "text"]),
         ("a.jsonl", b"no json\n", [], ["a.jsonl"]),

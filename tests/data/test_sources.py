@@ -218,9 +218,9 @@ def test_what_is_missing_or_empty_is_refused(tmp_path: Path) -> None:
     assert_refused(f"{tmp_path}/a.csv is no .txt, .jsonl or .parquet file: convert", tmp_path / "a.csv")
     for name in ("empty.txt", "empty.jsonl"):
         (tmp_path / name).write_text(" \n")
-        assert_refused(f"{tmp_path}/{name} has no documents: give", tmp_path / name)
+        assert_refused(f"{tmp_path}/{name} has no documents: put some text into it", tmp_path / name)
     write_parquet(tmp_path / "empty.parquet", [])
-    assert_refused(f"{tmp_path}/empty.parquet has no documents: give", tmp_path / "empty.parquet")
+    assert_refused(f"{tmp_path}/empty.parquet has no documents: put some text into it", tmp_path / "empty.parquet")
 
 
 def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:

@@ -126,9 +126,10 @@ def open_source(
     paths = files.find(path)
     if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
         return _open_shards(config, paths)
-    # At least one document is for validation, however few there are.
-    smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=0.0)
-    bound = max(config.validation_fraction, smallest)
+    smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=None)
+    if smallest is None:
+        raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
+    bound = max(config.validation_fraction, smallest)  # at least one document is for validation, however few there are
 
     def half(validation: bool) -> Iterator[embedded.Document]:
         documents = _documents(path, paths, config.text_field)
