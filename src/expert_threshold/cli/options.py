@@ -7,6 +7,7 @@ import difflib
 import inspect
 import math
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import field, make_dataclass
@@ -118,7 +119,9 @@ def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[s
                     raise ValueError(f"{flag} takes no value; leave ={value} out")
                 plain.append(flag)
             elif not equals and not (left and not left[0].startswith("--")):
-                raise ValueError(f"{flag} needs a value: {describe(option.kind)}; see {command.prog} --help")
+                text = str in alternatives(option.kind) and left and left[0] not in flags
+                remedy = f"for that text write {flag}={shlex.quote(left[0])}" if text else f"see {command.prog} --help"
+                raise ValueError(f"{flag} needs a value: {describe(option.kind)}; {remedy}")
             else:
                 value = value if equals else left.pop(0)
                 if option.many and option.name in named:
