@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 
-from expert_threshold.train.device import keep_freed_memory, pick_dtype
+from expert_threshold.train import device
 
-keep_freed_memory()
+device.keep_freed_memory()
 
 
 def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
@@ -28,20 +27,11 @@ def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmu
 
 def compute_dtype(name: str) -> torch.dtype:
     """'auto' is bfloat16 where this machine multiplies it in hardware, else float32."""
-    return pick_dtype(name, torch.device("cpu"))
+    return device.pick_dtype(name, torch.device("cpu"))
 
 
-def machine() -> dict[str, str | int]:
+def machine() -> dict[str, Any]:
     """Processor, threads and versions, for the record."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if info.exists()
-        else []
-    )
-    return {
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
+    here = device.machine(torch.device("cpu"))
+    versions = {"capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
+    return {name: here[name] for name in ("cpu", "threads")} | versions

@@ -51,7 +51,7 @@ def _hash(model: GPT) -> str:
     weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
     for name, tensor in sorted((weights | dict(model.named_buffers())).items()):
         digest.update(name.encode())
-        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
