@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from html import escape
 from pathlib import Path
 
@@ -53,13 +53,14 @@ def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut
     text = to_json(plain(computed), indent=1)
     data = json.loads(text)  # what is drawn is what the file says
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
-    save_figure(study.draw(data, WIDE if study.wide else NARROW), out / study.name)
+    draw = cache(partial(study.draw, data))
+    save_figure(draw(WIDE if study.wide else NARROW), out / study.name)
     reasons: dict[str, list[str]] = {}
     for method, reason in data.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(method)
     partly = [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
     rows = study.rows(data) if study.rows else None
-    return Exhibit(study.title, study.say(data), partial(study.draw, data), study.wide, study.name, rows), partly
+    return Exhibit(study.title, study.say(data), draw, study.wide, study.name, rows), partly
 
 
 def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequence[LeftOut]) -> str:

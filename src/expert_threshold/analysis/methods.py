@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..runs import RunFolder
+from ..runs.files import damage_told
 from .report import Run, read_run
 from .sentences import pool_size
 
@@ -69,22 +70,34 @@ def find_runs(paths: Sequence[str]) -> list[RunFolder]:
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     """The runs by method: dense, token, expert choice by pool, expert threshold. Raises ValueError if damaged."""
-    read = []
-    for folder in folders:
-        for section in ("model", "optim", "train", "data", "corpus"):
-            folder.section(section)  # a configuration that lacks one is refused here
-        if folder.latest_checkpoint() is None:
-            raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
-        run = read_run(folder)
-        read.append((folder, run, *_rule(run)))
-    read.sort(key=lambda entry: _order(entry[1]))
-    differing = _differing([run for _, run, _, _ in read])
+    read = sorted(map(_read, folders), key=lambda each: _order(each.run))
+    differing = _differing([each.options for each in read])
     subjects = []
-    for folder, run, kind, name in read:
-        same = [other for _, other, other_kind, _ in read if other_kind == kind]
-        suffixes = _suffixes(run, same, differing)
+    for folder, run, kind, name, mine in read:
+        first = next(each.options for each in read if each.kind == kind)
+        suffixes = _suffixes(mine, first, differing)
         subjects.append(Subject(folder, run, kind, " ".join([name, *suffixes])))
     return subjects
+
+
+class _Read(NamedTuple):
+    folder: RunFolder
+    run: Run
+    kind: str
+    name: str  # of the kind
+    options: dict[str, Any]
+
+
+def _read(folder: RunFolder) -> _Read:
+    for section in ("model", "optim", "train", "data", "corpus"):
+        folder.section(section)  # a configuration that lacks one is refused here
+    if folder.latest_checkpoint() is None:
+        raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
+    with damage_told(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
+        run = read_run(folder)
+        for record in (*run.train, *run.validation):
+            _ = record["loss"], [dict(layer) for layer in record["layers"].values()]
+        return _Read(folder, run, *_rule(run), options(run))
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -135,16 +148,14 @@ def options(run: Run) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if name not in _ASIDE and not name.endswith("_every")}
 
 
-def _differing(runs: Sequence[Run]) -> set[str]:
+def _differing(every: Sequence[Mapping[str, Any]]) -> set[str]:
     """Options that all runs have, and not all alike."""
-    every = [options(run) for run in runs]
     common = set.intersection(*(set(each) for each in every))
     return {name for name in common if any(each[name] != every[0][name] for each in every)}
 
 
-def _suffixes(run: Run, same_kind: Sequence[Run], differing: set[str]) -> list[str]:
-    """What sets the run apart from the first of its kind and, in what no rule decides, from other runs."""
-    mine, first = options(run), options(same_kind[0])
+def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:
+    """What sets a run apart from the first of its kind and, in what no rule decides, from other runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     return [_name(name, mine) for name in apart if not _follows(name, mine, apart)]

@@ -35,6 +35,8 @@ class LeftOut(NamedTuple):
     reason: str
 
 
+DPI = 200  # of PNG
+
 CSS = """
 *, ::before, ::after { box-sizing: border-box }
 body { margin: 0; background: var(--page); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif }
@@ -163,7 +165,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     for kind in ("png", "svg"):
         image = io.BytesIO()
         with style():
-            figure.savefig(image, format=kind, dpi=200, facecolor="white", metadata=_UNDATED[kind])
+            figure.savefig(image, format=kind, dpi=DPI, facecolor="white", metadata=_UNDATED[kind])
         replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
 
 

@@ -162,13 +162,13 @@ def say_warmup(data: Data) -> str:
         points = array(entry[name])
         return float(np.nanmean(points[points[:, 0] <= data["warmup"], 1]))
 
-    starved, scores = ([before(entry, name) for entry in (with_, without)] for name in ("starvation", "score_std"))
+    scores = [before(entry, "score_std") for entry in (with_, without)]
+    starved = before(without, "starvation")
     lag = [_gap(entry, data["warmup"]) for entry in (with_, without)]
     return (
         f"In the first {data['warmup']:,} steps, without warmup and with it: the batch cutoff of expert 0 in layer "
         f"{data['layer']} lies {lag[1]:.2f} and {lag[0]:.2f} from its running mean; the scores of an expert spread by "
-        f"{scores[1]:.2f} and {scores[0]:.2f}. Without it {percent(starved[1])} of the places are filled in by the "
-        "lower bound."
+        f"{scores[1]:.2f} and {scores[0]:.2f}. Without it the lower bound fills in {percent(starved)} of the places."
     )
 
 

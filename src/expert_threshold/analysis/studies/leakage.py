@@ -206,6 +206,5 @@ def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarr
 
 def _entropy(p: Any) -> Any:
     """h(p) in bits."""
-    q = np.clip(p, 1e-300, 1)
-    r = np.clip(1 - p, 1e-300, 1)
-    return -(q * np.log2(q) + r * np.log2(r))
+    q = 1 - p
+    return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))

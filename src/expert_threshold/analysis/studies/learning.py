@@ -32,7 +32,7 @@ def loss_by_method(material: Material) -> Data:
 def say_loss_by_method(data: Data) -> str:
     ends = sorted((entry["points"][-1][1], entry["method"], entry["std"][-1]) for entry in data["methods"])
     (best, name, _), *others = ends
-    text = f"{name} ends lowest, at {best:.3f} nats per token"
+    text = f"Lowest at the end is {name}, {best:.3f} nats per token"
     if others:
         text += f"; {listed([f'{method} {signed(loss - best)}' for loss, method, _ in others])}"
     spreads = [std for *_, std in ends if std]

@@ -1,0 +1,266 @@
+"""`et analyze` and `et leakage` over runs of every method: all figures, reasons for those left out, one clear line."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.analysis import material as material_module
+from expert_threshold.analysis import page
+from expert_threshold.analysis.methods import by_method, find_runs, read_subjects
+from expert_threshold.analysis.page import save_figure
+from expert_threshold.analysis.studies import STUDIES, consistency, cutoffs, leakage, load
+from expert_threshold.cli import main
+from expert_threshold.data import DataConfig
+from expert_threshold.model import GPTConfig
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig, train
+
+ET = ExpertThreshold(num_experts=4, warmup_steps=3, decay=0.5)
+# The folder -> the rule, other options, the seed; and what figures call the method.
+RUNS: dict[str, tuple[Rule | None, dict[str, Any], int, str]] = {
+    "dense": (None, {}, 0, "dense"),
+    "tc": (TokenChoice(4), {}, 0, "TC"),
+    "tc-free": (TokenChoice(4, balance="loss_free"), {}, 0, "TC loss-free"),
+    "ec-batch": (ExpertChoice(4), {}, 0, "EC 64"),
+    "ec-sequence": (ExpertChoice(4, pool="sequence"), {}, 0, "EC 16"),
+    "et": (ET, {}, 0, "ET"),
+    "et-1": (ET, {}, 1, "ET"),
+    "et-cold": (ExpertThreshold(num_experts=4, warmup_steps=0, decay=0.5), {}, 0, "ET no warmup"),
+    "et-norm": (ET, {"gate_norm": "fanout"}, 0, "ET fanout norm"),
+    "et-unshared": (
+        ExpertThreshold(num_experts=4, experts_per_token=2, warmup_steps=3, decay=0.5),
+        {"shared_experts": 0},
+        0,
+        "ET no shared expert",
+    ),
+}
+
+
+def write_lines(path: Path, records: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of eight steps of two layers with experts, and a few lines of each domain."""
+    folder = tmp_path_factory.mktemp("runs")
+    chance, words = random.Random(0), ["the", "model", "reads", "“text”", "and\n", "\tlearns"]
+    documents = [{"text": " ".join(chance.choices(words, k=60))} for _ in range(60)]
+    write_lines(folder / "corpus.jsonl", documents)
+    write_lines(folder / "math.jsonl", [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(200)])
+    code = [{"prompt": f"def f{n}():\n", "canonical_solution": f"    return {n}\n"} for n in range(200)]
+    write_lines(folder / "code.jsonl", code)
+    threads = torch.get_num_threads()
+    for name, (rule, options, seed, _) in RUNS.items():
+        sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
+        train(
+            RunFolder.create(folder / name),
+            GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes, **options),
+            DataConfig(source=str(folder / "corpus.jsonl"), validation_fraction=0.2),
+            OptimConfig(),
+            TrainConfig(
+                steps=8, batch_size=4, log_every=1, eval_every=2, checkpoint_every=4, seed=seed, threads=1, device="cpu"
+            ),
+        )
+    torch.set_num_threads(threads)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As few random numbers as will do."""
+    for module, name, value in (
+        (page, "DPI", 20),
+        (load, "STEPS", 2),
+        (load, "TOKENS_PER_EXPERT", (64, 1024)),
+        (leakage, "SAMPLES", 8),
+        (leakage, "DRAWS", 8),
+        (cutoffs, "POOLS", 8),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+def analyze(*arguments: object) -> int:
+    return main(["analyze", *map(str, arguments), "--dtype", "float32"])
+
+
+@pytest.fixture(scope="module")
+def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The analysis of all runs."""
+    folder = tmp_path_factory.mktemp("analysis")
+    with pytest.MonkeyPatch.context() as patch:
+        small.__wrapped__(patch)  # type: ignore[attr-defined]
+        paths = [runs / name for name in RUNS]
+        domains = ["--gsm8k", runs / "math.jsonl", "--human-eval", runs / "code.jsonl"]
+        assert analyze(*paths, "--out", folder, "--tokens", 1024, *domains) == 0
+    return folder
+
+
+def test_runs_are_called_by_what_sets_them_apart(runs: Path) -> None:
+    subjects = read_subjects(find_runs([str(runs / name) for name in RUNS]))
+    named = {subject.folder.path.name: subject.method for subject in subjects}
+    assert named == {name: method for name, (*_, method) in RUNS.items()}
+    assert {name: len(group) for name, group in by_method(subjects).items() if len(group) > 1} == {"ET": 2}
+
+
+def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert "Left out</h2>" in html  # fanout of token choice, and the like
+    for study in STUDIES:
+        assert (out / f"{study.name}.png").read_bytes().startswith(b"\x89PNG"), study.name
+        assert f"<h3>{study.title}</h3>" in html
+        assert f'href="{study.name}.json"' in html
+        data = json.loads((out / f"{study.name}.json").read_text())
+        sentence = study.say(data)
+        assert re.fullmatch(r"[A-Z0-9].*\.", sentence), sentence
+        assert "nan" not in sentence.replace("nano", "")
+        assert re.search(r"\d", sentence), sentence
+
+
+@pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing", "leakage_probe"])
+def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_path: Path) -> None:
+    study = next(study for study in STUDIES if study.name == name)
+    data = json.loads((out / f"{name}.json").read_text())
+    width = 9.0 if study.wide else 4.4
+    save_figure(study.draw(data, width), tmp_path / name)
+    assert (tmp_path / f"{name}.svg").read_bytes() == (out / f"{name}.svg").read_bytes()
+
+
+def test_the_page_is_whole_in_itself(out: Path) -> None:
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert not re.search(r'(?:src|href)="(?:https?:)?//', html)
+    assert "<script" not in html
+    ids = re.findall(r' id="([^"]+)"', html)
+    assert len(ids) == len(set(ids))
+    used = set(re.findall(r"url\(#([^)]+)\)", html)) | set(re.findall(r'href="#([^"]+)"', html))
+    assert used <= set(ids)
+
+
+def data_of(out: Path, name: str) -> Any:
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def test_the_data_are_what_the_runs_did(out: Path, runs: Path) -> None:
+    methods = {entry["method"]: entry for entry in data_of(out, "loss_by_method")["methods"]}
+    assert methods.keys() == {"dense", "TC", "TC loss-free", "EC 16", "EC 64", "ET", "ET no warmup"}
+    ends = []
+    for name in ("et", "et-1"):
+        records = RunFolder.open(runs / name).metrics.read()
+        ends.append([record["loss"] for record in records if record["split"] == "validation"][-1])
+    assert methods["ET"]["points"][-1] == [8 * 64, pytest.approx(sum(ends) / 2, rel=1e-5)]
+    assert methods["ET"]["seeds"] == 2
+    pairs = [entry["method"] for entry in data_of(out, "shared_expert")["methods"]]
+    assert pairs == ["ET", "ET no shared expert"]
+    assert [entry["method"] for entry in data_of(out, "fanout_norm")["methods"]] == ["ET", "ET fanout norm"]
+    pools = {entry["method"]: entry["pool"] for entry in data_of(out, "batch_size_scaling")["methods"]}
+    assert pools == {"EC 16": 16, "EC 64": 64, "ET": None, "ET no warmup": None}
+    biases = data_of(out, "cutoffs_and_biases")["methods"]
+    assert {entry["method"]: entry["of"] for entry in biases}["TC loss-free"] == "bias"
+    consistent = data_of(out, "routing_consistency")["methods"]
+    assert all(entry["steps"] == [4, 8] for entry in consistent)
+    assert all(entry["weighted_jaccard"][0][0] == 1 for entry in consistent)
+    probe = {entry["method"]: entry for entry in data_of(out, "leakage_probe")["methods"]}
+    assert probe["TC"]["tokens"] == []
+    assert probe["EC 16"]["future"][probe["EC 16"]["tokens"].index(16)] > 0
+
+
+def test_routing_of_a_checkpoint_is_consistent_with_itself_alone(out: Path) -> None:
+    for entry in data_of(out, "routing_consistency")["methods"]:
+        for name in consistency.MEASURES:
+            matrix = entry[name]
+            assert matrix[0][1] == matrix[1][0]
+            assert matrix[0][0] == matrix[1][1] == (0 if name in ("joint_jsd", "total_variation") else 1)
+
+
+def test_traces_are_recorded_once(out: Path, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("recorded again")
+
+    monkeypatch.setattr(material_module, "record_trace", fail)
+    arguments = [runs / "et", runs / "tc", "--out", out, "--figures", "fanout_by_loss"]
+    assert analyze(*arguments, "--tokens", 1024) == 0
+    with pytest.raises(AssertionError, match="recorded again"):
+        analyze(*arguments, "--tokens", 512)
+
+
+def test_figures_without_meaning_are_left_out_with_a_reason(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert analyze(runs / "dense", "--out", tmp_path, "--figures", "loss_by_method,fanout_by_loss,warmup") == 0
+    said = capsys.readouterr()
+    assert said.out == f"report: {tmp_path / 'report.html'}\n"
+    assert said.err.count("left out: no run has routed experts") == 2
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "Fanout by loss: no run has routed experts." in html
+    assert (tmp_path / "loss_by_method.png").exists()
+    assert not (tmp_path / "warmup.png").exists()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert main(list(map(str, arguments))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_what_cannot_be_analysed_is_told_in_a_line(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "no such run folder" in refused(capsys, "analyze", tmp_path / "none")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "gpt2"}')
+    assert "not written by expert-threshold" in refused(capsys, "analyze", runs / "et", tmp_path / "other")
+    damaged = shutil.copytree(runs / "et", tmp_path / "damaged")
+    metrics = damaged / "metrics.jsonl"
+    metrics.write_text(re.sub('"layers"', '"layer"', metrics.read_text()))
+    assert "damaged (no 'layers')" in refused(capsys, "analyze", damaged)
+    shutil.copy(runs / "et" / "metrics.jsonl", metrics)
+    weights = damaged / "checkpoints" / "step_000008" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    line = refused(capsys, "analyze", damaged, "--figures", "fanout_by_loss")
+    assert "damaged: its size is not the manifest's" in line
+    assert "step_000004, which is whole" in line
+    assert "unknown figure; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
+    assert "must be at least 2" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
+
+
+def test_a_text_that_has_changed_is_not_traced(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(runs / "et", tmp_path / "et")
+    config = json.loads((copy / "config.json").read_text())
+    config["data"]["source"] = str(write_lines(tmp_path / "new.jsonl", [{"text": f"text {n}"} for n in range(90)]))
+    (copy / "config.json").write_text(json.dumps(config))
+    line = refused(capsys, "analyze", copy, "--figures", "fanout_by_loss")
+    assert "has changed since" in line
+    assert "--data SOURCE" in line
+    named = ["--data", tmp_path / "new.jsonl", "--figures", "fanout_by_loss", "--tokens", 512]
+    assert analyze(copy, *named) == 0
+    assert (copy / "analysis" / "fanout_by_loss.svg").exists()
+
+
+def test_leakage_prints_the_papers_example_and_what_runs_tell(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs_given = [runs / "ec-sequence", runs / "tc", "--tokens", "512", "--dtype", "float32"]
+    assert main(["leakage", *map(str, runs_given), "--out", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "at most 78.3 bits per token" in said
+    assert "says more than 50.5" in said
+    assert "01100101" in said
+    assert re.search(r"EC 16\s+16\s+\d", said)
+    assert re.search(r"TC\s+–\s+0", said)
+    for name in ("leakage_bounds", "leakage_probe"):
+        assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".json", ".png", ".svg"}
+    assert "must divide --num-experts 16" in refused(capsys, "leakage", "--experts-per-token", 5)
+    assert "nothing leaks from these runs" in refused(capsys, "leakage", runs / "tc", "--out", tmp_path)

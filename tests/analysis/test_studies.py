@@ -1,0 +1,236 @@
+"""What figures are computed from: values worked by hand, brute force, and laws that must come out of random numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.analysis.figures.specialisation import lay_out
+from expert_threshold.analysis.leakage import decode, encode
+from expert_threshold.analysis.material import cut_windows
+from expert_threshold.analysis.plain import array, plain
+from expert_threshold.analysis.studies import STUDIES
+from expert_threshold.analysis.studies.activation import _means, _position_edges
+from expert_threshold.analysis.studies.cutoffs import _slope, _spreads
+from expert_threshold.analysis.studies.leakage import Pool, _bits, intervals, probe_layer
+from expert_threshold.analysis.studies.learning import _reached
+from expert_threshold.analysis.studies.load import (
+    Spread,
+    busiest,
+    largest_of,
+    resample,
+    spread_of_windows,
+)
+from expert_threshold.data import IGNORED, Tokenizer
+
+CHANCE = np.random.Generator(np.random.PCG64(0))
+
+
+def test_studies_have_names_of_their_own_and_all_that_a_reader_is_told() -> None:
+    names = [study.name for study in STUDIES]
+    assert len(set(names)) == len(names)
+    assert all(study.title and study.section and study.draw.__doc__ and study.compute.__doc__ for study in STUDIES)
+
+
+# Learning.
+
+
+def test_the_tokens_for_a_loss_lie_on_the_line_between_two_validations() -> None:
+    curve = {"points": [[100, 4.0], [200, 3.0], [300, 3.5], [400, 2.0]]}
+    assert _reached(curve, 3.25) == 175
+    assert _reached(curve, 2.5) == 350  # the rise between is not a loss that was lost
+    assert _reached(curve, 2.0) == 400
+    assert _reached(curve, 1.9) is None
+    assert _reached(curve, 4.1) is None  # it began below
+
+
+# Cutoffs.
+
+
+def test_the_spread_of_the_kth_score_of_independent_tokens_follows_the_law() -> None:
+    """Of normal scores, whose density at the cutoff is known."""
+    scores = torch.randn(16384, 8, generator=torch.Generator().manual_seed(0))
+    sizes = [128, 512, 2048]
+    by_token, by_text, law = (np.sqrt((part**2).mean(1)) for part in _spreads(scores, sizes, 1 / 8, 64))
+    quantile = 1.1503
+    density = math.exp(-(quantile**2) / 2) / math.sqrt(2 * math.pi)
+    expected = [math.sqrt(7 / 64 / size) / density for size in sizes]
+    np.testing.assert_allclose(law, expected, rtol=0.05)
+    np.testing.assert_allclose(by_token, expected, rtol=0.12)
+    np.testing.assert_allclose(by_text, expected, rtol=0.12)  # in text of independent tokens as well
+    assert _slope(sizes, by_token) == pytest.approx(-0.5, abs=0.06)
+
+
+def test_text_whose_tokens_are_alike_has_cutoffs_that_vary_more() -> None:
+    windows = torch.randn(128, 1, 4, generator=torch.Generator().manual_seed(0)).expand(-1, 32, -1)
+    scores = windows + 0.5 * torch.randn(128, 32, 4, generator=torch.Generator().manual_seed(1))
+    by_token, by_text, _ = _spreads(scores.reshape(-1, 4), [256], 1 / 8, 32)
+    assert by_text.mean() > 2 * by_token.mean()
+
+
+# Dynamic computation.
+
+
+def test_means_by_place_are_those_of_the_tokens_there() -> None:
+    means = _means(np.array([0, 0, 2, 2, 2]), np.array([1.0, 3.0, 5.0, 5.0, 8.0]), 4)
+    np.testing.assert_array_equal(means, [2, np.nan, 6, np.nan])
+    np.testing.assert_array_equal(_means(np.array([0, 2, 2]), np.array([1.0, 2.0, 4.0]), 3, 2), [np.nan, np.nan, 3])
+
+
+@pytest.mark.parametrize("context", [1, 7, 16, 100, 2048])
+def test_bins_of_positions_cover_the_window_once(context: int) -> None:
+    edges = _position_edges(context)
+    assert (edges[0], edges[-1]) == (0, context)
+    assert (np.diff(edges) >= 1).all()
+    assert edges[: min(16, context)].tolist() == list(range(min(16, context)))
+
+
+# Load.
+
+
+def test_independent_loads_are_spread_as_the_closed_form_says() -> None:
+    loads = CHANCE.binomial(64, 1 / 16, size=(512, 32)).astype(float)
+    spread = spread_of_windows(loads, 64)
+    assert spread.usage == pytest.approx(1 / 16, rel=0.03)
+    assert spread.clustering == pytest.approx(1, rel=0.05)
+    assert spread.usage_spread < 0.05
+    drawn = resample(loads, 1024, np.random.Generator(np.random.PCG64(1)))
+    assert drawn.shape[1] == 4096
+    assert drawn.mean() == pytest.approx(1024, rel=0.03)
+    for experts, devices in ((16, 16), (4096, 4096), (4096, 64)):
+        closed = spread.closed_form(1024, experts, devices)
+        assert busiest(drawn[:, :experts], devices) - 1 == pytest.approx(closed - 1, rel=0.25)
+
+
+def test_loads_that_never_vary_cost_nothing() -> None:
+    loads = np.full((8, 16), 4.0)
+    assert spread_of_windows(loads, 64) == Spread(1 / 16, 0, 0)
+    assert busiest(resample(loads, 256, np.random.Generator(np.random.PCG64(0))), 64) == 1
+    assert Spread(1 / 16, 0, 0).closed_form(256, 64, 64) == 1
+
+
+def test_what_is_uneven_for_good_stays_so_however_many_tokens_there_are() -> None:
+    spread = Spread(usage=1 / 16, clustering=1, usage_spread=0.2)
+    assert spread.closed_form(10**9, 256, 256) == pytest.approx(1 + 0.2 * largest_of(256), rel=1e-3)
+    assert spread.closed_form(64, 256, 256) > spread.closed_form(1024, 256, 256)
+    assert spread.closed_form(64, 256, 8) < spread.closed_form(64, 256, 256)
+
+
+def test_the_largest_of_many_normals_is_where_simulation_finds_it() -> None:
+    assert largest_of(1) == 0
+    for count in (2, 16, 256):
+        assert largest_of(count) == pytest.approx(CHANCE.normal(size=(4000, count)).max(1).mean(), abs=0.05)
+
+
+# Leakage.
+
+
+def entropy(probabilities: Any) -> float:
+    return -sum(p * math.log2(p) for p in probabilities if p > 0)
+
+
+@given(
+    st.integers(-1, 6),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=5),
+)
+def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
+    room: int, elsewhere: list[int], futures: list[tuple[int, int]]
+) -> None:
+    """Every future with every draw, and every next token with every later one, all equally likely."""
+
+    def informed(outcomes: list[tuple[object, bool]]) -> float:
+        """I(known; taken)."""
+        known = [entropy([outcomes.count(pair) / len(outcomes) for pair in set(outcomes)])]
+        parts = [
+            entropy([column.count(v) / len(column) for v in set(column)]) for column in zip(*outcomes, strict=True)
+        ]
+        return sum(parts) - known[0]
+
+    whole = [((place,), other + a + b < room) for (place, (a, b)), other in product(enumerate(futures), elsewhere)]
+    # The next token is told apart from what comes after it, so each goes with every other's ending.
+    following = [(a, other + a + later < room) for (a, _), (_, later), other in product(futures, futures, elsewhere)]
+    taken = [outcome for _, outcome in whole]
+    pool, future, after = _bits(
+        room, np.sort(elsewhere), np.array([a for a, _ in futures]), np.array([b for _, b in futures])
+    )
+    mean = sum(taken) / len(taken)
+    assert pool == pytest.approx(entropy([mean, 1 - mean]), abs=1e-9)
+    assert future == pytest.approx(informed(whole), abs=1e-9)
+    assert after == pytest.approx(informed(following), abs=1e-9)
+    assert -1e-9 <= future <= pool + 1e-9
+
+
+def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
+    rows = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0))
+    unbounded = Pool(others=3, k_min=0, k_max=10**6)
+    assert probe_layer(rows, [unbounded], torch.zeros(4)) == [(0, 0, 0)]
+
+
+def test_expert_choice_over_a_sequence_tells_of_its_future_alone_and_less_in_larger_pools() -> None:
+    rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
+    alone, some, many = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
+    assert alone.pool == pytest.approx(alone.future)
+    assert alone.pool > 0.1
+    assert alone.future > some.future > many.future
+    assert alone.next > some.next > many.next > 0
+    assert alone.pool > some.pool > many.pool
+    for bits in (alone, some, many):
+        assert bits.next < bits.future + 0.01
+        assert bits.pool <= 4  # a bit for each expert
+
+
+def test_the_intervals_drawn_are_those_that_decoding_leaves() -> None:
+    choice = (True, False, False, True)
+    lower, _ = encode(choice)
+    for place, interval in enumerate(intervals(choice)):
+        assert decode(lower, place)[2] == interval
+
+
+# Streams and texts.
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer([bytes([byte]) for byte in range(256)])
+
+
+@given(st.lists(st.text(max_size=40), min_size=1, max_size=5), st.integers(1, 9), st.integers(2, 60))
+def test_windows_are_the_stream_from_its_beginning(texts: list[str], context: int, tokens: int) -> None:
+    bytewise = tokenizer()
+    stream = [token for text in texts for token in (bytewise.bos, *bytewise.encode(text))]
+    windows = cut_windows(texts, bytewise, context, tokens)
+    flat = [*windows[:, :-1].flatten().tolist(), int(windows[-1, -1])]
+    if IGNORED in flat:
+        assert flat.index(IGNORED) == len(flat) - 1
+        flat = flat[:-1]
+    assert flat == stream[: len(flat)]
+    assert len(windows[:, :-1].flatten()) <= max(tokens, context)
+    for before, after in pairwise(windows):
+        assert before[-1] == after[0]
+
+
+@given(st.lists(st.text("ab \n\té", max_size=7), max_size=20), st.integers(4, 30))
+def test_text_is_laid_out_in_order_within_its_columns(tokens: list[str], columns: int) -> None:
+    placed = list(lay_out(tokens, columns))
+    assert [each.token for each in placed] == sorted(each.token for each in placed)
+    assert {each.token for each in placed} == set(range(len(tokens)))
+    assert all(each.column + len(each.text) <= columns for each in placed)
+    for before, after in pairwise(placed):
+        beside = (before.line, before.column + len(before.text)) == (after.line, after.column)
+        assert beside or (after.line == before.line + 1 and after.column == 0)
+
+
+def test_plain_numbers_are_strict_json_and_come_back_as_arrays(tmp_path: Path) -> None:
+    data = {"a": np.array([[1 / 3, np.nan], [np.inf, 2]]), "b": torch.tensor([True]), 3: (np.int64(4), None, "x")}
+    text = json.dumps(plain(data), allow_nan=False)
+    assert json.loads(text) == {"a": [[0.333333, None], [None, 2.0]], "b": [True], "3": [4, None, "x"]}
+    np.testing.assert_array_equal(array([[0.5, None]]), [[0.5, np.nan]])
