@@ -278,6 +278,7 @@ class Harness:
             found = lm_eval.simple_evaluate(
                 lm,
                 tasks=[*loaded["tasks"].values()] if group is None else [group],
+                task_manager=self._manager,  # another one would read all of the harness's tasks
                 limit=max_per_task,
                 log_samples=False,
                 bootstrap_iters=1000,

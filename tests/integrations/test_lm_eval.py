@@ -1,0 +1,280 @@
+"""The model class of lm-evaluation-harness, against plain forwards, and local tasks through `et evaluate --harness`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.cli import main
+from expert_threshold.data import Tokenizer
+from expert_threshold.generate import generate
+from expert_threshold.model import GPT
+from small_run import small_model, small_tokenizer, write_run
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
+pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many packages are not ours
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+
+from expert_threshold.integrations.lm_eval import HarnessModel, RunModel, Sampling  # noqa: E402
+
+CONTEXT = 64  # of the small model
+PROMPTS = ["the cat", "the hat of the cat; the hat of the cat", "", "on the mat; the cat sat"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return small_model()
+
+
+@pytest.fixture
+def lm(model: GPT, tokenizer: Tokenizer) -> HarnessModel:
+    return HarnessModel(model, tokenizer)
+
+
+def requests(kind: Any, arguments: list[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+
+
+def log_probabilities(model: GPT, ids: list[int]) -> torch.Tensor:
+    """(tokens - 1, vocab): of what follows each token but the last."""
+    with torch.no_grad():
+        return model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
+
+
+def test_log_likelihoods_are_those_of_one_plain_forward_each(
+    lm: HarnessModel, model: GPT, tokenizer: Tokenizer
+) -> None:
+    pairs = [(context, ending) for context in PROMPTS for ending in ("the mat", "cat sat on", "x")]
+    pairs += [("the cat sat " * 30, "the hat"), ("the hat ", "of the cat")]
+    for (context, ending), (found, greedy) in zip(
+        pairs, lm.loglikelihood(requests("loglikelihood", pairs)), strict=True
+    ):
+        given = [tokenizer.bos, *tokenizer.encode(context.rstrip())]
+        ids = [tokenizer.bos, *tokenizer.encode(context + ending)]
+        count = len(ids) - len(given)
+        ids = ids[-(CONTEXT + 1) :]
+        probabilities = log_probabilities(model, ids)[-count:]
+        wanted = torch.tensor(ids[-count:])
+        assert found == pytest.approx(float(probabilities.gather(1, wanted[:, None]).sum()), abs=1e-4)
+        assert greedy == bool((probabilities.argmax(1) == wanted).all())
+
+
+def test_what_greedy_decoding_writes_is_told_as_such(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.bos, *tokenizer.encode("the cat")]
+    likeliest = tokenizer.decode([int(log_probabilities(model, [*ids, 0])[-1].argmax())])
+    if tokenizer.encode("the cat" + likeliest)[:-1] == ids[1:]:  # and it is one token there, too
+        ((_, greedy),) = lm.loglikelihood(requests("loglikelihood", [("the cat", likeliest)]))
+        assert greedy
+
+
+def test_a_continuation_longer_than_the_context_is_told_and_its_end_scored(
+    lm: HarnessModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
+    assert found < 0
+    assert f"1 continuations are longer than the context of {CONTEXT}" in caplog.text
+
+
+def test_a_whole_text_is_scored_in_windows_each_token_once(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
+    texts = [("the cat sat on the mat; " * 20,), ("a",), ("",)]
+    found = lm.loglikelihood_rolling(requests("loglikelihood_rolling", texts))
+    for (text,), nats in zip(texts, found, strict=True):
+        ids = [tokenizer.bos, *tokenizer.encode(text)]
+        expected = 0.0
+        for start in range(1, len(ids), CONTEXT):
+            end = min(start + CONTEXT, len(ids))
+            first = start - 1 if end - start == CONTEXT else max(end - CONTEXT - 1, 0)  # the last window is full, too
+            probabilities = log_probabilities(model, ids[first:end])[start - 1 - first :]
+            expected += float(probabilities.gather(1, torch.tensor(ids[start:end])[:, None]).sum())
+        assert nats == pytest.approx(expected, abs=1e-3)
+    assert found[2] == 0
+
+
+def until(prompts: list[str], **options: Any) -> list[Instance]:
+    return requests("generate_until", [(prompt, {"until": [], "max_gen_toks": 20} | options) for prompt in prompts])
+
+
+def alone(model: GPT, tokenizer: Tokenizer, prompt: str, count: int) -> str:
+    return "".join(step.text for step in generate(model, tokenizer, prompt, max_tokens=count, temperature=0))
+
+
+def test_texts_written_together_are_those_written_alone(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
+    expected = [alone(model, tokenizer, prompt, 20) for prompt in PROMPTS]
+    assert len(set(expected)) == len(PROMPTS)
+    assert lm.generate_until(until(PROMPTS)) == expected
+    assert lm.generate_until(until(PROMPTS, do_sample=False, temperature=0.7, top_p=0.9)) == expected
+    lm.tokens_at_once = 1
+    assert lm.generate_until(until(PROMPTS)) == expected
+
+
+def test_writing_ends_before_a_stop_sequence(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
+    text = alone(model, tokenizer, PROMPTS[1], 20)
+    stop = text[5:8]
+    assert lm.generate_until(until(PROMPTS[1:2], until=["never", stop])) == [text[: text.index(stop)]]
+    assert lm.generate_until(until(PROMPTS[1:2], until=stop)) == [text[: text.index(stop)]]
+
+
+def test_a_prompt_that_does_not_fit_loses_its_beginning_and_half_of_the_context_is_for_it(
+    lm: HarnessModel, model: GPT, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = "the cat sat on the mat; " * 20
+    (text,) = lm.generate_until(until([prompt], max_gen_toks=1000))
+    ids = tokenizer.encode(prompt)[-CONTEXT // 2 :]
+    steps = generate(model, tokenizer, ids, max_tokens=CONTEXT // 2, temperature=0)
+    assert text == "".join(step.text for step in steps)
+    assert "max_gen_toks=1000 is cut to half of the context of 64" in caplog.text
+
+
+def test_sampling_draws_anew_for_every_request_and_the_same_again(lm: HarnessModel) -> None:
+    twice = until(["the cat"] * 2, do_sample=True, temperature=1.0, top_k=20)
+    one, other = lm.generate_until(twice)
+    assert one != other
+    assert lm.generate_until(twice) == [one, other]
+
+
+@pytest.mark.parametrize("options", [{"do_sample": True, "top_p": 0.9}, {"num_beams": 4}])
+def test_an_unknown_way_to_sample_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{list(options)[-1]}=.* is unknown to generation here"):
+        Sampling.read(options, CONTEXT)
+
+
+def test_a_run_is_a_model_by_its_name(model: GPT, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", model)
+    lm = RunModel.create_from_arg_string(f"run={tmp_path / 'run'}", {"batch_size": 3, "device": "cpu"})
+    assert lm.tokens_at_once == 3 * CONTEXT
+    pair = requests("loglikelihood", [("the cat", " sat")])
+    ((found, _),) = lm.loglikelihood(pair)
+    assert found == pytest.approx(HarnessModel(model, tokenizer).loglikelihood(pair)[0][0], abs=1e-5)
+
+
+# Local tasks.
+
+CHOICE = """\
+task: colours
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: "{data}"}}
+  cache_dir: "{cache}"
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{gold}}}}"
+metric_list:
+  - metric: acc
+"""
+WRITING = """\
+task: writing
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: "{data}"}}
+  cache_dir: "{cache}"
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs:
+  until: ["never"]
+  max_gen_toks: 5
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, model: GPT, tokenizer: Tokenizer) -> Path:
+    """Two tasks of ten questions, of which the model answers some; all that it has to write is right but one."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    rows = []
+    for i in range(10):
+        question = f"the cat {i}"
+        answer = alone(model, tokenizer, question, 5) if i else "something else"
+        rows.append({"question": question, "choices": ["sat on", "the mat"], "gold": i % 2, "answer": answer})
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("colours", CHOICE), ("writing", WRITING)):
+        (folder / f"{name}.yaml").write_text(text.format(data=data, cache=tmp_path / "cache"))
+    return folder
+
+
+def test_local_tasks_are_asked_and_their_scores_shown_and_written(
+    tasks: Path, tmp_path: Path, model: GPT, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", model).path
+    options = ["--no-validation", "--harness", "colours,writing", "--harness-path", str(tasks), "--dtype", "float32"]
+    assert main(["evaluate", str(run), *options]) == 0
+    right = 0
+    for row in map(json.loads, (tasks / "rows.jsonl").read_text().splitlines()):
+        given = [tokenizer.bos, *tokenizer.encode(row["question"])]
+        sums = []
+        for choice in row["choices"]:
+            ids = [tokenizer.bos, *tokenizer.encode(f"{row['question']} {choice}")]
+            found = log_probabilities(model, ids)[len(given) - 1 :]
+            sums.append(float(found.gather(1, torch.tensor(ids[len(given) :])[:, None]).sum()))
+        right += sums.index(max(sums)) == row["gold"]
+    assert 0 < right < 10
+    saved = json.loads((run / "evaluation.json").read_text())["harness"]
+    assert saved["colours"]["acc"]["value"] == right / 10
+    assert saved["writing"]["exact_match"]["value"] == 0.9
+    printed = capsys.readouterr()
+    assert f"{right / 10:.4f} ± {saved['colours']['acc']['stderr']:.4f}" in printed.out
+    assert "colours: done" in printed.err
+    assert main(["evaluate", str(run), *options, "--max-per-task", "4", "--json"]) == 0
+    (result,) = json.loads(capsys.readouterr().out)
+    assert result["harness"]["writing"]["exact_match"]["value"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["colour", "--harness-path", "tasks"], "--harness colour: unknown task; did you mean colours?"),
+        (["colours", "--harness-path", "nowhere"], "--harness-path nowhere: no such folder"),
+        (["writing", "--harness-path", "tasks"], "--harness writing: its questions cannot be read"),
+    ],
+)
+def test_what_cannot_be_asked_is_one_line_and_2(
+    options: list[str],
+    message: str,
+    tasks: Path,
+    tmp_path: Path,
+    model: GPT,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def without_the_harness_own(include_path: str | None = None, include_defaults: bool = False) -> TaskManager:
+        return TaskManager(include_path=include_path, include_defaults=False)  # of which reading takes seconds
+
+    monkeypatch.setattr("expert_threshold.integrations.lm_eval.TaskManager", without_the_harness_own)
+    write_run(tmp_path / "run", model)
+    writing = (tasks / "writing.yaml").read_text()
+    (tasks / "writing.yaml").write_text(writing.replace("rows.jsonl", "gone.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["evaluate", "run", "--no-validation", "--harness", *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error.splitlines()[-1]
+    assert not (tmp_path / "run" / "evaluation.json").exists() or "writing" in options
+
+
+def test_without_the_harness_it_is_told_how_to_get_it(
+    tmp_path: Path, model: GPT, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run", model)
+    monkeypatch.delitem(sys.modules, "expert_threshold.integrations.lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["evaluate", str(tmp_path / "run"), "--harness", "colours"]) == 2
+    error = capsys.readouterr().err
+    assert "pip install 'expert-threshold[eval]'" in error
+    assert error.count("\n") == 1
