@@ -233,8 +233,9 @@ class RunModel(HarnessModel):
     ) -> None:
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={dtype!r} is unknown; use float32 or bfloat16")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        model, tokenizer = load_model(run, step, device, getattr(torch, dtype))
+        if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
+            device = "cpu"  # the harness says cuda:0 where nobody said anything
+        model, tokenizer = load_model(run, step, device or "cuda", getattr(torch, dtype))
         sizes = [int(size) for size in (batch_size, max_batch_size) if size not in (None, "auto")]
         at_once = min(sizes) * model.config.context if sizes else TOKENS_AT_ONCE
         super().__init__(model, tokenizer, tokens_at_once=at_once)
