@@ -225,11 +225,12 @@ def test_a_disk_that_fills_inside_safetensors_is_an_operating_system_error(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object) -> None:
-        raise SafetensorError("I/O error: No space left on device")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(checkpoint, "save_file", fail)
-    with pytest.raises(OSError, match=r"model\.safetensors: .*No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors") as error:
         run.save_checkpoint(150, TENSORS, STATE)
+    assert error.value.errno == errno.ENOSPC
 
 
 def test_a_save_that_is_killed_at_any_point_leaves_every_checkpoint_whole(run: RunFolder) -> None:

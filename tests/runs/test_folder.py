@@ -59,10 +59,26 @@ def test_the_configuration_holds_no_nan(run: RunFolder) -> None:
 
 
 def test_a_full_disk_leaves_the_old_configuration(run: RunFolder) -> None:
-    with files_no_larger_than(50), pytest.raises(OSError, match="too large"):
+    with files_no_larger_than(50), pytest.raises(OSError, match=r"too large: .*config\.json"):
         run.write_config({"seed": 1})
     assert run.config == CONFIG
     assert [path.name for path in run.path.iterdir()] == ["config.json"]
+
+
+def test_a_full_disk_leaves_the_old_tokenizer(run: RunFolder) -> None:
+    run.write_config({"model": {"vocab_size": 257}})
+    run.write_tokenizer(Tokenizer.train(["abc"], 257))
+    with files_no_larger_than(50), pytest.raises(OSError, match=r"too large: .*tokenizer\.json"):
+        run.write_tokenizer(Tokenizer.train(["abcabc"], 258))
+    assert run.tokenizer().vocab_size == 257
+    assert sorted(path.name for path in run.path.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_a_tokenizer_of_another_model_is_refused(run: RunFolder) -> None:
+    run.write_config({"model": {"vocab_size": 300}})
+    run.write_tokenizer(Tokenizer.train(["abc"], 257))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: has 257 tokens, but the model of config\.json 300;"):
+        run.tokenizer()
 
 
 def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
@@ -212,7 +228,7 @@ def test_a_full_disk_adds_no_part_of_a_line(tmp_path: Path) -> None:
     metrics = metrics_with(tmp_path, [{"step": 1, "split": "train"}])
     before = metrics.path.read_bytes()
     for room in (0, 5):
-        with files_no_larger_than(len(before) + room), pytest.raises(OSError, match=r"too large|No space"):
+        with files_no_larger_than(len(before) + room), pytest.raises(OSError, match=r"(too large|No space).*metrics"):
             metrics.append({"step": 2, "split": "train"})
         assert metrics.path.read_bytes() == before
 

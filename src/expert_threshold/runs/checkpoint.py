@@ -167,7 +167,10 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
     except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path}: {error}") from error
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise OSError(f"{path}: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

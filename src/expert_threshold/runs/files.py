@@ -43,19 +43,37 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Adds the path to an `OSError` that has none: a write that fails does not say where."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    with named(path), path.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes `path` so that its readers, at any time, see the old content or the new; `OSError` leaves the old."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write that becomes `path`, unless an error leaves the old one: readers see one of them, and whole."""
     temporary = path.with_name(f".tmp-{path.name}")
     try:
-        write_synced(temporary, content)
-        os.replace(temporary, path)
+        with named(path):
+            yield temporary
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes `path` so that its readers, at any time, see the old content or the new; `OSError` leaves the old."""
+    with replacing(path) as temporary:
+        write_synced(temporary, content)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..data import Tokenizer
 from . import checkpoint
 from .checkpoint import Checkpoint
-from .files import read_json, replace_file, to_json
+from .files import read_json, replace_file, replacing, to_json
 from .lock import exclusive
 from .metrics import Metrics
 
@@ -101,6 +101,10 @@ class RunFolder:
                 "use the version of expert-threshold that wrote it"
             )
         return config
+
+    def write_tokenizer(self, tokenizer: Tokenizer) -> None:
+        with replacing(self.tokenizer_path) as temporary:
+            tokenizer.save(temporary)
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. `ValueError` if it is missing, damaged or another model's."""

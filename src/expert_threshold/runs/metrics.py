@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import replace_file, to_json
+from .files import named, replace_file, to_json
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Metrics:
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
-        with self.path.open("ab", buffering=0) as file:
+        with named(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
             if file.write(line) < len(line):  # a full disk takes a part and fails only at the next write
                 file.truncate(end)

@@ -70,8 +70,8 @@ def train(
         step = prepared.trainer.step
         with tracking(config.track, folder, prepared.record, step) as tracker:
             folder.write_config(prepared.record)
-            if not folder.tokenizer_path.exists():
-                prepared.tokenizer.save(folder.tokenizer_path)
+            if step == 0:
+                folder.write_tokenizer(prepared.tokenizer)
             folder.metrics.truncate_after(step)
             run = _Run(folder, prepared, config, sample, display, tracker)
             run.tell_skipped_text(prepared.skipped)
