@@ -32,9 +32,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"runs", "model", "optim", "data", "evaluation"},
     "analysis": {"runs", "model", "data", "routing", "evaluation", "generate"},
     "integrations": {"runs", "model", "moe", "generate"},
+    "recipes": {"optim"},
+    "plan": {"config", "routing", "model", "optim"},
     # The components' own configuration records.
-    "config": {"routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "analysis"},
-}
+    "config": {
+        "recipes", "routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "analysis",
+    },
+}  # fmt: skip
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 

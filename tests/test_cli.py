@@ -28,6 +28,8 @@ from expert_threshold.cli import export as export_command
 from expert_threshold.cli import generate as generate_command
 from expert_threshold.cli import import_ as import_command
 from expert_threshold.cli import leakage as leakage_command
+from expert_threshold.cli import plan as plan_command
+from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
@@ -39,7 +41,7 @@ from expert_threshold.runs import RunFolder
 RUN_OPTIONS = [option for group in run_groups(resolve()).values() for option in group]
 OPTIONS: dict[str, list[Option]] = {
     "train": [*train_command.OPTIONS, *RUN_OPTIONS],
-    "plan": RUN_OPTIONS,
+    "plan": [*plan_command.OPTIONS, *RUN_OPTIONS],
     "generate": generate_command.OPTIONS,
     "data": [],  # test_data_command.py has them
     "evaluate": evaluate_command.OPTIONS,
@@ -47,6 +49,7 @@ OPTIONS: dict[str, list[Option]] = {
     "leakage": leakage_command.OPTIONS,
     "export": export_command.OPTIONS,
     "import": import_command.OPTIONS,
+    "recipes": recipes_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
         *(option for option in RUN_OPTIONS if option.name not in compare_command.DECIDED),

@@ -9,15 +9,16 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .data import DataConfig
+from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
+from .recipes import PAPER_STEPS, RECIPES, Recipe, in_proportion, intervals, scaled_decay
 from .routing import RULES, Rule, rule_from_dict
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
 
-# The paper's warmups and decay are meant for this many steps (Table "Training hyperparameters"); d20 keeps them.
-PAPER_STEPS = 19_073
+# The paper's are meant for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
 PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
 
@@ -154,9 +155,8 @@ def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
             having = [other for other in RULES if option in options_of_rule(other)]
             remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
-    short = 1 - (1 - PAPER_DECAY) * PAPER_STEPS / max(steps, 1)
     scaled = {
-        "decay": min(PAPER_DECAY, max(0.9, round(short, 4))),
+        "decay": scaled_decay(PAPER_DECAY, steps),
         "warmup_steps": PAPER_WARMUP_STEPS if steps >= PAPER_STEPS else min(PAPER_WARMUP_STEPS, steps // 5),
     }
     return rule_from_dict({"name": name} | {k: v for k, v in scaled.items() if k in known} | options)
@@ -181,6 +181,57 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
     return {**sizes, **changes}
 
 
+def recipe_named(name: str) -> Recipe:
+    """The recipe of that name. Raises ValueError if there is none."""
+    if name not in RECIPES:
+        near = get_close_matches(name, RECIPES, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ValueError(f"recipe {name!r} is unknown; {hint}there are {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
+    """What a recipe changes in a preset; the data too where that is the one of the paper."""
+    base = RUNS[preset].train
+    return {
+        "model": recipe.model,
+        "optim": recipe.optim,
+        "train": recipe.options_of_batch(base["batch_size"], base.get("accumulation", 1)),
+        "data": {"source": FINEWEB_EDU} if preset == recipe.preset else {},
+    }
+
+
+def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
+    """The loop for a budget of tokens, or for its steps. Raises ValueError for a budget below one batch.
+
+    Intervals that are not given follow from the paper's, or with a budget from those of `base`, in proportion.
+    """
+    options = {**base, **given}
+    per_step = options["batch_size"] * options.get("accumulation", 1) * context
+    if tokens is not None:
+        if "steps" in given:
+            raise ValueError(f"tokens={tokens} and steps={given['steps']} both say how long to train; give one of them")
+        if tokens < per_step:
+            raise ValueError(f"tokens={tokens} is below one batch of {per_step} tokens; give at least that many")
+        options["steps"] = tokens // max(per_step, 1)
+    if of_paper:
+        options |= intervals(options["steps"], per_step)
+    elif tokens is not None:
+        every = {name: value for name, value in base.items() if name.endswith("_every")}
+        options |= in_proportion(every, options["steps"], base["steps"])
+    return TrainConfig(**{**options, **given})
+
+
+def require_warmups_fit(config: RunConfig) -> None:
+    """Raise ValueError for a warmup that the run would not see the end of."""
+    for part in (config.model.rule, config.optim):
+        for name, steps in vars(part).items() if part is not None else ():
+            if name.endswith("warmup_steps") and steps > config.train.steps:
+                raise ValueError(
+                    f"{name}={steps} is beyond the run of {config.train.steps} steps; give fewer, or train longer"
+                )
+
+
 def resolve(
     preset: str = DEFAULT_PRESET,
     rule: str | None = None,
@@ -188,34 +239,41 @@ def resolve(
     rule_options: Options | None = None,
     changes: Options | None = None,
     file: Options | None = None,
+    recipe: str | None = None,
+    tokens: int | None = None,
 ) -> RunConfig:
-    """The run of a preset, changed by a file, changed by what is given here.
+    """The run of a preset, changed by a recipe, changed by a file, changed by what is given here.
 
     file: sections as config.json has them. changes: the same, without a rule. rule_options: the options of the rule;
     where it is another than the file's, only the numbers of experts and of experts per token are taken from there.
+    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run.
     Raises ValueError on unknown names and on values that cannot train.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; use one of {', '.join(RUNS)}")
     file = {} if file is None else file
     check_changes(file)
-    given = {section: dict(file.get(section, {})) | dict((changes or {}).get(section, {})) for section in SECTIONS}
+    base, made_by = RUNS[preset], None if recipe is None else recipe_named(recipe)
+    below = {} if made_by is None else recipe_sections(made_by, preset)
+    given = {
+        section: {**below.get(section, {}), **file.get(section, {}), **(changes or {}).get(section, {})}
+        for section in SECTIONS
+    }
 
     in_file = dict(given["model"].pop("rule", {}))
+    sizes = scaled_model(PRESETS[preset], given["model"])
+    train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=made_by is not None)
+    if made_by is not None and not in_file:
+        in_file = dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
     name_in_file = in_file.pop("name", None)
     name = rule or name_in_file or DEFAULT_RULE
     known = options_of_rule(name)
     if name != name_in_file:
         in_file = {k: v for k, v in in_file.items() if k in SHARED_RULE_OPTIONS and k in known}
-    own = {k: v for k, v in RUNS[preset].rule.items() if k in known}
-
-    train = TrainConfig(**(dict(RUNS[preset].train) | given["train"]))
+    own = {k: v for k, v in base.rule.items() if k in known}
     return RunConfig(
-        model=GPTConfig(
-            **scaled_model(PRESETS[preset], given["model"]),
-            rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {}))),
-        ),
+        model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {})))),
         data=DataConfig(**given["data"]),
-        optim=scaled_optim(train.steps, **(dict(RUNS[preset].optim) | given["optim"])),
+        optim=scaled_optim(train.steps, **(dict(base.optim) | given["optim"])),
         train=train,
     )

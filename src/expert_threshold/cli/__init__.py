@@ -20,11 +20,12 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "train": Entry("train", "train a language model into a run folder, or resume one"),
-    "plan": Entry("plan", "tell what a run would cost: parameters, tokens and FLOPs"),
+    "plan": Entry("plan", "tell what a run would cost: parameters, FLOPs, memory, time and money"),
     "generate": Entry("generate", "continue a text with a trained model"),
     "data": Entry("data", "download text and questions, train a tokenizer, tokenize once and for all"),
     "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods alike and say what each reached"),
+    "recipes": Entry("recipes", "list the paper's runs and what it reports of each"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
     "leakage": Entry("leakage", "tell how much of the future expert choice can tell, and does"),
     "export": Entry("export", "write a trained model as a folder for Hugging Face transformers"),

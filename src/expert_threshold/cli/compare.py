@@ -38,6 +38,7 @@ from ..analysis.sentences import short
 from ..config import DEFAULT_PRESET, RunConfig, options_of_rule
 from ..data import open_source
 from ..data.sources import absolute
+from ..plan import costs
 from ..routing import rule_to_dict
 from ..runs import RunFolder
 from ..runs.files import damage_told, read_json, replace_file, to_json
@@ -46,7 +47,6 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
 from .options import Option
-from .plan import plan
 from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run, start_of
 from .train import train_run
 
@@ -86,7 +86,7 @@ OPTIONS = [
     Option("out", str, "runs/compare-PRESET", "The folder to make, or of the comparison to go on with."),
 ]
 # Options of a run that --rules and --seeds decide.
-DECIDED = {"rule", "seed"} | {
+DECIDED = {"recipe", "rule", "seed"} | {
     option for option in RULE_OPTIONS if not any(method.leaves_open(option) for method in METHODS.values())
 }
 
@@ -308,15 +308,15 @@ class Comparison(NamedTuple):
 
     def headline(self) -> str:
         """On what, for how long and where."""
-        costs = plan(next(iter(self.configs.values())))
+        cost = costs(next(iter(self.configs.values())))
         options = self.record["options"]
         start, corpus = " with ".join(options["run"].values()), Path(options["data"]["source"]).name
         machines = "; ".join(
             f"{m['gpu'] or m['cpu']}, threads: {m['threads']}, torch {m['torch']}" for m in self.record["machines"]
         )
         return (
-            f"{start} on {corpus}: {costs['steps']:,} steps of {costs['tokens_per_step']:,} tokens = "
-            f"{short(costs['tokens'])} tokens; {machines}"
+            f"{start} on {corpus}: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = "
+            f"{short(cost['tokens'])} tokens; {machines}"
         )
 
     def table(self) -> Table:

@@ -17,6 +17,7 @@ from ..data import Corpus, Tokenizer, open_source
 from ..data.cache import VARIABLE, cache_folder, require_writable
 from ..data.public import CORE, FINEWEB_EDU, fetch_core, fetch_fineweb_edu
 from ..data.token_files import TOKENIZER, write_tokens
+from ..data.tokens import Parts
 from ..evaluation import read_bundle
 from ..runs.lock import exclusive
 from ..train.log import Display, clock
@@ -141,7 +142,7 @@ def _tokenize(given: Given, display: Display) -> str:
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent)
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
-    splits = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
+    splits: dict[str, Parts] = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     with exclusive(out.absolute().with_name(f".lock-{out.name}")):
         skipped = write_tokens(
             out,

@@ -4,56 +4,101 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..model import flops_per_token, parameter_counts
-from ..routing import rule_name
+from ..plan import LAYOUTS, Machine, costs, duration, memory, share_out
+from ..train.checks import require_pools_fit
+from ..train.device import pick_dtype
+from ..train.log import clock
 from .options import Option
-from .run_options import parse_run, resolve_run, start_of
+from .run_options import parse_run, preset_of, resolve_run
 
-JSON = Option("json", bool, False, "Print one JSON object instead of a table.")
+DEFAULTS = Machine()
+OPTIONS = [
+    Option("json", bool, False, "Print one JSON object instead of tables."),
+    Option("gpus", int, DEFAULTS.gpus, "GPUs that share the batch."),
+    Option("micro_batch", int | None, None, "Sequences on a GPU at a time; none is --batch-size, shared out."),
+    Option("utilisation", float, DEFAULTS.utilisation, "Model FLOPs that a GPU makes, of those at its peak."),
+    Option("peak_tflops", float, DEFAULTS.peak_tflops, "Peak of one GPU; an H100's in bfloat16 by default."),
+    Option("price_per_gpu_hour", float, DEFAULTS.price_per_gpu_hour, "Of one GPU, in any currency."),
+]
+DESCRIPTION = (
+    "Tell what a run would cost: parameters, tokens, FLOPs, memory, time and money.\n\n"
+    "Memory is that of one GPU when it needs most, without what the allocator and the GPU's libraries add: replicate, "
+    "all weights on each GPU; shard, a share of everything; expert_parallel, a share of the experts."
+)
 
 
 def run(arguments: Sequence[str]) -> None:
     """Print the plan of the run that the arguments mean."""
-    given = parse_run("et plan", "Tell what a run would cost: parameters, tokens and FLOPs.", [JSON], arguments)
-    costs = start_of(given) | plan(resolve_run(given))
+    given = parse_run("et plan", DESCRIPTION, OPTIONS, arguments)
+    machine = Machine(**{name: given[name] for name in Machine._fields if name in given})
+    costs = {"preset": preset_of(given)} | plan(resolve_run(given), machine)
     if given.get("json"):
         print(json.dumps(costs))
     else:
-        Console().print(_table(costs))
+        for table in tables(costs):
+            Console().print(table)
 
 
-def plan(config: RunConfig) -> dict[str, Any]:
-    """Parameters in all, for one token and by part; tokens; model FLOPs of forward and backward."""
-    parameters = parameter_counts(config.model)
-    per_token = flops_per_token(config.model)
-    tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
-    tokens = config.train.steps * tokens_per_step
+def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
+    """Everything about the run on these GPUs, or on the CPU if that is the run's device. Raises ValueError."""
+    for name in ("gpus", "micro_batch", "utilisation", "peak_tflops", "price_per_gpu_hour"):
+        value = getattr(machine, name)
+        least = 0 if name == "price_per_gpu_hour" else 1e-9
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: must be above 0")
+    if machine.utilisation > 1:
+        raise ValueError(f"--utilisation {machine.utilisation}: is a share of the peak; give at most 1")
+    micro_batch, accumulation = share_out(config, machine)
+    require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
+    on_cpu = config.train.device == "cpu"
+    dtype = pick_dtype(config.train.dtype, torch.device("cpu")) if on_cpu else torch.bfloat16
+    itemsize = 4 if config.train.dtype == "float32" else dtype.itemsize
+    layouts = LAYOUTS[:1] if machine.gpus == 1 else LAYOUTS
     return {
-        "rule": rule_name(config.model.rule),
-        "params_total": parameters.pop("total"),
-        "params_active": parameters.pop("active"),
-        "parameters": parameters,
-        "flops_per_token": per_token,
-        "steps": config.train.steps,
-        "tokens_per_step": tokens_per_step,
-        "tokens": tokens,
-        "flops_total": per_token * tokens,
+        **costs(config),
+        **machine._asdict(),
+        "micro_batch": micro_batch,
+        "accumulation": accumulation,
+        "memory": {name: memory(config, machine, itemsize, fused=not on_cpu, layout=name) for name in layouts},
+        **duration(config, machine),
     }
 
 
-def _table(costs: dict[str, Any]) -> Table:
-    table = Table("", "", show_header=False)
-    table.columns[1].justify = "right"
-    for name, value in costs.items():
-        if name == "parameters":
-            for part, count in value.items():
-                table.add_row(f"  {part}", f"{count:,}")
-        else:
-            table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
-    return table
+def tables(costs: dict[str, Any]) -> list[Table]:
+    """The run; the memory by part, a column for each layout; time and money."""
+    run = Table("run", "", box=box.SIMPLE)
+    for name in ("preset", "rule", "params_total", "params_active"):
+        run.add_row(name, _show(costs[name]))
+    for part, count in costs["parameters"].items():
+        run.add_row(f"  {part}", _show(count))
+    for name in ("flops_per_token", "steps", "tokens_per_step", "tokens", "pool", "effective_pool"):
+        run.add_row(name, _show(costs[name]))
+    run.add_row("flops_total", f"{costs['flops_total']:.3e}")
+    by_layout = costs["memory"]
+    there = Table("GiB on a GPU", *(by_layout if len(by_layout) > 1 else [""]), box=box.SIMPLE)
+    for part in next(iter(by_layout.values())):
+        there.add_row(part, *(f"{parts[part] / 2**30:.2f}" for parts in by_layout.values()))
+    time = Table("time", "", box=box.SIMPLE)
+    for name in ("gpus", "micro_batch", "accumulation", "utilisation", "peak_tflops", "price_per_gpu_hour"):
+        time.add_row(name, _show(costs[name]))
+    time.add_row("tokens_per_second", f"{costs['tokens_per_second']:,.0f}")
+    time.add_row("duration", clock(3600 * costs["hours"]))
+    time.add_row("gpu_hours", f"{costs['gpu_hours']:,.1f}")
+    time.add_row("cost", f"{costs['cost']:,.2f}")
+    for table in (run, there, time):
+        for column in table.columns[1:]:
+            column.justify = "right"
+    return [run, there, time]
+
+
+def _show(value: object) -> str:
+    return "–" if value is None else f"{value:,}" if isinstance(value, int) else str(value)

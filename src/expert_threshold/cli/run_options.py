@@ -15,9 +15,11 @@ from ..config import (
     SECTIONS,
     RunConfig,
     options_of_rule,
+    require_warmups_fit,
     resolve,
     scaled_rule,
 )
+from ..recipes import RECIPES
 from ..routing import RULES, rule_to_dict
 from ..runs import RunFolder
 from .options import HELP_FLAGS, Command, Option, field_comments, parse
@@ -27,6 +29,13 @@ Given = Mapping[str, Any]
 PRESET = Option(
     "preset", Literal[tuple(RUNS)], DEFAULT_PRESET, "The run to start from; options change it.", positional=True
 )
+RECIPE = Option(
+    "recipe",
+    Literal[tuple(RECIPES)] | None,
+    None,
+    "A run of the paper's tables, see et recipes; with a PRESET, the same scaled to that.",
+)
+TOKENS = Option("tokens", int | None, None, "Train on so many tokens, in whole batches, instead of --steps.")
 RULE = Option("rule", Literal[("dense", *RULES)], DEFAULT_RULE, "How scores become an assignment.")
 CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags go first.")
 
@@ -110,16 +119,18 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
 def resolve_run(given: Given) -> RunConfig:
     """The run that the given options mean: flags over a file over the model of --init-from over the preset.
 
-    Raises ValueError.
+    A recipe comes between that and the preset, but its rule before that model's. Raises ValueError.
     """
     file: dict[str, Any] = {}
     if "init_from" in given:
         file["model"] = RunFolder.open(given["init_from"]).section("model")
+        if given.get("recipe") is not None:
+            file["model"].pop("rule", None)
     if "config" in given:
         for section, options in read_config_file(given["config"]).items():
             file[section] = file.get(section, {}) | options if isinstance(options, dict) else options
-    return resolve(
-        given.get("preset", DEFAULT_PRESET),
+    config = resolve(
+        preset_of(given),
         given.get("rule"),
         rule_options={name: given[name] for name in RULE_OPTIONS if name in given},
         changes={
@@ -127,7 +138,20 @@ def resolve_run(given: Given) -> RunConfig:
             for section, record in SECTIONS.items()
         },
         file=file,
+        recipe=given.get("recipe"),
+        tokens=given.get("tokens"),
     )
+    if "init_from" not in given:  # whose rule has its warmup behind it
+        require_warmups_fit(config)
+    return config
+
+
+def preset_of(given: Given) -> str:
+    """The preset that is named, or the recipe's."""
+    recipe = given.get("recipe")
+    default = DEFAULT_PRESET if recipe is None else RECIPES[recipe].preset
+    preset: str = given.get("preset", default)
+    return preset
 
 
 def start_of(given: Given) -> dict[str, str]:
@@ -158,7 +182,7 @@ def parse_run(
     """
 
     def command(config: RunConfig) -> Command:
-        groups = {"run": [PRESET, *own, CONFIG]} | run_groups(config)
+        groups = {"run": [PRESET, RECIPE, TOKENS, *own, CONFIG]} | run_groups(config)
         left = {title: [o for o in options if o.name not in without] for title, options in groups.items()}
         return Command(prog, description, left)
 

@@ -14,10 +14,11 @@ from rich.console import Console
 
 from ..analysis.report import write_report
 from ..analysis.sentences import counted, short
-from ..config import DEFAULT_PRESET, RunConfig
+from ..config import RunConfig
 from ..data import Tokenizer
 from ..generate import generate, printable
 from ..model import GPT
+from ..plan import costs
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult, train
@@ -25,8 +26,7 @@ from ..train.checks import FREE_ON_RESUME
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from .options import Option
-from .plan import plan
-from .run_options import parse_run, resolve_run
+from .run_options import parse_run, preset_of, resolve_run
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
@@ -51,7 +51,8 @@ def run(arguments: Sequence[str]) -> None:
         result = train_run(folder, config, console, resume=True)
     else:
         config = resolve_run(given)
-        path = given.get("out", f"runs/{given.get('preset', DEFAULT_PRESET)}-{rule_name(config.model.rule)}")
+        name = given.get("recipe") or rule_name(config.model.rule)
+        path = given.get("out", f"runs/{preset_of(given)}-{name}")
         init_from = Path(given["init_from"]) if "init_from" in given else None
         text = introduce(config)
         folder = RunFolder.create(path)
@@ -103,17 +104,17 @@ def _resumed(folder: RunFolder, given: dict[str, Any]) -> RunConfig:
 
 def introduce(config: RunConfig) -> str:
     """What is about to be trained, on what. Raises ValueError if the device is not there."""
-    costs = plan(config)
+    cost = costs(config)
     rule = config.model.rule
     experts = "" if rule is None else f" among {rule.num_experts} experts, {rule.experts_per_token:g} per token"
     device = pick_device(config.train.device)
     dtype = str(pick_dtype(config.train.dtype, device)).removeprefix("torch.")
     threads = f", {counted(config.train.threads or torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
     return (
-        f"model: {short(costs['params_total'])} parameters, {short(costs['params_active'])} active; "
-        f"rule {costs['rule']}{experts}\n"
-        f"training: {costs['steps']:,} steps of {costs['tokens_per_step']:,} tokens = {short(costs['tokens'])} tokens, "
-        f"{costs['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}"
+        f"model: {short(cost['params_total'])} parameters, {short(cost['params_active'])} active; "
+        f"rule {cost['rule']}{experts}\n"
+        f"training: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = {short(cost['tokens'])} tokens, "
+        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}"
     )
 
 

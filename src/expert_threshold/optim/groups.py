@@ -114,10 +114,12 @@ def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} is not possible: {remedy}")
 
 
-# The optimizer of the authors' release, which differs from the paper's tables.
+# The optimizer of the authors' release, which differs from the paper's tables. The routers are in the head's group.
 RELEASE = OptimConfig(
+    router_lr=0.004,
     router_optimizer="adamw",
     betas=(0.8, 0.95),
+    adamw_warmup_steps=0,
     schedule="warmup_stable_decay",
     min_lr_ratio=0.0,
     clip=1.0,

@@ -1,0 +1,81 @@
+"""`et recipes`: the runs of the paper's tables, and what it reports of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..analysis.sentences import short
+from ..config import resolve
+from ..plan import costs
+from ..recipes import RECIPES
+from ..routing import rule_to_dict
+from .options import Command, Option, parse
+
+OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
+WIDE = 120  # columns of a terminal that has room for summaries
+DESCRIPTION = (
+    "List the runs of the paper's tables and ablations, for et train --recipe NAME.\n\n"
+    "pool: the tokens that compete for an expert, or over which load is measured. effective: the tokens that a "
+    "cutoff remembers, those of a step divided by 1 − β. CE and CORE are what the paper reports."
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print all of them."""
+    given = parse(Command("et recipes", DESCRIPTION, {"recipes": OPTIONS}), arguments)
+    rows = [describe(name) for name in RECIPES]
+    if given.get("json"):
+        print(json.dumps(rows))
+    else:
+        console = Console()
+        console.print(_table(rows, console.width >= WIDE))
+        console.print(
+            "et train --recipe NAME starts one; with a PRESET and --tokens it is scaled to that.", markup=False
+        )
+
+
+def describe(name: str) -> dict[str, Any]:
+    """A recipe with its pools in tokens, and what the paper reports of it."""
+    recipe = RECIPES[name]
+    config = resolve(recipe.preset, recipe=name)
+    cost = costs(config)
+    return {
+        "name": name,
+        "summary": recipe.summary,
+        "preset": recipe.preset,
+        "rule": rule_to_dict(config.model.rule),
+        **{key: cost[key] for key in ("steps", "tokens", "tokens_per_step", "pool", "effective_pool")},
+        "paper": recipe.reported._asdict(),
+    }
+
+
+def _table(rows: Sequence[dict[str, Any]], summaries: bool) -> Table:
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
+    if summaries:
+        table.add_column("what")
+    for name in ("tokens", "pool", "effective", "CE", "CORE"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("in the paper")
+    for row in rows:
+        paper = row["paper"]
+        sizes = (short(row["tokens"]), _size(row["pool"]), _size(row["effective_pool"]))
+        loss = "–" if paper["cross_entropy"] is None else f"{paper['cross_entropy']:.3f}"
+        core = "–" if paper["core"] is None else f"{paper['core']:g}"
+        summary = [f"{row['preset']}, {row['summary']}"] if summaries else []
+        table.add_row(row["name"], *summary, *sizes, loss, core, paper["where"])
+    return table
+
+
+def _size(tokens: int | None) -> str:
+    """In the paper's units: 2k is 2,048."""
+    if tokens is None:
+        return "–"
+    return f"{tokens / 1e6:.0f}M" if tokens >= 10_000_000 else f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)
+

@@ -1,0 +1,173 @@
+"""How many bytes a training step needs, counted from the shapes that forward keeps for backward; no tensor is made.
+
+It follows attention.py, experts.py, grouped.py and cross_entropy.py: whoever changes what those keep changes it here.
+tests/test_plan.py compares it with the allocator's own count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..moe.dispatch.grouped import round_up
+from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
+from .attention import QUERIES_PER_BLOCK
+from .cross_entropy import LOGITS_PER_CHUNK
+from .gpt import GPTConfig
+
+FLOAT32, INT64 = 4, 8  # bytes
+
+
+class Memory(NamedTuple):
+    """Bytes. dispatch: what is kept and made because tokens go to experts and come back. casts: weights in the compute
+    dtype, which are kept for backward, too."""
+
+    activations: int = 0
+    dispatch: int = 0
+    logits: int = 0
+    casts: int = 0
+    gradients: int = 0
+
+    def __add__(self, other: Memory) -> Memory:  # type: ignore[override]
+        return Memory(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Step(NamedTuple):
+    """A micro-batch on one device. itemsize: bytes of a number of the compute dtype. fused: attention keeps no
+    probabilities, as everywhere but on a CPU."""
+
+    config: GPTConfig
+    sequences: int
+    itemsize: int
+    fused: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.config.context
+
+    @property
+    def rows(self) -> int:
+        """A vector of d_model for each token."""
+        return self.tokens * self.config.d_model * self.itemsize
+
+    @property
+    def scale(self) -> int:
+        """A float32 for each token."""
+        return self.tokens * FLOAT32
+
+    @property
+    def width(self) -> int:
+        return activation_named(self.config.activation).width
+
+    @property
+    def slots(self) -> int:
+        """Rows that the experts compute, padding included, at even loads."""
+        rule = self.config.rule
+        assert rule is not None
+        return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
+
+    def has_experts(self, layer: int) -> bool:
+        return self.config.rule is not None and layer >= self.config.dense_layers
+
+    def cast(self, weights: int) -> int:
+        """So many weights; none where they are float32 already."""
+        return 0 if self.itemsize == FLOAT32 else weights * self.itemsize
+
+    def kept(self, layer: int) -> Memory:
+        """Of a block, from its forward to its backward."""
+        return self._kept_by_attention() + (self._kept_by_experts() if self.has_experts(layer) else self._kept_dense())
+
+    def _kept_by_attention(self) -> Memory:
+        config = self.config
+        heads, kv_heads, wide = config.heads, config.kv_heads, config.d_model // config.heads
+        head = self.tokens * wide * self.itemsize
+        # Two norms' inputs; what the projections take, what they make, the rows' scales; what the last one takes.
+        kept = 3 * self.rows + (heads + 2 * kv_heads) * head + (2 + heads + kv_heads) * self.scale + heads * head
+        if self.fused:
+            kept += (heads + kv_heads) * head + heads * self.scale
+        else:
+            seen = sum(
+                min(QUERIES_PER_BLOCK, config.context - start) * min(start + QUERIES_PER_BLOCK, config.context)
+                for start in range(0, config.context, QUERIES_PER_BLOCK)
+            )
+            kept += 3 * heads * head + self.sequences * heads * seen * self.itemsize
+        weights = (heads + 2 * kv_heads) * wide * config.d_model * self.itemsize  # put together, so a copy always
+        return Memory(kept, casts=weights + self.cast(heads * wide * config.d_model))
+
+    def _kept_dense(self) -> Memory:
+        hidden = self.tokens * self.config.d_feed_forward * self.width * self.itemsize
+        weights = (self.width + 1) * self.config.d_model * self.config.d_feed_forward
+        return Memory(self.rows + hidden, casts=self.cast(weights))
+
+    def _kept_by_experts(self) -> Memory:
+        config, rule = self.config, self.config.rule
+        assert rule is not None
+        wide = config.d_expert * self.width * self.itemsize
+        pairs = self.slots
+        gates = self.scale * rule.num_experts
+        indices = INT64 * (4 * pairs + self.slots + self.tokens)
+        weights = (self.width + 1) * config.d_model * config.d_expert * (rule.num_experts + config.shared_experts)
+        shared = self.tokens * config.shared_experts * wide
+        return Memory(self.rows + shared, gates + indices + self.slots * wide, casts=self.cast(weights))
+
+    def kept_outside(self) -> Memory:
+        """Of all blocks: what the first norm and the last one take, and the loss's gradients."""
+        head = self.config.vocab_size * self.config.d_model
+        return Memory(3 * self.rows + 2 * self.scale, logits=head * FLOAT32)
+
+    def made_by_loss(self) -> Memory:
+        """While the loss is computed: the last hidden states, the head in the compute dtype and a product for its
+        gradient, a chunk of logits; and scores and assignments, which are held until the forward is over."""
+        vocab, head = self.config.vocab_size, self.config.vocab_size * self.config.d_model
+        chunk = min(max(LOGITS_PER_CHUNK // vocab, 1), self.tokens) * vocab * (self.itemsize + 3 * FLOAT32)
+        product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
+        experts = 0 if self.config.rule is None else self.config.rule.num_experts
+        layers = sum(self.has_experts(layer) for layer in range(self.config.layers))
+        held = layers * self.tokens * experts * (FLOAT32 + 1)
+        return Memory(self.rows, held, chunk + product + head * self.itemsize)
+
+    def made_by_backward(self, layer: int) -> Memory:
+        """While a block's feed-forward is in work, beside what is kept."""
+        config = self.config
+        if not self.has_experts(layer):
+            weights = 2 * (self.width + 1) * config.d_model * config.d_feed_forward
+            hidden = min(HIDDEN_PER_BLOCK, self.tokens * config.d_feed_forward)
+            return Memory(3 * self.rows + (weights + hidden) * self.itemsize)
+        assert config.rule is not None
+        weights = (self.width + 1) * config.d_model * config.d_expert * config.rule.num_experts
+        hidden = 3 * min(HIDDEN_PER_BLOCK, self.slots * config.d_expert) * self.itemsize
+        rows = 4 * self.slots * config.d_model * self.itemsize
+        return Memory(3 * self.rows, rows + hidden + self.cast(weights))
+
+    def made_by_attention(self) -> Memory:
+        """While the backward of a block's attention is in work; its feed-forward's is over."""
+        config = self.config
+        block = 0 if self.fused else 2 * min(QUERIES_PER_BLOCK, config.context) * config.context
+        return Memory(5 * self.rows + self.sequences * config.heads * block * self.itemsize)
+
+    def peak(self, gradients: Sequence[int], *, accumulated: bool, checkpointing: bool) -> Memory:
+        """The moment of forward and backward that needs most, weights and the optimizer's state not counted.
+
+        gradients: bytes of those of embedding and head together, and of each block. accumulated: those of an earlier
+        micro-batch are there already.
+        """
+        blocks = range(self.config.layers)
+        kept = [self.kept(layer) for layer in blocks]
+        waiting = [Memory(self.rows)] * len(kept) if checkpointing else kept
+        there = sum(gradients) if accumulated else 0
+        moments = [
+            sum(waiting, self.kept_outside() + self.made_by_loss() + Memory(gradients=there)),
+            Memory(gradients=there + sum(gradients)),
+        ]
+        made = there + gradients[0] // 2  # the head's
+        for layer in reversed(blocks):
+            below = sum(waiting[:layer], Memory(gradients=made))
+            made += gradients[1 + layer]
+            moments.append(below + kept[layer] + self.made_by_backward(layer))
+            then = below._replace(gradients=made) + self._kept_by_attention() + self.made_by_attention()
+            moments.append(then)
+        return max(moments, key=lambda moment: moment.total)

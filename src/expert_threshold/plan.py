@@ -1,0 +1,151 @@
+"""What a run would cost, without making a weight: parameters, tokens, FLOPs, memory, time and money."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from .config import RunConfig
+from .model import GPT, flops_per_token, parameter_counts
+from .model.memory import FLOAT32, Memory, Step
+from .optim import make_optimizers
+from .optim.muon import BATCH_ELEMENTS
+from .routing import ExpertChoice, ExpertThreshold, TokenChoice, rule_name
+
+LAYOUTS = ("replicate", "shard", "expert_parallel")
+"""Every GPU has all weights and its share of the optimizer's state; a share of everything; a share of the experts."""
+
+
+def costs(config: RunConfig) -> dict[str, Any]:
+    """Parameters in all, for one token and by part; tokens, of a pool too; model FLOPs of forward and backward."""
+    parameters = parameter_counts(config.model)
+    per_token = flops_per_token(config.model)
+    tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
+    tokens = config.train.steps * tokens_per_step
+    pool, effective = pools(config)
+    return {
+        "rule": rule_name(config.model.rule),
+        "params_total": parameters.pop("total"),
+        "params_active": parameters.pop("active"),
+        "parameters": parameters,
+        "flops_per_token": per_token,
+        "steps": config.train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": tokens,
+        "pool": pool,
+        "effective_pool": effective,
+        "flops_total": per_token * tokens,
+    }
+
+
+def pools(config: RunConfig) -> tuple[int | None, int | None]:
+    """Tokens that compete for an expert, or over which load is measured; and those a cutoff remembers, N / (1 − β).
+
+    None where there are none: each token by itself, or no cutoff in training.
+    """
+    rule, micro_batch = config.model.rule, config.train.batch_size * config.model.context
+    step = micro_batch * config.train.accumulation
+    if rule is None:
+        return None, None
+    if isinstance(rule, TokenChoice):
+        measured = {"none": None, "aux": micro_batch, "global_aux": micro_batch}
+        return measured.get(rule.balance, step), None
+    assert isinstance(rule, ExpertChoice | ExpertThreshold)
+    sizes = {"sequence": config.model.context, "batch": micro_batch, "global": micro_batch}
+    pool = rule.pool if isinstance(rule.pool, int) else sizes[rule.pool]
+    return pool, round(step / (1 - rule.decay)) if isinstance(rule, ExpertThreshold) else None
+
+
+class Machine(NamedTuple):
+    """utilisation: model FLOPs over what the GPUs could do; price: of a GPU for an hour."""
+
+    gpus: int = 1
+    micro_batch: int | None = None  # sequences on a GPU; None is the run's, shared out
+    utilisation: float = 0.4
+    peak_tflops: float = 989.0
+    price_per_gpu_hour: float = 2.5
+
+
+def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
+    """Hours, and what they cost."""
+    rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
+    hours = costs(config)["flops_total"] / rate / 3600
+    return {
+        "tokens_per_second": rate / flops_per_token(config.model),
+        "hours": hours,
+        "gpu_hours": hours * machine.gpus,
+        "cost": hours * machine.gpus * machine.price_per_gpu_hour,
+    }
+
+
+def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
+    """Sequences in a micro-batch of one GPU, and micro-batches in a step. Raises ValueError if that does not go up."""
+    step = config.train.batch_size * config.train.accumulation
+    if machine.gpus > step:
+        raise ValueError(f"--gpus {machine.gpus}: a step has {step} sequences; give at most as many GPUs")
+    by_loss = isinstance(config.model.rule, TokenChoice) and config.model.rule.balance == "aux"
+    shared = config.train.batch_size if by_loss else max(config.train.batch_size // machine.gpus, 1)  # whose pool it is
+    micro_batch = machine.micro_batch or shared
+    if step % (micro_batch * machine.gpus):
+        raise ValueError(
+            f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide the step of {step} sequences; "
+            f"give a divisor of {step // machine.gpus}"
+        )
+    return micro_batch, step // (micro_batch * machine.gpus)
+
+
+def memory(config: RunConfig, machine: Machine, itemsize: int, *, fused: bool, layout: str) -> dict[str, int]:
+    """Bytes on one GPU at the moment that needs most, by part and in all, as `peak`; the allocator's own comes on top.
+
+    itemsize: bytes of a number of the compute dtype. fused: as on a GPU, attention keeps no probabilities.
+    """
+    micro_batch, accumulation = share_out(config, machine)
+    step = Step(config.model, micro_batch, itemsize, fused)
+    with torch.device("meta"):
+        model = GPT(config.model)
+    whole = _parameters(model)
+    held = [_held(part, layout, machine.gpus) for part in whole]
+    gradients = [FLOAT32 * count for count in held]
+    moment = step.peak(gradients, accumulated=accumulation > 1, checkpointing=config.train.activation_checkpointing)
+    optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
+    state = sum(t.nbytes for group in optimizers.groups.values() for t in group.optimizer.tensors().values())
+    state //= machine.gpus
+    # Muon's batch in work: the momentum's lookahead, two iterates and their Gram matrices.
+    muon = BATCH_ELEMENTS["gpu" if fused else "cpu"] * 2 * (FLOAT32 + itemsize)
+    if sum(gradients) + muon > moment.total:
+        moment, state = Memory(gradients=sum(gradients)), state + muon
+    elif machine.gpus > 1:
+        moment = moment + _beside(step, moment, whole, held, layout)
+    parts = {"weights": FLOAT32 * sum(held), "optimizer": state, **moment._asdict()}
+    return parts | {"peak": sum(parts.values())}
+
+
+def _beside(step: Step, moment: Memory, whole: list[tuple[int, int]], held: list[int], layout: str) -> Memory:
+    """What a layout needs more, or less, than one that has all weights."""
+    if layout == "shard":  # two blocks are gathered at a time, and the gradients of one are whole
+        largest = max(map(sum, whole[1:]))
+        return Memory(casts=2 * largest * step.itemsize - moment.casts, gradients=largest * FLOAT32)
+    if layout == "expert_parallel" and step.config.rule is not None:  # tokens are sent, received, and sent back
+        there = sum(map(sum, whole[1:]))
+        rows = 2 * step.slots * step.config.d_model * step.itemsize
+        return Memory(casts=moment.casts * sum(held[1:]) // there - moment.casts, dispatch=rows)
+    return Memory()
+
+
+def _parameters(model: GPT) -> list[tuple[int, int]]:
+    """Weights of embedding and head together, and of each block: those of routed experts are the second number."""
+    outside = model.embed.weight.numel() + model.head.weight.numel()
+    all_of_it = [sum(weight.numel() for weight in block.parameters()) for block in model.blocks]
+    experts = [0] * len(all_of_it)
+    for layer, moe in model.moe_layers():
+        experts[layer] = sum(weight.numel() for weight in moe.experts.parameters())
+    return [(outside, 0), *((whole - part, part) for whole, part in zip(all_of_it, experts, strict=True))]
+
+
+def _held(part: tuple[int, int], layout: str, gpus: int) -> int:
+    """Of a part's weights, those that one GPU has."""
+    others, experts = part
+    if layout == "shard":
+        return -(-(others + experts) // gpus)
+    return others + (-(-experts // gpus) if layout == "expert_parallel" else experts)

@@ -1,0 +1,162 @@
+"""The runs of the paper's tables and ablations as records, with what the paper reports of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from .optim import RELEASE, OptimConfig
+
+Options = Mapping[str, Any]
+
+PAPER_STEPS = 19_073
+"""Of d12 (Table "Training hyperparameters"). Decays and intervals below are meant for so many."""
+PAPER_TOKENS = PAPER_STEPS * 524_288
+EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
+EVAL_TOKENS = 10_485_760
+"""Of a validation, as in the release; the paper does not say."""
+LEAST_DECAY = 0.9
+"""A running mean remembers at least ten steps, however short the run."""
+
+
+class Reported(NamedTuple):
+    """What the paper says. None is what it does not say."""
+
+    where: str
+    cross_entropy: float | None = None  # of validation, nats per token
+    core: float | None = None
+    train_cross_entropy: float | None = None  # at the end of training (section "Batch Size Scaling")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run. What is not said is as in any run of its preset.
+
+    rule: its name and the options in which it differs; a decay is that of a run of PAPER_STEPS. pool: the sequences
+    whose tokens compete for an expert or over which load is measured; None is all of a micro-batch, on all ranks.
+    """
+
+    summary: str
+    rule: Options
+    reported: Reported
+    preset: str = "d12"
+    pool: int | None = None
+    model: Options = field(default_factory=dict)
+    optim: Options = field(default_factory=dict)
+
+    @property
+    def balances_by_loss(self) -> bool:
+        """Such a loss sees one micro-batch, so its pool is the micro-batch's size."""
+        return self.rule.get("balance") == "aux"
+
+    def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
+        """The micro-batches of a step that has `batch_size * accumulation` sequences."""
+        whole = batch_size * accumulation
+        if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
+            return {}
+        return {"batch_size": min(self.pool, whole), "accumulation": whole // min(self.pool, whole)}
+
+    def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
+        """Rule and options for a micro-batch of `batch_size` sequences of `context` tokens, in a run of `steps`."""
+        options = dict(self.rule)
+        if options["name"] == "expert_choice":
+            options["pool"] = pool_option(self.pool, batch_size, context)
+        if "decay" in options:
+            options["decay"] = scaled_decay(options["decay"], steps)
+        return options
+
+
+def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
+    """As expert choice takes it: so many sequences, at most the micro-batch."""
+    if pool == 1:
+        return "sequence"
+    return "global" if pool is None or pool >= batch_size else pool * context
+
+
+def scaled_decay(decay: float, steps: int) -> float:
+    """A mean over the same share of a run of `steps` as `decay` is of PAPER_STEPS; longer runs keep it.
+
+    1 − β' = (1 − β) · PAPER_STEPS / steps, and β' at least LEAST_DECAY, or β if that is less.
+    """
+    share = 1 - (1 - decay) * PAPER_STEPS / max(steps, 1)
+    return min(decay, max(LEAST_DECAY, round(share, 4)))
+
+
+def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:
+    """Intervals that are meant for a run of `of` steps, for one of `steps`; longer runs keep them."""
+    return {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}
+
+
+def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
+    """Between validations and between checkpoints, and the tokens of a validation, at least a batch."""
+    every = in_proportion({"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, steps, PAPER_STEPS)
+    eval_tokens = round(EVAL_TOKENS * steps * tokens_per_step / PAPER_TOKENS)
+    return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
+
+
+ET: Options = {"name": "expert_threshold"}
+NO_WARMUP: Options = {"name": "expert_threshold", "warmup_steps": 0}
+EC: Options = {"name": "expert_choice"}
+AUX: Options = {"name": "token_choice", "balance": "aux"}
+# "we select 2 experts out of 16 routed experts" (Appendix "Ablations", Shared Expert).
+TWO: Options = {"experts_per_token": 2}
+NO_SHARED: Options = {"shared_experts": 0}
+
+RECIPES: dict[str, Recipe] = {
+    "dense": Recipe("no routed experts", {"name": "dense"}, Reported("Table 1", 3.002, 15.743)),
+    "tc": Recipe(
+        "token choice, not balanced",
+        {"name": "token_choice", "balance": "none"},
+        Reported("Table 1", 2.893, 17.983),
+    ),
+    "tc-aux": Recipe("token choice, auxiliary loss", AUX, Reported("Table 1", 2.892, 15.894), pool=32),
+    "tc-loss-free": Recipe(
+        "token choice, balanced by biases",
+        {"name": "token_choice", "balance": "loss_free"},
+        Reported("Table 1", 2.898, 18.031),
+    ),
+    "ec-2k": Recipe("expert choice in a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
+    "ec-8k": Recipe("expert choice in 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
+    "ec-64k": Recipe("expert choice in 32 sequences", EC, Reported("Table 1", 2.841, 18.754, 2.836), pool=32),
+    "ec-512k": Recipe("expert choice in the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
+    "et": Recipe("expert threshold", ET, Reported("Table 1", 2.844, 19.876)),
+    "et-no-warmup": Recipe(
+        "expert threshold from the first step on",
+        NO_WARMUP,
+        Reported("Shared Expert", 2.844, 16.867),
+    ),
+    "ec-512k-no-shared": Recipe(
+        "expert choice in the batch, no shared expert",
+        {**EC, **TWO},
+        Reported("Shared Expert", 2.862, 16.307),
+        model=NO_SHARED,
+    ),
+    "et-no-warmup-no-shared": Recipe(
+        "expert threshold from the first step on, no shared expert",
+        {**NO_WARMUP, **TWO},
+        Reported("Shared Expert", 2.862, 18.515),
+        model=NO_SHARED,
+    ),
+    "et-fanout-norm": Recipe(
+        "expert threshold, the routed sum divided by the fanout",
+        ET,
+        Reported("Normalization: CE + 0.04"),
+        model={"gate_norm": "fanout"},
+    ),
+    "et-no-capacity": Recipe(
+        "expert threshold without bounds on the load",
+        {**ET, "capacity_slack": None},
+        Reported("Capacity Constraints"),
+    ),
+    "d20-dense": Recipe("no routed experts", {"name": "dense"}, Reported("Table 2", 2.751, 20.43), "d20"),
+    "d20-tc-aux": Recipe("token choice, auxiliary loss", AUX, Reported("Table 2", 2.687, 22.31), "d20", pool=16),
+    "d20-ec-256k": Recipe("expert choice in half a batch", EC, Reported("Table 2", 2.621, 24.98), "d20"),
+    "d20-et": Recipe("expert threshold", ET, Reported("Table 2", 2.620, 25.14), "d20"),
+    "release": Recipe(
+        "expert threshold as the authors' code has it by default",
+        {**ET, "decay": 0.99, "capacity_slack": None},
+        Reported("the authors' release"),
+        optim={name: value for name, value in asdict(RELEASE).items() if value != asdict(OptimConfig())[name]},
+    ),
+}

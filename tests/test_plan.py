@@ -1,0 +1,158 @@
+"""What `et plan` says a run would cost, against what the allocator counts while it runs."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from expert_threshold.cli import main
+from expert_threshold.config import RunConfig, resolve
+from expert_threshold.model import GPT
+from expert_threshold.optim import make_optimizers
+from expert_threshold.plan import LAYOUTS, Machine, memory
+
+GIB = 2**30
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
+    """The most bytes that torch's CPU allocator has given out at a time, in two steps of training."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        model = GPT(config.model, dtype)
+        model.activation_checkpointing = config.train.activation_checkpointing
+        optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
+        shape = (config.train.batch_size, config.model.context)
+        for step in range(2):
+            for _ in range(config.train.accumulation):
+                tokens = torch.randint(config.model.vocab_size, shape)
+                output = model(tokens, tokens)
+                assert output.loss is not None
+                output.loss.backward()
+                observations = output.observations
+                del output
+            optimizers.step(step, 100)
+            model.update_rules(observations)
+            optimizers.zero_grad()
+    del model, optimizers, observations, tokens
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    seen = [event["args"] for event in events if event["name"] == "[memory]"]
+    assert seen
+    return max(e["Total Allocated"] for e in seen) - (seen[0]["Total Allocated"] - seen[0]["Bytes"])
+
+
+@pytest.mark.parametrize(
+    ("preset", "rule", "sequences", "dtype", "accumulation", "checkpointing"),
+    [
+        ("tiny", "expert_threshold", 16, torch.float32, 1, False),
+        ("tiny", "dense", 16, torch.bfloat16, 1, False),
+        ("tiny", "token_choice", 8, torch.bfloat16, 2, False),
+        ("quickstart", "expert_threshold", 2, torch.bfloat16, 1, False),
+        ("quickstart", "expert_choice", 4, torch.float32, 1, True),
+    ],
+)
+def test_the_memory_of_a_step_is_what_the_allocator_counts(
+    preset: str,
+    rule: str,
+    sequences: int,
+    dtype: torch.dtype,
+    accumulation: int,
+    checkpointing: bool,
+    tmp_path: Path,
+) -> None:
+    config = resolve(preset, rule)
+    train = {"batch_size": sequences, "accumulation": accumulation, "activation_checkpointing": checkpointing}
+    config = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
+    planned = memory(config, Machine(), dtype.itemsize, fused=False, layout="replicate")
+    assert planned["peak"] == sum(bytes_ for part, bytes_ in planned.items() if part != "peak")
+    assert planned["peak"] == pytest.approx(measured(config, dtype, tmp_path), rel=0.1)
+
+
+def test_no_weight_is_made(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of d20 would take 10 GB."""
+    monkeypatch.setattr(GPT, "to_empty", None)
+    monkeypatch.setattr(GPT, "init_weights", None)
+    found = plan(capsys, "d20", "--gpus", "8")
+    assert found["memory"]["replicate"]["weights"] == 4 * found["params_total"] == 4 * 2_429_153_280
+
+
+def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time(capsys: pytest.CaptureFixture[str]) -> None:
+    one = plan(capsys, "d12", "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2")
+    eight = plan(
+        capsys, "d12", "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2", "--gpus", "8"
+    )
+    assert one["flops_total"] == eight["flops_total"] == one["flops_per_token"] * one["tokens"]
+    assert one["hours"] == pytest.approx(one["flops_total"] / 0.5e15 / 3600)
+    assert one["hours"] == pytest.approx(8 * eight["hours"])
+    assert one["cost"] == pytest.approx(eight["cost"]) == pytest.approx(2 * one["hours"])
+    assert (eight["micro_batch"], eight["accumulation"]) == (32, 1)
+
+
+def test_layouts_share_out_what_they_promise(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(capsys, "d20", "--gpus", "8")["memory"]
+    assert tuple(found) == LAYOUTS
+    whole, shard, experts = (found[layout] for layout in LAYOUTS)
+    assert shard["weights"] == pytest.approx(whole["weights"] / 8, rel=0.001)
+    routed = 4 * 1_992_294_400
+    assert experts["weights"] == pytest.approx(whole["weights"] - routed * 7 / 8, rel=0.001)
+    assert shard["peak"] < experts["peak"] < whole["peak"]
+    assert {parts["optimizer"] for parts in found.values()} == {whole["optimizer"]}
+    assert list(plan(capsys, "d12")["memory"]) == ["replicate"]
+
+
+def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+    peaks = [
+        plan(capsys, "d12", "--gpus", "8", "--micro-batch", str(sequences))["memory"]["replicate"]["peak"]
+        for sequences in (32, 16, 8)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    checkpointed = plan(capsys, "d12", "--gpus", "8", "--activation-checkpointing")["memory"]["replicate"]["peak"]
+    assert checkpointed < 0.6 * peaks[0]
+    assert plan(capsys, "d12", "--dtype", "float32", "--gpus", "8")["memory"]["replicate"]["peak"] > 1.5 * peaks[0]
+
+
+def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    for gpus, accumulation in (("1", 8), ("8", 1)):
+        found = plan(capsys, "--recipe", "tc-aux", "--gpus", gpus)
+        assert (found["pool"], found["micro_batch"], found["accumulation"]) == (65_536, 32, accumulation)
+
+
+def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "d12", "--gpus", "8"]) == 0
+    text = capsys.readouterr().out
+    found = plan(capsys, "d12", "--gpus", "8")
+    for name in ("params_total", "params_active", "tokens", "pool"):
+        assert f"{found[name]:,}" in text
+    for layout in LAYOUTS:
+        assert f"{found['memory'][layout]['peak'] / GIB:.2f}" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "0"], "--gpus 0: must be above 0"),
+        (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
+        (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
+        (["--utilisation", "0"], "--utilisation 0.0: must be above 0"),
+        (["--utilisation", "1.5"], "--utilisation 1.5: is a share of the peak; give at most 1"),
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0: must be"),
+    ],
+)
+def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

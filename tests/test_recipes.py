@@ -1,0 +1,220 @@
+"""The paper's runs: that each is there, as in the paper, at any size, and reachable from the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.cli import main
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.config import RUNS, RunConfig, resolve
+from expert_threshold.model import parameter_counts
+from expert_threshold.optim import RELEASE
+from expert_threshold.plan import pools
+from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.train.checks import require_pools_fit
+
+K = 1024
+PAPER = Path(__file__).parents[1] / ".." / "shared" / "paper" / "expert-threshold-routing.tex"
+
+
+def of_paper(name: str) -> RunConfig:
+    return resolve(RECIPES[name].preset, recipe=name)
+
+
+def tokens(config: RunConfig) -> int:
+    return config.train.steps * config.train.batch_size * config.train.accumulation * config.model.context
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_trains_the_papers_model_on_its_tokens_in_batches_of_half_a_million(name: str) -> None:
+    config = of_paper(name)
+    steps = {"d12": 19_073, "d20": 21_362}[RECIPES[name].preset]
+    assert config.train.steps == steps
+    assert tokens(config) == steps * 524_288
+    assert config.data.source == "fineweb-edu"
+    assert (config.train.eval_every, config.train.checkpoint_every) == (250, 1000)
+    require_pools_fit(config.model, config.train)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_rules_are_those_of_the_tables() -> None:
+    found = {name: of_paper(name).model.rule for name in RECIPES}
+    two = {"experts_per_token": 2}
+    assert found == {
+        "dense": None,
+        "tc": TokenChoice(),
+        "tc-aux": TokenChoice(balance="aux", aux_strength=0.001),
+        "tc-loss-free": TokenChoice(balance="loss_free", bias_rate=0.005),
+        "ec-2k": ExpertChoice(pool="sequence"),
+        "ec-8k": ExpertChoice(pool=8 * K),
+        "ec-64k": ExpertChoice(pool=64 * K),
+        "ec-512k": ExpertChoice(pool="global"),
+        "et": ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5),
+        "et-no-warmup": ExpertThreshold(warmup_steps=0),
+        "ec-512k-no-shared": ExpertChoice(pool="global", **two),
+        "et-no-warmup-no-shared": ExpertThreshold(warmup_steps=0, **two),
+        "et-fanout-norm": ExpertThreshold(),
+        "et-no-capacity": ExpertThreshold(capacity_slack=None),
+        "d20-dense": None,
+        "d20-tc-aux": TokenChoice(balance="aux"),
+        "d20-ec-256k": ExpertChoice(pool="global"),
+        "d20-et": ExpertThreshold(),
+        "release": ExpertThreshold(decay=0.99, capacity_slack=None),
+    }
+    assert of_paper("et-fanout-norm").model.gate_norm == "fanout"
+    for name in RECIPES:
+        assert of_paper(name).model.shared_experts == (0 if name.endswith("no-shared") else 1)
+
+
+def test_pools_are_those_of_the_tables() -> None:
+    expected = {
+        "dense": None, "tc": None, "tc-aux": 64, "tc-loss-free": 512, "ec-2k": 2, "ec-8k": 8, "ec-64k": 64,
+        "ec-512k": 512, "et": 512, "d20-dense": None, "d20-tc-aux": 32, "d20-ec-256k": 256, "d20-et": 256,
+    }  # fmt: skip
+    for name, pool in expected.items():
+        assert pools(of_paper(name))[0] == (None if pool is None else pool * K), name
+    assert pools(of_paper("et"))[1] == pools(of_paper("d20-et"))[1] == pytest.approx(500e6, rel=0.05)
+    assert pools(of_paper("ec-512k"))[1] is None
+
+
+def test_without_the_shared_expert_as_much_is_active() -> None:
+    counts = [parameter_counts(of_paper(name).model)["active"] for name in ("et-no-warmup", "et-no-warmup-no-shared")]
+    assert counts[0] == counts[1]
+
+
+def test_the_release_keeps_its_own_settings() -> None:
+    assert of_paper("release").optim == RELEASE
+    assert resolve("d12", recipe="release", tokens=10**9).optim.adamw_warmup_steps == 0
+
+
+@pytest.mark.skipif(not PAPER.is_file(), reason="../shared/paper is absent")
+def test_what_the_paper_reports_is_in_the_paper() -> None:
+    text = re.sub(r"\\textbf\{|\\textit\{|\}", "", PAPER.read_text(encoding="utf-8"))
+    for name, recipe in RECIPES.items():
+        loss, core = recipe.reported.cross_entropy, recipe.reported.core
+        if loss is not None:
+            assert re.search(rf"& *{loss:.3f} *& *{core}", text), name
+        if recipe.reported.train_cross_entropy is not None:
+            assert f"{recipe.reported.train_cross_entropy:.3f}" in text, name
+
+
+@given(st.sampled_from(list(RECIPES)), st.sampled_from(list(RUNS)), st.integers(1, 40_000))
+def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, steps: int) -> None:
+    base = resolve(preset)
+    per_step = tokens(base) // base.train.steps
+    config = resolve(preset, recipe=name, tokens=steps * per_step + per_step // 2)
+    assert config.train.steps == steps
+    assert tokens(config) == steps * per_step
+    share = min(steps / PAPER_STEPS, 1)
+    assert config.train.eval_every == max(1, round(250 * share))
+    rule = config.model.rule
+    if isinstance(rule, ExpertThreshold):
+        assert rule.warmup_steps in (0, min(4000, steps // 5), 4000)
+        assert rule.warmup_steps <= max(steps, 4000 * (steps >= PAPER_STEPS))
+    if isinstance(rule, ExpertThreshold | ExpertChoice) and name != "release":
+        assert rule.decay == scaled_decay(0.999, steps)
+    require_pools_fit(config.model, config.train)
+    pool, whole = pools(config)[0], pools(of_paper(name))[0]
+    assert (pool is None) == (whole is None)
+    if pool is not None and RECIPES[name].pool is not None:
+        sequences = config.train.batch_size * config.train.accumulation
+        assert pool == min(RECIPES[name].pool or 0, sequences) * config.model.context
+
+
+def test_a_decay_remembers_the_same_share_of_a_run() -> None:
+    assert scaled_decay(0.999, PAPER_STEPS) == scaled_decay(0.999, 10**6) == 0.999
+    assert scaled_decay(0.999, 1907) == pytest.approx(0.99, abs=1e-4)
+    assert scaled_decay(0.99, 1907) == scaled_decay(0.999, 10) == 0.9
+
+
+def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
+    given = parse_run("et train", "", [], ["--recipe", "d20-et", "--decay", "0.95", "--matrix-lr", "0.01"])
+    config = resolve_run(given)
+    assert config.model.layers == 20
+    assert isinstance(config.model.rule, ExpertThreshold)
+    assert (config.model.rule.decay, config.optim.matrix_lr) == (0.95, 0.01)
+    small = resolve_run(parse_run("et train", "", [], ["quickstart", "--recipe", "d20-et", "--data", "x.txt"]))
+    assert (small.model.layers, small.data.source) == (4, "x.txt")
+    assert resolve("quickstart", recipe="et").data.source == "embedded"
+
+
+def test_a_file_goes_before_the_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"model": {"rule": {"name": "expert_choice"}}, "train": {"steps": 9}}')
+    config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "et", "--config", str(file)]))
+    assert isinstance(config.model.rule, ExpertChoice)
+    assert config.train.steps == 9
+
+
+def test_a_budget_without_a_recipe_scales_the_presets_intervals() -> None:
+    base = resolve("d6").train
+    half = resolve("d6", tokens=tokens(resolve("d6")) // 2).train
+    assert (half.steps, half.eval_every, half.checkpoint_every) == (base.steps // 2, 125, 500)
+
+
+def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes"]) == 0
+    table = capsys.readouterr().out
+    assert main(["recipes", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows.keys() == RECIPES.keys()
+    for name in RECIPES:
+        assert name in table
+    for text in ("64k", "524M", "2.844", "19.876", "25.14", "11.2B"):
+        assert text in table
+    assert rows["et"]["pool"] == 512 * K
+    assert rows["et"]["paper"]["cross_entropy"] == 2.844
+
+
+def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text(
+        "".join(json.dumps({"text": f"a text of some words, {i} times " * (i % 7 + 1)}) + "\n" for i in range(200))
+    )
+    out = tmp_path / "run"
+    small = ["tiny", "--vocab-size", "280", "--context", "32", "--data", str(text), "--threads", "1"]
+    assert main(["train", "--recipe", "ec-8k", *small, "--tokens", "1100", "--out", str(out)]) == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["model"]["rule"]["pool"] == 4 * 32
+    assert config["train"]["steps"] == 2
+    capsys.readouterr()
+    assert main(["train", "--resume", str(out), "--recipe", "et"]) == 2
+    assert "--recipe et is decided by the run that --resume goes on with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--recipe", "ett"], "--recipe ett: expected"),
+        (["--recipe", "ett"], "did you mean et?"),
+        (["tiny", "--tokens", "2047"], "tokens=2047 is below one batch of 2048 tokens; give at least that many"),
+        (["tiny", "--tokens", "0"], "tokens=0 is below one batch of 2048 tokens"),
+        (["tiny", "--tokens", "9999", "--steps", "3"], "tokens=9999 and steps=3 both say how long to train; give one"),
+        (["tiny", "--warmup-steps", "101"], "warmup_steps=101 is beyond the run of 100 steps; give fewer, or train"),
+        (["tiny", "--adamw-warmup-steps", "101"], "adamw_warmup_steps=101 is beyond the run of 100 steps"),
+        (["--recipe", "et", "--steps", "100", "--warmup-steps", "4000"], "warmup_steps=4000 is beyond the run of 100"),
+        (["--recipe", "ec-8k", "tiny", "--batch-size", "6"], "pool=512 does not divide the batch of 6 × 128"),
+        (["tiny", "--rule", "expert_choice", "--pool", "100"], "pool=100 does not divide the batch of 16 × 128"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_what_cannot_be_trained_is_one_line(
+    command: str, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--out", str(tmp_path / "run")] if command == "train" else []
+    assert main([command, *arguments, *out]) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert message in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_recipe_is_refused_by_the_library() -> None:
+    with pytest.raises(ValueError, match=r"^recipe 'ett' is unknown; did you mean et\? there are dense, tc, "):
+        resolve(recipe="ett")
