@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from common import compute_dtype, machine, time_interleaved
@@ -28,11 +29,11 @@ PROMPT = 16
 NUM_EXPERTS = 16
 
 
-def settled_model(preset: str, vocab_size: int, dtype: torch.dtype) -> GPT:
+def settled_model(preset: str, vocab_size: int, dtype: torch.dtype, **changes: Any) -> GPT:
     """Random weights, zero-initialised ones included, under cutoffs that have followed them."""
     torch.manual_seed(0)
     rule = ExpertThreshold(num_experts=NUM_EXPERTS, experts_per_token=1, decay=0.8, warmup_steps=0)
-    model = GPT(GPTConfig.preset(preset, vocab_size=vocab_size, rule=rule), compute_dtype=dtype)
+    model = GPT(GPTConfig.preset(preset, vocab_size=vocab_size, rule=rule, **changes), compute_dtype=dtype)
     with torch.no_grad():
         for weight in model.parameters():
             weight.normal_(0, weight.shape[-1] ** -0.5)
