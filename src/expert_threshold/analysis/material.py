@@ -5,15 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ..data import IGNORED, Tokenizer, open_held_out, open_source
+from ..data import IGNORED, Corpus, DataConfig, Tokenizer, Tokens, open_held_out, open_source, pack
+from ..data.tokens import Ids
 from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
@@ -22,6 +26,8 @@ from .methods import Subject, by_method
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """What is done -> a function that wants to be told how much of it, and of how much."""
+
+Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
 DOMAIN_FLAGS = ("--human-eval", "--gsm8k")
@@ -60,7 +66,8 @@ class Material:
         self._folder = folder
         self._device, self._dtype = device, dtype
         self._progress = progress
-        self._texts: dict[Any, list[str]] = {}
+        self._corpora: dict[str, Corpus] = {}
+        self._tokens: dict[tuple[str, str], Tokens] = {}
         self._loaded: tuple[tuple[Path, int], tuple[GPT, Tokenizer]] | None = None
 
     @cached_property
@@ -88,68 +95,85 @@ class Material:
         rules = ("expert_threshold", "expert_choice", "token_choice")
         return min(self.routed, key=lambda subject: rules.index(subject.run.rule["name"]))
 
+    def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
+        """The items, with progress told after each."""
+        progress = self._progress(what)
+        for done, item in enumerate(items, start=1):
+            yield item
+            progress(done, len(items))
+
     def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
         """Of a checkpoint, the last by default, over a stream: `validation`, `start` (its first quarter) or a domain.
 
         Raises ValueError if the run is damaged or its text is gone, NotShownError if no text of the domain was named.
         """
-        return self._trace(subject, stream, self._texts_of(stream, subject), self._tokens(stream), step)
+        context = subject.run.model.context
+        tokens = max(self.streams.tokens // 4, 2) if stream == "start" else self.streams.tokens
+        return self._trace(subject, stream, cut_windows(self._read(subject, stream).ids, context, tokens), step)
 
-    def passage(self, subject: Subject, text: str) -> tuple[Trace, list[str]]:
-        """The trace of the beginning of a text, opened as a document, and each of its tokens as text."""
-        trace = self._trace(subject, f"passage-{_hash(text.encode())[:8]}", [text], PASSAGE, None)
+    def passages(self, subject: Subject) -> dict[str, tuple[Trace, list[str]]]:
+        """Name -> the trace of the beginning of a document, and each of its tokens as text.
+
+        One of each domain there is, else one of the validation split. bos, which opens a document, is no text.
+        """
+        streams = {DOMAINS[name]: name for name in DOMAINS if getattr(self.streams, name)}
+        return {
+            name: self._passage(subject, stream)
+            for name, stream in (streams or {"validation text": "validation"}).items()
+        }
+
+    def _passage(self, subject: Subject, stream: str) -> tuple[Trace, list[str]]:
+        read = self._read(subject, stream)
+        ids = read.ids[: min(int(read.offsets[1]), PASSAGE)]
+        windows = cut_windows(ids, subject.run.model.context, PASSAGE)
+        trace = self._trace(subject, f"passage-{stream}", windows, None)
         tokenizer, decode = subject.folder.tokenizer(), getincrementaldecoder("utf-8")("replace").decode
         # A character of several tokens is the text of the last of them.
         return trace, [
             "" if token == tokenizer.bos else decode(tokenizer.decode_bytes([token])) for token in trace.tokens.tolist()
         ]
 
-    def passages(self, subject: Subject) -> dict[str, str]:
-        """Name -> text of what is shown token by token: of each domain there is, or of the validation split."""
-        named = {DOMAINS[name]: self._texts_of(name, subject)[0] for name in DOMAINS if getattr(self.streams, name)}
-        return named or {"validation": next(iter(self._texts_of("start", subject)))}
+    def _read(self, subject: Subject, stream: str) -> Tokens:
+        """The stream's first tokens by the run's tokenizer; read once for all checkpoints and all runs like it."""
+        corpus, tokenizer = self._corpus(subject, stream), subject.folder.tokenizer()
+        key = corpus.hash, tokenizer.hash
+        if key not in self._tokens:
+            # Windows need one token more, as the last target.
+            told = self._progress(f"{corpus.name}: tokenizing")
+            enough = self.streams.tokens + subject.run.model.context + 1
+            self._tokens[key] = pack(corpus, tokenizer, "validation", told, max_tokens=enough)
+        return self._tokens[key]
 
-    def _tokens(self, stream: str) -> int:
-        return max(self.streams.tokens // 4, 1) if stream == "start" else self.streams.tokens
+    def _corpus(self, subject: Subject, stream: str) -> Corpus:
+        source = getattr(self.streams, stream) if stream in DOMAINS else self.streams.source
+        if stream in DOMAINS and source is None:
+            raise NotShownError(f"name the text of each domain: {' and '.join(DOMAIN_FLAGS)}")
+        data = DataConfig(**subject.folder.section("data"))
+        key = source or str(data)
+        if key not in self._corpora:
+            self._corpora[key] = open_held_out(source) if source else open_source(**asdict(data))
+        corpus = self._corpora[key]
+        if source is None and corpus.hash != subject.folder.section("corpus")["hash"]:
+            raise ValueError(
+                f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
+            )
+        return corpus
 
-    def _texts_of(self, stream: str, subject: Subject) -> list[str]:
-        """The beginning of what the stream is made of; read once for all runs."""
-        if stream in DOMAINS:
-            source = getattr(self.streams, stream)
-            if source is None:
-                raise NotShownError(f"name the text of each domain: {' and '.join(DOMAIN_FLAGS)}")
-        else:
-            source = self.streams.source
-        data = subject.folder.section("data")
-        key = (source,) if source else (data["source"], data["text_field"], data["validation_fraction"])
-        if key not in self._texts:
-            corpus = open_held_out(source) if source else open_source(*key)
-            if source is None and corpus.hash != subject.folder.section("corpus")["hash"]:
-                raise ValueError(
-                    f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
-                )
-            self._texts[key] = _first(corpus.documents("validation"), 16 * self.streams.tokens)
-        return self._texts[key]
-
-    def _trace(self, subject: Subject, stream: str, texts: Iterable[str], tokens: int, step: int | None) -> Trace:
+    def _trace(self, subject: Subject, stream: str, windows: Tensor, step: int | None) -> Trace:
         folder = subject.folder
         step = folder.checkpoints()[-1] if step is None else step
-        windows = cut_windows(texts, folder.tokenizer(), subject.run.model.context, tokens)
         facts = {
             "step": step,
             "checkpoint": _hash((folder_of(folder.path / "checkpoints", step) / "manifest.json").read_bytes()),
             "stream": _hash(windows.numpy().tobytes()),
             "dtype": str(self._dtype).removeprefix("torch."),
         }
-        name = f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
-        path = self._folder / name
+        path = self._folder / f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
         if path.exists():
-            try:
+            with suppress(ValueError):  # a damaged one is recorded again
                 kept = Trace(path)
                 if kept.facts == facts:
                     return kept
-            except ValueError:
-                pass  # a damaged one is recorded again
         self._folder.mkdir(parents=True, exist_ok=True)
         model, _ = self._load(folder, step)
         what = f"{subject.method}: tracing {stream}, step {step:,}"
@@ -163,34 +187,17 @@ class Material:
         return self._loaded[1]
 
 
-def cut_windows(texts: Iterable[str], tokenizer: Tokenizer, context: int, tokens: int) -> Tensor:
-    """The first `tokens` of the texts, each opened by bos, as whole windows: (rows, context + 1) int32.
+def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
+    """The first `tokens` ids as whole windows, (rows, context + 1) int32: each row's last is the next one's first.
 
-    Each row's last token is the next one's first. Fewer tokens than a window make one that is shorter.
+    Fewer ids than a window make one that is shorter, whose last target is IGNORED.
     """
-    wanted = max(tokens // context, 1) * context + 1 if tokens >= context else tokens + 1
-    ids: list[int] = []
-    for text in texts:
-        if len(ids) >= wanted:
-            break
-        ids += [tokenizer.bos, *tokenizer.encode(text[: 16 * wanted])]
-    ids = ids[:wanted]
-    if len(ids) <= context:
-        return torch.tensor([[*ids, IGNORED]] if len(ids) < wanted else [ids], dtype=torch.int32)
-    rows = (len(ids) - 1) // context
-    return torch.tensor(ids[: rows * context + 1], dtype=torch.int32).unfold(0, context + 1, context).contiguous()
-
-
-def _first(texts: Iterable[str], characters: int) -> list[str]:
-    """The texts of the beginning, so that a large corpus is not held whole: no token is longer than 16 characters on
-    average."""
-    found, size = [], 0
-    for text in texts:
-        if size >= characters:
-            break
-        found.append(text)
-        size += len(text)
-    return found
+    rows = min(tokens, len(ids) - 1) // context
+    if rows == 0:
+        few = ids[:tokens].tolist()
+        return torch.tensor([[*few, IGNORED]], dtype=torch.int32)
+    stream = torch.from_numpy(ids[: rows * context + 1].astype(np.int32))
+    return stream.unfold(0, context + 1, context).contiguous()
 
 
 def _slug(folder: RunFolder) -> str:

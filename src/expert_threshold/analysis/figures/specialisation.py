@@ -51,7 +51,7 @@ def specialisation(data: Data, width: float = WIDE) -> Figure:
         )
         for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
             heat(axes, array(entry["ratios"][domain]) / most)
-            axes.set_title(f"{entry['method']}, {data['domains'][domain]}", color=colour)
+            axes.set_title(f"{entry['method']}, {domain}", color=colour)
             axes.set_yticks(range(len(entry["layers"])), entry["layers"])
             whole_ticks(axes.xaxis, 5)
         if layers > 6:

@@ -27,15 +27,15 @@ MOST = 6
 
 def routing_consistency(material: Material) -> Data:
     """All measures between any two checkpoints of each method, over a fixed stream; matrices (steps, steps)."""
-    found = [(subject, _chosen(subject.folder.checkpoints())) for subject in material.routed]
+    chosen = [(subject, _chosen(subject.folder.checkpoints())) for subject in material.routed]
+    several = [(subject, steps) for subject, steps in chosen if len(steps) > 1]
     methods = [
         {**subject.tag, "steps": steps, **_matrices(material, subject, steps)}
-        for subject, steps in found
-        if len(steps) > 1
+        for subject, steps in material.each("routing consistency", several)
     ]
     if not methods:
         raise NotShownError("it compares checkpoints of a run, and these have one each; train with --checkpoint-every")
-    left_out = {subject.method: "the run has one checkpoint" for subject, steps in found if len(steps) < 2}
+    left_out = {subject.method: "the run has one checkpoint" for subject, steps in chosen if len(steps) < 2}
     return {"methods": methods, "left_out": left_out}
 
 

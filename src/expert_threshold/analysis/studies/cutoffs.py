@@ -85,7 +85,7 @@ def cutoff_law(material: Material) -> Data:
     and f the density of its scores there.
     """
     methods = []
-    for subject in material.routed:
+    for subject in material.each("deviation of cutoffs", material.routed):
         trace = material.trace(subject)
         share = subject.run.target
         smallest = max(SMALLEST, math.ceil(4 / share))

@@ -89,7 +89,7 @@ def leakage_probe(material: Material) -> Data:
     threshold depends on them by its bounds only; token choice, and any rule in inference, on nothing.
     """
     methods: list[dict[str, Any]] = []
-    for subject in material.routed:
+    for subject in material.each("leakage", material.routed):
         own = pool_tokens(subject.run)
         if subject.run.rule["name"] == "token_choice":
             methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})

@@ -64,7 +64,7 @@ def load_at_scale(material: Material) -> Data:
     mean (Blom). A step waits for the busiest device; experts take as much of its time as of its FLOPs, `experts_share`.
     """
     methods = []
-    for subject in material.routed:
+    for subject in material.each("load at scale", material.routed):
         trace = material.trace(subject)
         loads = window_loads(trace)
         spread = spread_of_windows(loads, trace.context)
@@ -212,7 +212,7 @@ def objective(material: Material) -> Data:
     every expert has as many tokens of such a batch, Eq. 4; `population`: of the whole trace, Eq. 5 on average.
     """
     methods = []
-    for subject in material.routed:
+    for subject in material.each("routing objective", material.routed):
         trace = material.trace(subject)
         found = [_objectives(trace.scores(layer), trace.assignment(layer), subject) for layer in trace.layers[:LAYERS]]
         means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
