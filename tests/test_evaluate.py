@@ -164,7 +164,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     assert et(*both) == 0
     printed = capsys.readouterr()
     assert "loss by training pools" in printed.out
-    assert "short.txt: too short for a batch of training, 2 × 64 tokens" in printed.err
+    assert "short.txt: not by training pools, for which it is too short: a batch has 128 tokens" in printed.err
     for name in ("threshold", "choice"):
         data = read(runs / name)["data"]
         assert list(data) == [str(math), str(short)]
@@ -265,6 +265,14 @@ def test_what_cannot_be_done_is_one_line_and_2(
     assert message in error
     assert error.count("\n") == 1
     assert not list(runs.rglob("evaluation.json"))
+
+
+def test_a_run_that_knows_no_text_is_told_what_to_do(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((runs / "threshold" / "config.json").read_text())
+    del config["corpus"], config["data"]  # as of an imported model
+    (runs / "threshold" / "config.json").write_text(json.dumps(config))
+    assert et("evaluate", runs / "threshold") == 2
+    assert "no text is known that it was validated on; use --no-validation with --data" in capsys.readouterr().err
 
 
 def test_text_that_has_changed_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

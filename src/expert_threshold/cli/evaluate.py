@@ -194,6 +194,10 @@ class Run(NamedTuple):
     def validate(self, eval_tokens: int | None) -> None:
         """Measure the loss on the run's own validation text. Raises ValueError if that is gone or has changed."""
         known = self.results.read().get("validation", {})
+        if not {"corpus", "data"} <= self.folder.config.keys():
+            raise ValueError(
+                f"{self.folder.path}: no text is known that it was validated on; use --no-validation with --data"
+            )
         before = self.folder.section("corpus")["hash"]
         if _is_of(known, before, eval_tokens):
             return
@@ -214,30 +218,30 @@ class Run(NamedTuple):
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
         """Loss and bits per byte on the corpus's validation split: causal, and for expert choice by training's pools as
         well, if the text fills one of training's batches."""
-        context = self.model.config.context
-        batch_size = self.folder.section("train")["batch_size"]
-        # Whole windows are evaluated, or whole batches of them, and the last target needs one token more.
-        enough = None if eval_tokens is None else eval_tokens + batch_size * context
+        by_pools = isinstance(self.model.config.rule, ExpertChoice)
+        batch_size = self.folder.section("train")["batch_size"] if by_pools else 1
+        batch = batch_size * self.model.config.context
+        # Whole batches are evaluated, and the last target needs one token more.
+        enough = None if eval_tokens is None else eval_tokens + batch
         told = self.progress.task(f"{what}, tokenizing")
         tokens = pack(corpus, self.tokenizer, "validation", told, max_tokens=enough)
         causal = evaluate(self.model, tokens, self.tokenizer, max_tokens=eval_tokens, progress=self.progress.task(what))
         self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
         result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | _losses(causal)
-        if not isinstance(self.model.config.rule, ExpertChoice):
-            return result
-        if len(tokens) <= batch_size * context:
-            self.progress.say(f"{what}: too short for a batch of training, {batch_size} × {context} tokens")
-            return result
-        pooled = evaluate(
-            self.model,
-            tokens,
-            self.tokenizer,
-            batch_size=batch_size,
-            max_tokens=eval_tokens,
-            training_pools=True,
-            progress=self.progress.task(f"{what}, by training's pools"),
-        )
-        return result | {"training_pools": {"batch_size": batch_size} | _losses(pooled)}
+        if by_pools and len(tokens) > batch:
+            pooled = evaluate(
+                self.model,
+                tokens,
+                self.tokenizer,
+                batch_size=batch_size,
+                max_tokens=eval_tokens,
+                training_pools=True,
+                progress=self.progress.task(f"{what} by training pools"),
+            )
+            result["training_pools"] = {"batch_size": batch_size} | _losses(pooled)
+        elif by_pools:
+            self.progress.say(f"{what}: not by training pools, for which it is too short: a batch has {batch:,} tokens")
+        return result
 
     def ask(self, tasks: Sequence[Task], max_per_task: int | None, baselines: Baselines, whole: bool) -> None:
         """Every task of CORE that is not asked yet. whole: these are all of the bundle."""
