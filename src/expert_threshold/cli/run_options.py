@@ -44,40 +44,6 @@ RULE_OPTIONS = tuple(dict.fromkeys(name for rule in RULES for name in options_of
 # Flags that are called otherwise than the field they set.
 FLAGS = {"source": "data"}
 
-# For records that have no comment above each field.
-HELP = {
-    "vocab_size": "Tokens in the vocabulary.",
-    "context": "Tokens in the longest sequence.",
-    "layers": "Layers.",
-    "d_model": "Width. Other widths that are not given keep their proportion to it.",
-    "heads": "Attention heads.",
-    "kv_heads": "Key-value heads; fewer than heads is grouped-query attention.",
-    "d_expert": "Hidden width of each expert.",
-    "d_feed_forward": "Hidden width of dense layers.",
-    "shared_experts": "Experts that see every token; 0 leaves them out.",
-    "dense_layers": "How many of the first layers have no experts.",
-    "softcap": "Logits are kept within ± this; none is off.",
-    "gate_norm": "Divide the routed sum by the fanout; none is off.",
-    "activation": "Nonlinearity of the feed-forwards.",
-    "z_loss": "Strength of the router z-loss; none is off.",
-    "dispatch": "How tokens get to experts: auto, reference or grouped.",
-    "source": "Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a "
-    ".txt, .jsonl or .parquet file, a folder of them, or one of tokens.",
-    "text_field": "Field or column that holds the text, in .jsonl and .parquet.",
-    "skip_damaged": "Leave out shards, and parts of them, that cannot be read, and say so.",
-    "validation_fraction": "Share of documents held out, where a source has no validation split of its own.",
-    "num_experts": "Routed experts in a layer.",
-    "experts_per_token": "Routed experts of one token, on average.",
-    "decay": "Share of the old mean in the running mean of cutoffs; by default it grows with --steps.",
-    "warmup_steps": "Steps of expert choice before the cutoffs decide; by default a fifth of --steps, at most 4000.",
-    "capacity_slack": "Loads may differ from the mean by this share while training; none is without bounds.",
-    "pool": "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or so many.",
-    "debias": "Correct the running mean for its start at 0.",
-    "balance": "How loads are balanced.",
-    "aux_strength": "Strength of the auxiliary losses.",
-    "bias_rate": "Step of the loss-free biases.",
-}
-
 
 def _names(record: type) -> list[str]:
     """The record's fields that a flag of their own sets: all but the rule."""
@@ -97,10 +63,7 @@ def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
 def _section_options(record: type, defaults: Given) -> list[Option]:
     """An option for each of the record's fields in `defaults`."""
     kinds, comments = get_type_hints(record), field_comments(record)
-    return [
-        Option(FLAGS.get(name, name), kinds[name], default, comments[name] or HELP[name])
-        for name, default in defaults.items()
-    ]
+    return [Option(FLAGS.get(name, name), kinds[name], default, comments[name]) for name, default in defaults.items()]
 
 
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
@@ -112,7 +75,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
             having = [other for other in RULES if name in options_of_rule(other)]
             scope = "" if len(having) == len(RULES) else f" ({', '.join(having)})"
             kind = get_type_hints(RULES[rule])[name]
-            found.setdefault(name, Option(name, kind, defaults[name], HELP[name] + scope))
+            found.setdefault(name, Option(name, kind, defaults[name], field_comments(RULES[rule])[name] + scope))
     return list(found.values())
 
 

@@ -25,17 +25,16 @@ Reader = Callable[[], Iterator[embedded.Document]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read: `source` is "embedded", "fineweb-edu" as downloaded, a .txt, .jsonl or .parquet file, a folder of
-    such, or one of tokens.
+    """What to read. A folder of Parquet shards and the embedded corpus have a validation split of their own."""
 
-    `text_field` names the text in .jsonl and .parquet. `validation_fraction` is the share of documents held out of
-    sources that have no validation split of their own, as a folder of Parquet shards and the embedded corpus have.
-    `skip_damaged` leaves out shards, and parts of them, that cannot be read; without it they are errors.
-    """
-
+    # Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a .txt, .jsonl
+    # or .parquet file, a folder of them, or one of tokens.
     source: str = EMBEDDED
+    # Field or column that holds the text, in .jsonl and .parquet.
     text_field: str = "text"
+    # Share of documents held out, where a source has no validation split of its own.
     validation_fraction: float = 0.05
+    # Leave out shards, and parts of them, that cannot be read, and say so; without it they are errors.
     skip_damaged: bool = False
 
     def __post_init__(self) -> None:

@@ -33,25 +33,40 @@ from .presets import PRESETS
 class GPTConfig:
     """The model. rule=None is a dense model: every layer a feed-forward of width d_feed_forward.
 
-    context: tokens in the longest sequence. dense_layers: how many first layers are dense in a model with experts.
-    softcap, gate_norm and z_loss are off at None. Raises ValueError where options contradict each other.
+    Raises ValueError where options contradict each other.
     """
 
+    # Tokens in the vocabulary.
     vocab_size: int = 65536
+    # Tokens in the longest sequence.
     context: int = 2048
+    # Layers.
     layers: int = 12
+    # Width. Of a preset, other widths that are not given keep their proportion to it.
     d_model: int = 768
+    # Attention heads.
     heads: int = 6
+    # Key-value heads; fewer than heads is grouped-query attention.
     kv_heads: int = 6
+    # Hidden width of each expert.
     d_expert: int = 1536
+    # Hidden width of dense layers.
     d_feed_forward: int = 3072
+    # Experts that see every token; 0 leaves them out.
     shared_experts: int = 1
+    # How many of the first layers have no experts.
     dense_layers: int = 1
+    # How scores become an assignment.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
+    # Logits are kept within ± this; None is off.
     softcap: float | None = 15.0
+    # Divide the routed sum by the fanout; None is off.
     gate_norm: GateNorm | None = None
+    # Nonlinearity of the feed-forwards.
     activation: ActivationName = "relu2"
+    # Strength of the router z-loss; None is off.
     z_loss: float | None = None
+    # How tokens get to experts: auto, reference or grouped.
     dispatch: str = "auto"
 
     def __post_init__(self) -> None:

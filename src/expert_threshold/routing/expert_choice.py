@@ -25,16 +25,17 @@ from .selection import kth_largest
 
 @dataclass(frozen=True)
 class ExpertChoice:
-    """Exact load in training, at the price of looking at the whole pool; by the running mean of cutoffs in inference.
+    """Exact load in training, at the price of looking at the whole pool; by the running cutoffs in inference."""
 
-    pool: the tokens that compete: 'sequence', 'batch' (this rank's micro-batch), 'global' or a number of tokens.
-    decay, debias: the running mean of the k-th largest score that inference compares with.
-    """
-
+    # Routed experts in a layer.
     num_experts: int = 16
+    # Routed experts of one token, on average.
     experts_per_token: float = 1
+    # Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or so many.
     pool: Pool = "batch"
+    # Share of the old mean in the running mean of cutoffs; presets let it grow with their steps.
     decay: float = 0.999
+    # Correct the running mean for its start at 0.
     debias: bool = True
 
     def __post_init__(self) -> None:

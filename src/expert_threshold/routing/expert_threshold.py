@@ -25,20 +25,22 @@ from .selection import clamp, kth_largest
 
 @dataclass(frozen=True)
 class ExpertThreshold:
-    """Load in expectation, causal: c_i is the running mean of past batches' k-th largest scores.
+    """Load in expectation, causal: c_i is the running mean of past batches' k-th largest scores."""
 
-    decay: β of the running mean. warmup_steps: optimizer steps of expert choice while the mean accumulates.
-    capacity_slack: s of the bounds k(1−s) and k(1+s) that hold in training only; None is off.
-    pool: the tokens whose k-th largest score is measured and over which bounds act. debias=False is the paper's formula
-    to the letter.
-    """
-
+    # Routed experts in a layer.
     num_experts: int = 16
+    # Routed experts of one token, on average.
     experts_per_token: float = 1
+    # Share β of the old mean in the running mean of cutoffs; presets let it grow with their steps.
     decay: float = 0.999
+    # Optimizer steps of expert choice before the cutoffs decide; presets have a fifth of their steps, at most 4000.
     warmup_steps: int = 4000
+    # Loads lie within k(1−s) and k(1+s) while training, with s this number; None is without bounds.
     capacity_slack: float | None = 0.5
+    # Tokens whose k-th largest score is measured, and that bounds act over: a sequence, a micro-batch, all ranks'
+    # micro-batches, or so many.
     pool: Pool = "global"
+    # Correct the running mean for its start at 0; the paper's formula to the letter does not.
     debias: bool = True
 
     def __post_init__(self) -> None:

@@ -25,17 +25,18 @@ class BiasState(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenChoice:
-    """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
+    """A fixed fanout per token; load is balanced by a loss, by biases or not at all."""
 
-    balance: 'none'; 'aux' or 'global_aux', the auxiliary loss with f over this micro-batch or over all ranks';
-    'loss_free' or 'loss_free_proportional', selection by score + bias.
-    aux_strength is α, bias_rate is u.
-    """
-
+    # Routed experts in a layer.
     num_experts: int = 16
+    # Routed experts of one token.
     experts_per_token: int = 1
+    # How loads are balanced: aux and global_aux, the auxiliary loss with the load of this micro-batch or of all ranks';
+    # loss_free and loss_free_proportional, selection by score + bias.
     balance: Balance = "none"
+    # Strength α of the auxiliary losses.
     aux_strength: float = 0.001
+    # Step u of the loss-free biases.
     bias_rate: float = 0.005
 
     def __post_init__(self) -> None:
