@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 demo: $(VENV)/.installed-demo
 	@out=runs/quickstart; n=2; \
 	while [ -e "$$out" ]; do out=runs/quickstart-$$n; n=$$((n + 1)); done; \
-	$(BIN)/et train quickstart --rule expert_threshold --out "$$out"
+	$(BIN)/et train quickstart --rule expert_threshold --minutes 3.75 --out "$$out"
 
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
 test: $(VENV)/.installed-dev

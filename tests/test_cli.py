@@ -37,6 +37,7 @@ from expert_threshold.config import RUNS, RunConfig, resolve
 from expert_threshold.generate import Step
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
+from expert_threshold.train.pace import SHARE_OF_STEPS
 
 RUN_OPTIONS = [option for group in run_groups(resolve()).values() for option in group]
 OPTIONS: dict[str, list[Option]] = {
@@ -112,6 +113,26 @@ def run(small: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     assert code == 0
     return path
+
+
+def test_a_run_of_some_minutes_has_the_steps_that_fit(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda trainer: trainer.advance() and 0.5)
+    monkeypatch.setattr("expert_threshold.train.pace.SECONDS", 0)
+    assert et("train", *small, "--minutes", 0.1, "--out", tmp_path / "run") == 0
+    config = RunFolder.open(tmp_path / "run").config
+    assert config["train"]["steps"] == round(6 / 0.5 * SHARE_OF_STEPS)
+    assert config["model"]["rule"]["warmup_steps"] == config["train"]["steps"] // 5  # of the run as it became
+
+
+@pytest.mark.parametrize("options", [("--minutes", 0), ("--minutes", "nan"), ("--minutes", 1, "--steps", 3)])
+def test_nonsense_minutes_are_refused_and_leave_nothing(
+    options: tuple[object, ...], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("train", *small, *options, "--out", tmp_path / "run") == 2
+    assert capsys.readouterr().err.startswith("et train: minutes=")
+    assert not (tmp_path / "run").exists()
 
 
 def test_help_tells_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ..train import TrainResult, train
 from ..train.checks import FREE_ON_RESUME
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
+from ..train.pace import tokens_within
 from .options import Option
 from .run_options import parse_run, preset_of, resolve_run
 
@@ -32,6 +34,7 @@ OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
     Option("resume", str, None, "Go on with the run in this folder; all other options are read from there."),
     Option("init_from", str, None, "Begin with the model, the weights and the tokenizer of this run."),
+    Option("minutes", float | None, None, "Train for about so long, instead of --steps, by the speed measured first."),
 ]
 
 # One that opens a document, one of code, one of prose.
@@ -54,10 +57,11 @@ def run(arguments: Sequence[str]) -> None:
         name = given.get("recipe") or rule_name(config.model.rule)
         path = given.get("out", f"runs/{preset_of(given)}-{name}")
         init_from = Path(given["init_from"]) if "init_from" in given else None
-        text = introduce(config)
         folder = RunFolder.create(path)
-        console.print(text, highlight=False, soft_wrap=True)
         try:
+            if given.get("minutes") is not None:
+                config = _within_minutes(given, config, console)
+            console.print(introduce(config), highlight=False, soft_wrap=True)
             result = train_run(folder, config, console, init_from=init_from)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -65,6 +69,20 @@ def run(arguments: Sequence[str]) -> None:
             raise
     if result.finished:
         console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
+
+
+def _within_minutes(given: dict[str, Any], config: RunConfig, console: Console) -> RunConfig:
+    """The configuration with the tokens that can be trained on in the time. Raises ValueError for nonsense."""
+    minutes = given["minutes"]
+    for other in ("steps", "tokens"):
+        if given.get(other) is not None:
+            raise ValueError(
+                f"minutes={minutes} and {other}={given[other]} both say how long to train; give one of them"
+            )
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"minutes={minutes} must be above 0 and finite")
+    console.print("measuring how fast this machine is", highlight=False)
+    return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 
 
 def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
