@@ -126,7 +126,7 @@ def test_a_run_of_some_minutes_has_the_steps_that_fit(
     assert config["model"]["rule"]["warmup_steps"] == config["train"]["steps"] // 5  # of the run as it became
 
 
-@pytest.mark.parametrize("options", [("--minutes", 0), ("--minutes", "nan"), ("--minutes", 1, "--steps", 3)])
+@pytest.mark.parametrize("options", [("--minutes", 0), ("--minutes=-1",), ("--minutes", 1, "--steps", 3)])
 def test_nonsense_minutes_are_refused_and_leave_nothing(
     options: tuple[object, ...], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
