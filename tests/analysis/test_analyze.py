@@ -16,6 +16,7 @@ from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects
 from expert_threshold.analysis.page import save_figure
+from expert_threshold.analysis.plain import plain
 from expert_threshold.analysis.studies import STUDIES, consistency, cutoffs, leakage, load
 from expert_threshold.cli import main
 from expert_threshold.data import DataConfig
@@ -205,6 +206,31 @@ def test_figures_without_meaning_are_left_out_with_a_reason(
     assert "Fanout by loss: no run has routed experts." in html
     assert (tmp_path / "loss_by_method.png").exists()
     assert not (tmp_path / "warmup.png").exists()
+
+
+@pytest.mark.parametrize("name", ["dense", "tc", "ec-batch"])
+def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: Path, tmp_path: Path) -> None:
+    subjects = read_subjects(find_runs([str(runs / name)]))
+    streams = material_module.Streams(None, 1024, None, None)
+    quiet = lambda what: lambda done, total: None  # noqa: E731
+    material = material_module.Material(subjects, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
+    shown, reasons = set(), []
+    for study in STUDIES:
+        try:
+            data = json.loads(json.dumps(plain(study.compute(material)), allow_nan=False))
+        except material_module.NotShownError as reason:
+            reasons.append(str(reason))
+            continue
+        study.draw(data, 4.4)
+        assert study.say(data).endswith(".")
+        shown.add(study.name)
+    assert all(re.fullmatch(r"\S.*[^.]", reason) for reason in reasons)
+    learning = {"loss_by_method", "train_against_validation"}
+    if name == "dense":
+        assert shown == learning
+    else:
+        assert shown > learning | {"load_balance", "passage_intensity", "routing_consistency", "load_at_scale"}
+    assert ("cutoff_stability" in shown) == ("leakage_probe" in shown) == (name == "ec-batch")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:

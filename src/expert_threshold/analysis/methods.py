@@ -52,18 +52,17 @@ class Subject(NamedTuple):
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """The run folders that are named, those of a folder that `et compare` wrote among them, each once.
+    """The run folders that are named, each once; of a folder that `et compare` wrote, or one of its methods, all in it.
 
     Raises ValueError that names a folder which is neither.
     """
     found: dict[Path, RunFolder] = {}
     for path in map(Path, paths):
-        inside = [path]
-        if (path / "compare.json").is_file():
-            inside = sorted(config.parent for config in path.glob("*/seed_*/config.json"))
-            if not inside:
-                raise ValueError(f"{path}: a comparison without a run yet; go on with its `et compare` first")
-        for run in inside:
+        configs = [*path.glob("seed_*/config.json"), *path.glob("*/seed_*/config.json")]
+        inside = sorted(config.parent for config in configs)
+        if not inside and (path / "compare.json").is_file():
+            raise ValueError(f"{path}: a comparison without a run yet; go on with its `et compare` first")
+        for run in inside or [path]:
             found.setdefault(run.resolve(), RunFolder.open(run))
     return list(found.values())
 

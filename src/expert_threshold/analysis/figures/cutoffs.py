@@ -49,7 +49,7 @@ def cutoff_stability(data: Data, width: float = WIDE) -> Figure:
                 axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(len(steps)))
                 settled = steps > 0.25 * steps[-1]
                 late += [low[settled].min(), high[settled].max()]
-            room = 0.08 * (max(late) - min(late))
+            room = 0.08 * (max(late) - min(late)) or max(abs(late[0]), 1) / 2
             axes.set_ylim(min(late) - room, max(late) + room)
             axes.set_title(title)
             step_axis(axes)

@@ -21,7 +21,8 @@ POINTS = 240
 """Of a line over steps: more could not be told apart."""
 POOLS = 96
 """Pools of each size of which the spread of the k-th largest score is taken."""
-SMALLEST = 64
+SMALLEST, LARGEST = 64, 2**15
+"""Tokens of these pools; the largest are at most an eighth of the trace."""
 
 
 def cutoff_stability(material: Material) -> Data:
@@ -89,7 +90,7 @@ def cutoff_law(material: Material) -> Data:
         trace = material.trace(subject)
         share = subject.run.target
         smallest = max(SMALLEST, math.ceil(4 / share))
-        sizes = [size for power in range(30) if (size := smallest * 2**power) <= len(trace) // 8]
+        sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
         if not sizes:
             raise NotShownError(f"it needs a trace of {8 * smallest} tokens or more; give more --tokens")
         found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]

@@ -26,8 +26,8 @@ EXAMPLE = (False, True, True, False, False, True, False, True)
 """A choice that is encoded into a cutoff and decoded back."""
 PROBED = tuple(2**power for power in range(6, 19, 2))
 """Tokens of a pool in the probe."""
-SAMPLES, DRAWS = 128, 512
-"""Tokens that are probed, and pools that each of them is imagined in."""
+SAMPLES, DRAWS, TOKENS = 128, 512, 2**16
+"""Tokens that are probed, pools that each of them is imagined in, and tokens of a trace that these are drawn from."""
 
 
 def leakage_bounds(material: Material) -> Data:
@@ -150,7 +150,7 @@ def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
         ]
         totals = np.zeros((len(pools), len(Bits._fields)))
         for layer in trace.layers:
-            scores = trace.scores(layer)
+            scores = trace.scores(layer)[: max(TOKENS, 2 * time)]
             always = cutoff(trace.state(layer)) if rule["name"] == "expert_threshold" else None
             rows = scores[: len(scores) // time * time].view(-1, time, scores.shape[1])
             totals += np.array(probe_layer(rows, pools, always))

@@ -20,9 +20,9 @@ def rules_overview(material: Material) -> Data:
     Token choice with the best score that another expert has for the token; expert choice with the k-th largest of the
     sequence or of all sequences shown; expert threshold with the running mean. k is what the expert's share comes to.
     """
-    subject = next((s for s in material.routed if s.run.rule["name"] == "expert_threshold"), None)
-    if subject is None:
-        raise NotShownError("it needs a run of expert threshold, whose scores all rules are shown with")
+    subject = material.focus
+    if subject.run.rule["name"] == "token_choice":
+        raise NotShownError("no run has cutoffs, with which all rules could be shown")
     trace = material.trace(subject)
     layer = trace.layers[len(trace.layers) // 2]
     windows = len(trace) // trace.context
