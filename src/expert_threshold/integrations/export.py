@@ -18,6 +18,7 @@ from torch import Tensor
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
 from ..runs.files import read_json, to_json, write_synced
+from ..runs.folder import read_tokenizer
 from .card import model_card
 
 MODEL_TYPE = "expert_threshold"
@@ -80,7 +81,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{path}: weights and config.json disagree: {' '.join(str(error).split())}") from None
-    tokenizer = RunFolder(path).tokenizer()  # which has the same name in both kinds of folder
+    tokenizer = read_tokenizer(RunFolder(path).tokenizer_path)  # which has the same name in both kinds of folder
     if tokenizer.vocab_size != gpt_config.vocab_size:
         raise ValueError(
             f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens but the model {gpt_config.vocab_size}; "

@@ -20,6 +20,13 @@ FORMAT = "expert-threshold run"
 VERSION = 1
 
 
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in a file. `ValueError` if it is missing or damaged."""
+    if not path.is_file():
+        raise ValueError(f"{path}: the file is missing; restore it from a copy, or train again")
+    return Tokenizer.load(path)
+
+
 class RunFolder:
     """The files of one run.
 
@@ -108,9 +115,7 @@ class RunFolder:
 
     def tokenizer(self) -> Tokenizer:
         """The run's tokenizer. `ValueError` if it is missing, damaged or another model's."""
-        if not self.tokenizer_path.is_file():
-            raise ValueError(f"{self.tokenizer_path}: the file is missing; restore it from a copy, or train again")
-        tokenizer = Tokenizer.load(self.tokenizer_path)
+        tokenizer = read_tokenizer(self.tokenizer_path)
         vocab_size = self.section("model").get("vocab_size")
         if tokenizer.vocab_size != vocab_size:
             raise ValueError(
