@@ -22,8 +22,9 @@ _BALANCES = {
     "loss_free": " loss-free",
     "loss_free_proportional": " loss-free prop.",
 }
-# What makes no other method of a run.
-_ASIDE = ("seed", "device", "dtype", "threads", "track", "activation_checkpointing", "keep_checkpoints", "dispatch")
+# What of the training loop makes a method another one; and what of the rest does not.
+_TRAINING = ("steps", "batch_size", "accumulation")
+_ASIDE = ("dispatch", "skip_damaged")
 _NAMES = {("shared_experts", 0): "no shared expert", ("gate_norm", "fanout"): "fanout norm"}
 
 
@@ -140,11 +141,11 @@ def _order(run: Run) -> tuple[Any, ...]:
 
 def options(run: Run) -> dict[str, Any]:
     """All that makes a run what it is, but for its seed and its machine; the rule's options are named `rule.…`."""
-    sections = {name: dict(run.config[name]) for name in ("model", "optim", "train", "data")}
-    rule = sections["model"].pop("rule")
-    flat = {name: value for section in sections.values() for name, value in section.items()}
+    train = {name: run.config["train"][name] for name in _TRAINING}
+    flat = run.config["model"] | run.config["optim"] | run.config["data"] | train
+    rule = flat.pop("rule")
     flat |= {f"rule.{name}": value for name, value in rule.items()}
-    return {name: value for name, value in flat.items() if name not in _ASIDE and not name.endswith("_every")}
+    return {name: value for name, value in flat.items() if name not in _ASIDE}
 
 
 def _differing(every: Sequence[Mapping[str, Any]]) -> set[str]:

@@ -64,10 +64,9 @@ def train_against_validation(data: Data, width: float = WIDE) -> Figure:
             train, validation = array(entry["train"]), array(entry["validation"])
             axes.plot(*train.T, **stroke, **marker(len(train)))
             axes.plot(*validation.T, color=INK, linestyle=(0, (3, 1.5)), marker="o", markersize=2.5, linewidth=1)
-            if entry["pooled"] is not None:
-                axes.plot(
-                    validation[-1, 0], entry["pooled"], color=INK, marker="D", markersize=4, markerfacecolor="none"
-                )
+            if entry["pools_gap"] is not None:
+                pooled = validation[-1, 1] - entry["pools_gap"]
+                axes.plot(validation[-1, 0], pooled, color=INK, marker="D", markersize=4, markerfacecolor="none")
             axes.set_title(entry["method"], color=stroke["color"])
             seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
             low.append(np.nanmin(seen))

@@ -100,7 +100,8 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 def train_against_validation(material: Material) -> Data:
     """Cross-entropy in training, a running mean, and in validation, over tokens; nats per token.
 
-    `pooled`: validation by the pools of training, of expert choice where `et evaluate` has measured it.
+    gap: the last validation loss less the training loss of the last tenth; pools_gap: of expert choice where `et
+    evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
     """
     methods = []
     for subject in material.first_runs:
@@ -116,8 +117,8 @@ def train_against_validation(material: Material) -> Data:
                     **subject.tag,
                     "train": _running_mean(train),
                     "validation": validation,
-                    "pooled": _evaluated(subject, "validation").get("training_pools", {}).get("loss"),
                     "gap": validation[-1][1] - late,
+                    "pools_gap": _pools_gap(subject),
                 }
             )
     if not methods:
@@ -128,9 +129,7 @@ def train_against_validation(material: Material) -> Data:
 def say_train_against_validation(data: Data) -> str:
     gaps = [f"{entry['method']} {signed(entry['gap'])}" for entry in data["methods"]]
     pooled = [
-        f"{entry['method']} {signed(entry['validation'][-1][1] - entry['pooled'])}"
-        for entry in data["methods"]
-        if entry["pooled"] is not None
+        f"{entry['method']} {signed(entry['pools_gap'])}" for entry in data["methods"] if entry["pools_gap"] is not None
     ]
     text = f"Last validation loss less the mean training loss of the last tenth: {listed(gaps)}."
     if pooled:
@@ -239,6 +238,12 @@ def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
         mean, weight = decay * mean + (1 - decay) * loss, decay * weight + 1 - decay
         found.append([at, mean / weight])
     return found
+
+
+def _pools_gap(subject: Subject) -> float | None:
+    measured = _evaluated(subject, "validation")
+    causal, pooled = measured.get("loss"), measured.get("training_pools", {}).get("loss")
+    return None if causal is None or pooled is None else causal - pooled
 
 
 def _evaluated(subject: Subject, section: str) -> dict[str, Any]:
