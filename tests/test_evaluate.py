@@ -182,7 +182,11 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
             pooled = evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
             assert found["training_pools"]["loss"] == pytest.approx(pooled.loss, rel=1e-4)
             assert found["training_pools"]["tokens"] == pooled.tokens
-            assert found["training_pools"]["loss"] != found["loss"]
+            assert pooled.tokens < causal.tokens
+            same = evaluate(model, tokens, tokenizer, max_tokens=pooled.tokens)
+            assert found["training_pools"]["causal_loss"] == pytest.approx(same.loss, rel=1e-4)
+            assert same.loss != pooled.loss
+            assert f"{pooled.loss:.4f} {same.loss - pooled.loss:+.4f}" in printed.out
     monkeypatch.setattr(command, "evaluate", None)  # it is known
     assert et(*both) == 0
     math.write_text(json.dumps({"text": "another"}))

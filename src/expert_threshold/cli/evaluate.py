@@ -225,20 +225,20 @@ class Run(NamedTuple):
         enough = None if eval_tokens is None else eval_tokens + batch
         told = self.progress.task(f"{what}, tokenizing")
         tokens = pack(corpus, self.tokenizer, "validation", told, max_tokens=enough)
-        causal = evaluate(self.model, tokens, self.tokenizer, max_tokens=eval_tokens, progress=self.progress.task(what))
+
+        def measure(what: str, max_tokens: int | None, **options: Any) -> Validation:
+            told = self.progress.task(what)
+            return evaluate(self.model, tokens, self.tokenizer, max_tokens=max_tokens, progress=told, **options)
+
+        causal = measure(what, eval_tokens)
         self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
         result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | _losses(causal)
         if by_pools and len(tokens) > batch:
-            pooled = evaluate(
-                self.model,
-                tokens,
-                self.tokenizer,
-                batch_size=batch_size,
-                max_tokens=eval_tokens,
-                training_pools=True,
-                progress=self.progress.task(f"{what} by training pools"),
-            )
-            result["training_pools"] = {"batch_size": batch_size} | _losses(pooled)
+            pooled = measure(f"{what} by training pools", eval_tokens, batch_size=batch_size, training_pools=True)
+            if causal.tokens != pooled.tokens:
+                causal = measure(f"{what} on the same tokens", pooled.tokens)
+            same = {f"causal_{name}": number for name, number in _losses(causal).items() if name != "tokens"}
+            result["training_pools"] = {"batch_size": batch_size} | _losses(pooled) | same
         elif by_pools:
             self.progress.say(f"{what}: not by training pools, for which it is too short: a batch has {batch:,} tokens")
         return result

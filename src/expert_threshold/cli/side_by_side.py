@@ -16,7 +16,8 @@ def table(
 ) -> Table:
     """results: the contents of each run's evaluation.json by its path. texts: where their results are kept, by name.
 
-    labels: of the tasks of CORE. Of a task the table has the accuracy and, after it, what centring makes of it.
+    labels: of the tasks of CORE. Of a task the table has the accuracy and, after it, what centring makes of it; by
+    training pools the loss and, after it, how much larger it is causally on the same tokens.
     """
     shown = Table("")
     for path in results:
@@ -34,7 +35,7 @@ def table(
         for key, title in (("loss", "loss"), ("bits_per_byte", "bits per byte")):
             add(f"{name} {title}", (_show(each[key]) for each in measured))
             if any(pooled):
-                add(f"{title} by training pools", (_show(each.get(key)) for each in pooled))
+                add(f"{title} by training pools, gap", (_show_gap(each, key) for each in pooled))
     for label in labels:
         add(label, (_show_task(result["core"]["tasks"][label]) for result in found))
     if labels:
@@ -49,6 +50,12 @@ def table(
 
 def _show(number: float | None) -> str:
     return "–" if number is None else f"{number:.4f}"
+
+
+def _show_gap(pooled: Result, key: str) -> str:
+    if pooled.get(key) is None:
+        return _show(None)
+    return f"{pooled[key]:.4f} {pooled[f'causal_{key}'] - pooled[key]:+.4f}"
 
 
 def _show_task(result: Result) -> str:
