@@ -1,6 +1,7 @@
 """Figures, one function each, drawn from plain records: numbers in, a matplotlib figure out."""
 
 from .activation import fanout_by_loss, fanout_by_position, fanout_distribution, loss_by_fanout
+from .axes import LONGEST, smooth, spread, thin
 from .consistency import routing_consistency, routing_divergence
 from .cutoffs import capacity, cutoff_law, cutoff_stability, cutoffs_and_biases, score_histograms, warmup
 from .leakage import leakage_bounds, leakage_probe
@@ -22,7 +23,7 @@ from .specialisation import (
     specialisation,
     specialisation_summary,
 )
-from .style import LONGEST, METHODS, NARROW, THEME, WIDE, smooth, spread, style, thin
+from .style import METHODS, NARROW, THEME, WIDE, style
 from .training import (
     ABOVE,
     BELOW,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..plain import Data, array
-from .style import INK, MUTED, WIDE, key, key_room, outer_labels, panels, strokes, style, whole_ticks
+from .axes import key, key_room, outer_labels, panels, whole_ticks
+from .style import INK, ONE_LAYER, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}
 MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8}
 NAMES = ("one layer", "mean of layers")
 FANOUT = "routed experts per token"
@@ -82,8 +82,8 @@ def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         x = array(entry["x"]) + shift
         for values in entry["layers"].values():
-            axes.plot(x, array(values), **LAYER)
+            axes.plot(x, array(values), **ONE_LAYER)
         axes.plot(x, array(entry["mean"]), color=stroke["color"], linewidth=1.8)
         axes.set_title(entry["method"], color=stroke["color"])
-    key(figure, NAMES, [LAYER, MEAN])
+    key(figure, NAMES, [ONE_LAYER, MEAN])
     return figure, every

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..plain import Data, array
-from .style import INK, WIDE, heat, heat_key, outer_labels, panels, strokes, style
+from .axes import heat, heat_key, outer_labels, panels
+from .style import INK, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,27 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..plain import Data, array
-from .style import (
-    INK,
-    MUTED,
-    WIDE,
-    key,
-    key_room,
-    mark_warmup,
-    marker,
-    outer_labels,
-    panels,
-    plain_ticks,
-    step_axis,
-    strokes,
-    style,
-)
+from .axes import key, key_room, mark_warmup, marker, outer_labels, panels, plain_ticks, step_axis
+from .style import INK, MUTED, ONE_LAYER, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}
 
 
 def cutoff_stability(data: Data, width: float = WIDE) -> Figure:
@@ -138,14 +123,16 @@ def capacity(data: Data, width: float = WIDE) -> Figure:
             for entry, stroke in zip(methods, drawn, strict=True):
                 layers = [array(points) for points in entry[name].values()]
                 for points in layers:
-                    axes.plot(points[:, 0], 100 * points[:, 1], **(LAYER | {"color": stroke["color"], "alpha": 0.4}))
+                    axes.plot(
+                        points[:, 0], 100 * points[:, 1], **(ONE_LAYER | {"color": stroke["color"], "alpha": 0.4})
+                    )
                 steps = layers[0][:, 0]
                 axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
             axes.set_title(title)
             axes.set_ylim(bottom=0)
             step_axis(axes)
         every[0].axhline(100 * methods[0]["target"], color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-        key(figure, names, [LAYER, *drawn])
+        key(figure, names, [ONE_LAYER, *drawn])
     return figure
 
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from ..plain import Data, array
 from ..sentences import pool_size
-from .style import ACCENT, INK, MUTED, WIDE, key, key_room, outer_labels, panels, plain_ticks, strokes, style
+from .axes import key, key_room, outer_labels, panels, plain_ticks
+from .style import ACCENT, INK, MUTED, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

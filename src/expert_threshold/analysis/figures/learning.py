@@ -8,22 +8,8 @@ import numpy as np
 
 from ..plain import Data, array
 from ..sentences import pool_size
-from .style import (
-    INK,
-    MUTED,
-    NARROW,
-    WIDE,
-    key,
-    key_room,
-    label_ends,
-    marker,
-    outer_labels,
-    panels,
-    single,
-    strokes,
-    style,
-    tokens_axis,
-)
+from .axes import key, key_room, label_ends, marker, outer_labels, panels, single, tokens_axis
+from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,20 +8,8 @@ import numpy as np
 
 from ..plain import Data, array
 from ..sentences import pool_size
-from .style import (
-    INK,
-    MUTED,
-    NARROW,
-    WIDE,
-    key,
-    key_room,
-    label_ends,
-    panels,
-    single,
-    strokes,
-    style,
-    whole_ticks,
-)
+from .axes import key, key_room, label_ends, panels, single, whole_ticks
+from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

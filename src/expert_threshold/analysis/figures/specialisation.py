@@ -10,24 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..plain import Data, array
-from .style import (
-    INK,
-    LEFT,
-    MUTED,
-    NARROW,
-    RIGHT,
-    TOP,
-    WIDE,
-    heat,
-    heat_key,
-    label_ends,
-    outer_labels,
-    panels,
-    single,
-    strokes,
-    style,
-    whole_ticks,
-)
+from .axes import LEFT, RIGHT, TOP, heat, heat_key, label_ends, outer_labels, panels, single, whole_ticks
+from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

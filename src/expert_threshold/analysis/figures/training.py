@@ -8,16 +8,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..records import Points, Record, expert_series, layer_series, series
-from .style import (
-    ACCENT,
-    INK,
+from .axes import (
+    HEAT,
     LONGEST,
-    MUTED,
-    NARROW,
-    WIDE,
     inner_labels_off,
     label_ends,
-    layer_colours,
     layer_lines,
     line,
     mark_warmup,
@@ -26,17 +21,17 @@ from .style import (
     single,
     smooth,
     step_axis,
-    style,
     thin,
     tokens_axis,
     whole_ticks,
 )
+from .style import ACCENT, INK, MUTED, NARROW, WIDE, layer_colours, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Of heatmaps, whose opacity is the value, so that the page shows through in the middle of the scale.
-ABOVE, BELOW, MISSING = (0.12, 0.44, 0.76), (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
+ABOVE, BELOW, MISSING = HEAT, (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 
 
 def loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
