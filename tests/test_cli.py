@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -527,6 +528,10 @@ def flip_a_byte(run: Path) -> None:
     path.write_bytes(data)
 
 
+def make_the_checkpoint_foreign(run: Path) -> None:
+    (run / "checkpoints" / "step_000004" / "manifest.json").write_text('{"format": "pt", "files": {}}')
+
+
 def make_foreign(run: Path) -> None:
     (run / "config.json").write_text('{"model_type": "llama"}')
 
@@ -551,6 +556,7 @@ def damage_the_rule(run: Path) -> None:
         (damage_the_model, ["section 'model'"]),
         (damage_the_rule, ["rule=None must be an object"]),
         (flip_a_byte, ["model.safetensors", "step"]),
+        (make_the_checkpoint_foreign, ["manifest.json", "not a checkpoint of expert-threshold", "step_000002"]),
         (make_foreign, ["config.json", "not written by expert-threshold"]),
         (lose_the_tokenizer, ["tokenizer.json", "missing"]),
     ],
@@ -599,7 +605,22 @@ def exhaust_the_cpu() -> None:
     torch.empty(2**60, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("run_out", [exhaust_the_accelerator, exhaust_the_cpu])
+def exhaust_numpy() -> None:
+    np.empty(2**60, np.uint8)
+
+
+RUN_OUT = [exhaust_the_accelerator, exhaust_the_cpu, exhaust_numpy]
+
+
+@pytest.mark.parametrize("run_out", RUN_OUT)
+def test_running_out_of_memory_is_one_line_elsewhere_too(
+    run_out: Callable[[], None], run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(generate_command, "load_model", lambda *_: run_out())
+    assert_refused(capsys, et("generate", run), "out of memory; use a smaller model")
+
+
+@pytest.mark.parametrize("run_out", RUN_OUT)
 def test_running_out_of_memory_names_the_options_that_help(
     run_out: Callable[[], None],
     small: list[object],
@@ -616,7 +637,7 @@ def test_running_out_of_memory_names_the_options_that_help(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("error", [TypeError, AssertionError])
+@pytest.mark.parametrize("error", [TypeError, AssertionError, RuntimeError])
 def test_a_bug_keeps_its_traceback(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(error("a bug")))
     with pytest.raises(error, match="a bug"):

@@ -85,6 +85,11 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
+def test_a_folder_with_nothing_but_the_lock_of_a_killed_process_may_become_a_run(tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_text('{"pid": 4194305, "host": "here", "process": "dead"}')
+    assert RunFolder.create(tmp_path).path == tmp_path
+
+
 def test_an_existing_run_is_refused_with_both_ways_out(run: RunFolder) -> None:
     with pytest.raises(ValueError, match=r"already exists.*--resume .*first.*--out"):
         RunFolder.create(run.path)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import evaluate
-from expert_threshold.model import GPT, GPTConfig, Output
+from expert_threshold.model import GPT, GPTConfig, Output, gpt
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
@@ -217,6 +217,19 @@ def test_samples_are_written_and_leave_the_run_as_it_was(start: Start, tmp_path:
     samples = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "with" / "samples").iterdir()}
     assert samples == {f"step_00000{s}.txt": f"γ at step {s}, vocabulary of 300" for s in (3, 6, 8)}
     assert_same_run(tmp_path / "with", tmp_path / "without")
+
+
+def test_activation_checkpointing_is_an_option_and_changes_nothing_but_memory(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    recompute = gpt.checkpoint
+    monkeypatch.setattr(gpt, "checkpoint", lambda *args, **options: made.append(1) or recompute(*args, **options))
+    start("plain")
+    assert not made
+    start("recomputed", activation_checkpointing=True)
+    assert len(made) == 8 * 2 * 2  # steps, micro-batches, layers
+    assert_same_run(tmp_path / "plain", tmp_path / "recomputed")
 
 
 def test_samples_without_a_writer_are_refused(start: Start) -> None:

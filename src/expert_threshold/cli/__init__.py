@@ -51,8 +51,8 @@ USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line, sys.argv's unless given, and return its exit code.
 
-    ValueError and OSError are the user's business: one line on stderr and 2. With ET_DEBUG=1 they show their traceback,
-    as every other exception does.
+    ValueError, OSError and the end of memory are the user's business: one line on stderr and 2. With ET_DEBUG=1 they
+    show their traceback, as every other exception does.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     prog = " ".join(["et", *arguments[:1]]) if arguments and arguments[0] in COMMANDS else "et"
@@ -66,11 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
-    except (ValueError, OSError) as error:
-        if os.environ.get("ET_DEBUG") == "1":
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        ours = isinstance(error, ValueError | OSError) or is_out_of_memory(error)
+        if not ours or os.environ.get("ET_DEBUG") == "1":
             raise
         print(f"{prog}: {_one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Of Python, NumPy, safetensors or torch, whose allocator on the CPU has no error of its own."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("out of memory", "can't allocate memory")
+    )
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -111,6 +119,8 @@ def _help() -> str:
 
 
 def _one_line(error: Exception) -> str:
+    if not isinstance(error, ValueError | OSError):
+        return "out of memory; use a smaller model, or a machine or a device with more of it"
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
         remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")

@@ -42,7 +42,7 @@ from ..plan import costs
 from ..routing import rule_to_dict
 from ..runs import RunFolder
 from ..runs.files import damage_told, read_json, replace_file, to_json
-from ..runs.lock import exclusive
+from ..runs.lock import LOCK, exclusive, is_vacant
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
@@ -91,7 +91,6 @@ DECIDED = {"recipe", "rule", "seed"} | {
 }
 
 FORMAT, VERSION = "expert-threshold comparison", 1
-LOCK = ".lock"
 OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 
@@ -159,7 +158,7 @@ def _opened(out: str) -> Iterator[Path]:
         raise ValueError("--out is empty; name a folder")
     folder = Path(out)
     begun = (folder / "compare.json").is_file()
-    if folder.exists() and not begun and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK}):
+    if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
         raise ValueError(f"--out {folder}: already exists and is no comparison; name another --out")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

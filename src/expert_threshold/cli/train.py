@@ -27,6 +27,7 @@ from ..train.checks import FREE_ON_RESUME
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from ..train.pace import tokens_within
+from . import is_out_of_memory
 from .options import Option
 from .run_options import parse_run, preset_of, resolve_run
 
@@ -91,12 +92,12 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         result = train(
             folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
         )
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise  # the CPU's allocator has no error of its own
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ValueError(
-            f"out of memory on {config.train.device}; use a smaller --batch-size with more --accumulation, "
-            "or --activation-checkpointing"
+            "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
+            "or a smaller model"
         ) from error
     try:
         write_report(folder)

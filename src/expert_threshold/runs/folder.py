@@ -13,7 +13,7 @@ from ..data import Tokenizer
 from . import checkpoint
 from .checkpoint import Checkpoint
 from .files import read_json, replace_file, replacing, to_json
-from .lock import exclusive
+from .lock import LOCK, exclusive, is_vacant
 from .metrics import Metrics
 
 FORMAT = "expert-threshold run"
@@ -54,7 +54,7 @@ class RunFolder:
         if not str(path):
             raise ValueError("--out is empty; name a folder")
         path = Path(path)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not (path.is_dir() and is_vacant(path)):
             raise ValueError(f"--out {path}: already exists; continue it with --resume {path}, or name another --out")
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
@@ -73,7 +73,7 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Held by whoever trains. `ValueError` that names the holder while another process trains the same run."""
-        with exclusive(self.path / ".lock"):
+        with exclusive(self.path / LOCK):
             yield
 
     @property

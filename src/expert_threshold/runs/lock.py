@@ -10,8 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from .files import named
+
 # Tells this process from an earlier one with the same number: in containers every start gets the same.
 _PROCESS = uuid.uuid4().hex
+
+LOCK = ".lock"
+"""The lock file's name in the folder that it is for. One that was left by a killed process is no content."""
 
 
 @contextmanager
@@ -28,7 +33,7 @@ def exclusive(path: Path) -> Iterator[None]:
         except FileExistsError:
             _remove_if_stale(path)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with named(path), os.fdopen(descriptor, "wb") as file:
             file.write(claim)
         yield
     finally:
@@ -71,3 +76,8 @@ def _runs(pid: int) -> bool:
     except PermissionError:  # it runs, as another user
         return True
     return True
+
+
+def is_vacant(folder: Path) -> bool:
+    """Whether the folder holds nothing, or nothing but a lock."""
+    return {path.name for path in folder.iterdir()} <= {LOCK}
