@@ -122,10 +122,9 @@ def capacity(data: Data, width: float = WIDE) -> Figure:
         for axes, (name, title) in zip(every, titles.items(), strict=True):
             for entry, stroke in zip(methods, drawn, strict=True):
                 layers = [array(points) for points in entry[name].values()]
+                faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
                 for points in layers:
-                    axes.plot(
-                        points[:, 0], 100 * points[:, 1], **(ONE_LAYER | {"color": stroke["color"], "alpha": 0.4})
-                    )
+                    axes.plot(points[:, 0], 100 * points[:, 1], **faint)
                 steps = layers[0][:, 0]
                 axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
             axes.set_title(title)

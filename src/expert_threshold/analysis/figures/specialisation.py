@@ -159,7 +159,7 @@ def passage_routing(data: Data, width: float = WIDE) -> Figure:
         axes.hlines(np.arange(1, len(layers)) * experts - 0.5, -0.5, routed.shape[1] - 0.5, color=MUTED, linewidth=0.5)
         axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=7)
 
-    return _blocks(data, width, min(0.05, 5 / rows) * rows, draw, "experts of layer")
+    return _blocks(data, width, min(0.05, 3.5 / rows) * rows, draw, "experts of layer")
 
 
 def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:

@@ -44,7 +44,6 @@ def cutoff_stability(material: Material) -> Data:
         _, usage = _experts(subject, "usage", layer)
         exact = subject.run.warmup_steps if subject.run.rule["name"] == "expert_threshold" else math.inf
         deviation = np.where((steps <= exact)[:, None], batches - means, 0.0)
-        spreads = [np.nanmean(_experts(subject, "score_std", layer)[1][-10:])]
         methods.append(
             {
                 **subject.tag,
@@ -53,7 +52,7 @@ def cutoff_stability(material: Material) -> Data:
                 "steps": steps,
                 "deviation": deviation.T,
                 "usage": usage.T,
-                "score_std": spreads[0],
+                "score_std": float(np.nanmean(_experts(subject, "score_std", layer)[1][-10:])),
                 "interval": subject.run.config["train"]["log_every"],
             }
         )
