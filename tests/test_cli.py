@@ -259,7 +259,17 @@ def test_flags_go_before_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     file.write_text('{"train": {"steps": 7, "batch_size": 3}, "model": {"rule": {"name": "dense"}}}')
     assert et("plan", "tiny", "--config", file, "--batch-size", 5, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
+    assert (plan["preset"], plan["config"]) == ("tiny", str(file))
     assert (plan["steps"], plan["tokens_per_step"], plan["rule"]) == (7, 5 * 128, "dense")
+
+
+def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert et("plan", "--config", run / "config.json", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert "preset" not in plan
+    assert plan["config"] == str(run / "config.json")
+    assert et("plan", "--config", run / "config.json") == 0
+    assert "quickstart" not in capsys.readouterr().out
 
 
 def test_training_says_what_it_does_and_what_to_type_next(

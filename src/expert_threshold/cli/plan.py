@@ -18,7 +18,7 @@ from ..train.checks import require_pools_fit
 from ..train.device import pick_dtype
 from ..train.log import clock
 from .options import Option
-from .run_options import parse_run, preset_of, resolve_run
+from .run_options import parse_run, resolve_run, start_of
 
 DEFAULTS = Machine()
 OPTIONS = [
@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> None:
     """Print the plan of the run that the arguments mean."""
     given = parse_run("et plan", DESCRIPTION, OPTIONS, arguments)
     machine = Machine(**{name: given[name] for name in Machine._fields if name in given})
-    costs = {"preset": preset_of(given)} | plan(resolve_run(given), machine)
+    costs = start_of(given) | plan(resolve_run(given), machine)
     if given.get("json"):
         print(json.dumps(costs))
     else:
@@ -76,8 +76,9 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 def tables(costs: dict[str, Any]) -> list[Table]:
     """The run; the memory by part, a column for each layout; time and money."""
     run = Table("run", "", box=box.SIMPLE)
-    for name in ("preset", "rule", "params_total", "params_active"):
-        run.add_row(name, _show(costs[name]))
+    for name in ("preset", "recipe", "config", "rule", "params_total", "params_active"):
+        if name in costs:
+            run.add_row(name, _show(costs[name]))
     for part, count in costs["parameters"].items():
         run.add_row(f"  {part}", _show(count))
     for name in ("flops_per_token", "steps", "tokens_per_step", "tokens", "pool", "effective_pool"):

@@ -118,8 +118,9 @@ def preset_of(given: Given) -> str:
 
 
 def start_of(given: Given) -> dict[str, str]:
-    """What the options of a run start from: the preset, the file that changes it, or both."""
-    return {name: given[name] for name in ("preset", "config") if name in given} or {"preset": DEFAULT_PRESET}
+    """What the options of a run start from: a preset, a recipe, a file; a file alone is told without the default."""
+    typed = {name: given[name] for name in ("preset", "recipe", "config") if given.get(name) is not None}
+    return typed if "config" in typed else {"preset": preset_of(given)} | typed
 
 
 def read_config_file(path: str) -> dict[str, Any]:
