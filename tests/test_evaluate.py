@@ -88,7 +88,7 @@ def test_runs_stand_side_by_side_and_each_gets_its_file(
 ) -> None:
     assert et("evaluate", runs / "threshold", runs / "choice", "--bundle", bundle, "--dtype", "float32") == 0
     printed = capsys.readouterr()
-    for name in ("validation loss", "bits per byte", "loss by training pools", "copy", "animals", "CORE", "cropped"):
+    for name in ("validation loss", "bits per byte", "by training pools, gap", "copy", "animals", "CORE", "cropped"):
         assert name in printed.out
     assert "animals" in printed.err
     for name in ("threshold", "choice"):
@@ -163,7 +163,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     both += ["--data", math, "--data", short]
     assert et(*both) == 0
     printed = capsys.readouterr()
-    assert "loss by training pools" in printed.out
+    assert "by training pools, gap" in printed.out
     assert "short.txt: not by training pools, for which it is too short: a batch has 128 tokens" in printed.err
     for name in ("threshold", "choice"):
         data = read(runs / name)["data"]

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
@@ -97,7 +98,11 @@ def run(arguments: Sequence[str]) -> None:
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
-        places = {source: _place(source) for source in corpora}
+        names = [Path(source).name for source in corpora]
+        places = {
+            name if names.count(name) == 1 else source: _place(source)
+            for name, source in zip(names, corpora, strict=True)
+        }
         Console().print(
             table(results, options["validation"], places, [task.label for task in tasks], harness is not None)
         )

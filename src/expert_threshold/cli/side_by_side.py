@@ -19,7 +19,8 @@ def table(
     labels: of the tasks of CORE. Of a task the table has the accuracy and, after it, what centring makes of it; by
     training pools the loss and, after it, how much larger it is causally on the same tokens.
     """
-    shown = Table("")
+    shown = Table()
+    shown.add_column(no_wrap=True)
     for path in results:
         shown.add_column(Text(path, overflow="fold"), justify="right")
 
@@ -35,7 +36,7 @@ def table(
         for key, title in (("loss", "loss"), ("bits_per_byte", "bits per byte")):
             add(f"{name} {title}", (_show(each[key]) for each in measured))
             if any(pooled):
-                add(f"{title} by training pools, gap", (_show_gap(each, key) for each in pooled))
+                add("  by training pools, gap", (_show_gap(each, key) for each in pooled))
     for label in labels:
         add(label, (_show_task(result["core"]["tasks"][label]) for result in found))
     if labels:
