@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import types
 import unicodedata
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_threshold.data import Tokenizer
-from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, printable, render_routing
+from expert_threshold.generate import LEGEND, Step, TokenRouting, decoder, engine, generate, printable, render_routing
+from expert_threshold.generate.decoder import Decoded
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
@@ -59,19 +63,30 @@ def model(tokenizer: Tokenizer) -> GPT:
     return make_model(tokenizer)
 
 
-class Script(torch.nn.Module):
-    """Stands in for a model: says the tokens it is given, one after another, whatever it hears."""
+class Script:
+    """Stands in for a decoder: says the tokens it is given, one after another, whatever it hears."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[int]) -> None:
-        super().__init__()
-        self.config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000)
-        self.embed = torch.nn.Embedding(1, 1)
+    def __init__(self, vocab_size: int, tokens: list[int]) -> None:
+        self.rows, self.capacity = 1, 10_000
+        self.vocab_size = vocab_size
         self.tokens = iter(tokens)
-        self.new_cache = lambda *_: None
 
-    def forward(self, tokens: torch.Tensor, **_: object) -> object:
-        logits = torch.nn.functional.one_hot(torch.tensor(next(self.tokens, 0)), self.config.vocab_size)
-        return type("Output", (), {"logits": logits[None, None].float(), "routings": ()})
+    def open(self, row: int) -> None: ...
+
+    def close(self, row: int) -> None: ...
+
+    def read(self, *_: object, **__: object) -> Decoded:
+        logits = torch.nn.functional.one_hot(torch.tensor([next(self.tokens, 0)]), self.vocab_size)
+        return Decoded(logits.float(), [])
+
+    step = read
+
+
+def say(tokenizer: Tokenizer, tokens: list[int], **options: Any) -> list[Step]:
+    """The steps of a model that says these tokens."""
+    model = types.SimpleNamespace(config=GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000))
+    with mock.patch.object(engine, "Decoder", return_value=Script(tokenizer.vocab_size, tokens)):
+        return list(generate(model, tokenizer, [0], max_tokens=len(tokens), temperature=0, **options))
 
 
 def tokens_of(steps: Iterator[Step]) -> list[int]:
@@ -118,7 +133,7 @@ def test_a_prompt_read_in_pieces_is_continued_as_one_read_at_once(
 ) -> None:
     prompt = list(range(30))
     whole = tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0))
-    monkeypatch.setattr(engine, "PREFILL", 7)
+    monkeypatch.setattr(decoder, "PREFILL", 7)
     assert tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0)) == whole
 
 
@@ -177,16 +192,12 @@ def test_top_1_is_greedy_and_a_top_k_beyond_the_vocabulary_is_no_limit(tokenizer
 
 def test_generation_stops_where_the_document_ends_without_a_text_for_it(tokenizer: Tokenizer) -> None:
     said = [*tokenizer.encode("the mat"), tokenizer.bos, *tokenizer.encode("more")]
-    steps = list(generate(Script(tokenizer, said), tokenizer, "x", max_tokens=len(said), temperature=0))
+    steps = say(tokenizer, said)
     assert [step.token for step in steps] == said[: said.index(tokenizer.bos) + 1]
     assert "".join(step.text for step in steps) == "the mat"
     assert [step.finish for step in steps] == [None] * (len(steps) - 1) + ["stop"]
 
-    steps = list(
-        generate(
-            Script(tokenizer, said), tokenizer, "x", max_tokens=len(said), temperature=0, stop_at_document_end=False
-        )
-    )
+    steps = say(tokenizer, said, stop_at_document_end=False)
     assert "".join(step.text for step in steps) == "the mat<|bos|>more"
     assert steps[-1].finish == "length"
 
@@ -204,8 +215,7 @@ def test_prompt_and_continuation_fill_the_context_and_no_more(tokenizer: Tokeniz
 def test_streamed_pieces_make_the_whole_text_and_break_no_character(tokenizer: Tokenizer, text: str, cut: int) -> None:
     said = list(text.encode())  # ids 0 to 255 are the bytes: every character comes in as many tokens as it has bytes
     said = said[: max(len(said) - cut, 1)] or [65]
-    steps = list(generate(Script(tokenizer, said), tokenizer, [0], max_tokens=len(said), temperature=0))
-    pieces = [step.text for step in steps]
+    pieces = [step.text for step in say(tokenizer, said)]
     assert "".join(pieces) == tokenizer.decode(said)
     assert not any("\ufffd" in piece for piece in pieces[:-1]) or "\ufffd" in text
 
@@ -213,9 +223,7 @@ def test_streamed_pieces_make_the_whole_text_and_break_no_character(tokenizer: T
 @given(said=st.lists(st.integers(0, 269), min_size=1))
 @settings(max_examples=50)
 def test_streamed_pieces_of_any_tokens_make_what_the_tokenizer_decodes(tokenizer: Tokenizer, said: list[int]) -> None:
-    steps = generate(
-        Script(tokenizer, said), tokenizer, [0], max_tokens=len(said), temperature=0, stop_at_document_end=False
-    )
+    steps = say(tokenizer, said, stop_at_document_end=False)
     assert "".join(step.text for step in steps) == tokenizer.decode(said)
 
 
@@ -242,17 +250,15 @@ def test_routing_is_left_out_unless_recorded(tokenizer: Tokenizer, model: GPT) -
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_runs_in_evaluation_mode_and_gets_its_mode_back(tokenizer: Tokenizer, training: bool) -> None:
-    model = make_model(tokenizer).train(training)
+def test_the_model_stays_as_it_was_and_its_mode_means_nothing(tokenizer: Tokenizer, training: bool) -> None:
+    model = make_model(tokenizer)
+    greedy = tokens_of(generate(model, tokenizer, "a", max_tokens=5, temperature=0))
+    model.train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    modes: list[bool] = []
-    model.blocks[1].register_forward_hook(lambda module, *_: modes.append(module.training))
-    list(generate(model, tokenizer, "a", max_tokens=3))
+    assert tokens_of(generate(model, tokenizer, "a", max_tokens=5, temperature=0)) == greedy
     steps = generate(model, tokenizer, "a", max_tokens=3, stop_at_document_end=False)
     next(steps)
     steps.close()  # given up early
-    assert modes
-    assert not any(modes)
     assert all(module.training == training for module in model.modules())
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not torch.is_inference_mode_enabled()

@@ -1,9 +1,10 @@
-"""Text from a model, token by token, with a key-value cache."""
+"""Text from a model, token by token: one sequence, or many that join and leave a running batch."""
 
 from __future__ import annotations
 
 import codecs
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor
 
 from ..data import Tokenizer
-from ..model import GPT, Routing
+from ..model import GPT
+from . import decoder
+from .decoder import Decoder, Routed
 
-PREFILL = 256
-"""Tokens of the prompt per forward, which bounds the memory of masks and logits."""
+Finish = Literal["stop", "length"]
 
 
 class TokenRouting(NamedTuple):
@@ -28,15 +30,279 @@ class TokenRouting(NamedTuple):
 class Step(NamedTuple):
     """One token. text: what it completes; a character cut in two comes with the token that holds its last byte.
 
-    logprob: nats, of the model itself, before temperature and top-k. finish: None while more is to come, "stop" where
-    the document ended, "length" where max_tokens or the context was used up. routing: one per MoE layer if recorded.
+    logprob: nats, of the model itself, before temperature and top-k; None where nothing stands before the token.
+    finish: None while more is to come, "stop" where the document ended or a stop string came, "length" where max_tokens
+    or the context was used up. routing: one per MoE layer if recorded. top: as many as were asked for of the likeliest
+    tokens in its place, with their logprobs.
     """
 
     token: int
     text: str
-    logprob: float
-    finish: Literal["stop", "length"] | None
+    logprob: float | None
+    finish: Finish | None
     routing: tuple[TokenRouting, ...] | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Request(NamedTuple):
+    """What is to be written, and how. Everything is checked by `check`.
+
+    temperature 0 takes the likeliest token; top_k=None and top_p=1 sample from all. The same seed gives the same
+    tokens; None draws one. stop: strings that end the text and are left out of it. tops: so many likeliest tokens in
+    each step. echo: steps for the prompt's tokens too. record: each token's routing.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_at_document_end: bool = True
+    tops: int = 0
+    echo: bool = False
+    record: bool = False
+
+    def check(self, context: int) -> None:
+        """Raise ValueError that names an option out of range, or a prompt that leaves no room in the context."""
+        if self.max_tokens < 0:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature} must be at least 0 and finite; 0 takes the likeliest token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k} must be at least 1; None samples from all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1; 1 samples from all tokens")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be a whole number from 0 to below 2**63; None draws one")
+        if not self.prompt:
+            raise ValueError("prompt has no tokens; give at least the one that opens a document")
+        if len(self.prompt) + min(self.max_tokens, 1) > context:
+            raise ValueError(
+                f"prompt of {len(self.prompt)} tokens leaves no room in the context of {context}; shorten it"
+            )
+
+
+class Sampler(NamedTuple):
+    """Draws on the CPU, so that a seed means the same on every device."""
+
+    temperature: float
+    top_k: int | None
+    generator: torch.Generator
+    top_p: float = 1.0
+
+    def __call__(self, logits: Tensor) -> int:
+        """A token id of logits (vocab,)."""
+        if self.temperature == 0:
+            return int(logits.argmax())
+        count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
+        likeliest, tokens = logits.topk(count)
+        # In float64, and with the largest at 0, the smallest temperature overflows nothing.
+        weights = ((likeliest.double() - likeliest[0]) / self.temperature).exp()
+        if self.top_p < 1:  # those that are needed to reach so much, the one that reaches it included
+            before = weights.cumsum(0) - weights
+            weights = weights.where(before < self.top_p * weights.sum(), 0)
+        return int(tokens[weights.multinomial(1, generator=self.generator)])
+
+
+class Text:
+    """The text of tokens as they come. What may be the beginning of a stop string is held back until it is known."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.stop = stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+
+    def push(self, content: bytes, final: bool) -> tuple[str, bool]:
+        """What can be shown now, and whether a stop string came."""
+        text = self._held + self._decoder.decode(content, final)
+        places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
+        if places:
+            return text[: min(places)], True
+        held = 0 if final else max((_overlap(text, stop) for stop in self.stop), default=0)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters the text ends with that the stop string begins with."""
+    return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+
+
+class Next(NamedTuple):
+    """What may come next in a sequence: logits (vocab,) on the CPU, the likeliest token, its logit, and the norm."""
+
+    logits: Tensor
+    likeliest: int
+    highest: float
+    logsumexp: float
+
+    @classmethod
+    def of(cls, logits: Tensor) -> list[Next]:
+        """One for each row of logits (rows, vocab)."""
+        logits = logits.cpu()
+        highest, likeliest = logits.max(-1)
+        columns = (likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist())
+        return [cls(*row) for row in zip(logits, *columns, strict=True)]
+
+    def logprob(self, token: int) -> float:
+        return (self.highest if token == self.likeliest else float(self.logits[token])) - self.logsumexp
+
+    def top(self, count: int) -> tuple[tuple[int, float], ...]:
+        if not count:
+            return ()
+        values, tokens = self.logits.topk(min(count, len(self.logits)))
+        return tuple(zip(tokens.tolist(), (values - self.logsumexp).tolist(), strict=True))
+
+
+class Writing:
+    """A request on its way. prompt: the steps of its prompt's tokens, if echoed; steps: those written so far."""
+
+    def __init__(self, request: Request, room: int) -> None:
+        self.request = request
+        self.left = min(request.max_tokens, room)
+        self.prompt: list[Step] = []
+        self.steps: list[Step] = []
+        self.finished = False
+        self.read = 0  # tokens of the prompt
+        self.next: Next | None = None  # known once the prompt is read
+        self.echoed: Next | None = None  # what may follow the part of the prompt that was read
+        generator = torch.Generator()
+        if request.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(request.seed)
+        self._sampler = Sampler(request.temperature, request.top_k, generator, request.top_p)
+        self.text = Text(request.stop)
+        self.prompt_text = Text(())
+
+    def choose(self) -> int:
+        assert self.next is not None
+        return self.next.likeliest if self.request.temperature == 0 else self._sampler(self.next.logits)
+
+
+class Engine:
+    """Writes for many requests at once: each has a row of the batch from when it joins until it is done.
+
+    What a request gets depends on nothing but itself, since a token is routed by its own scores alone; with strict=True
+    to the last bit. slots: rows. capacity: tokens in each, the context unless given. The model's weights are those at
+    the beginning; it is not changed.
+    """
+
+    def __init__(
+        self, model: GPT, tokenizer: Tokenizer, *, slots: int = 8, capacity: int | None = None, strict: bool = False
+    ) -> None:
+        self.context = model.config.context
+        self.tokenizer = tokenizer
+        self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
+        self.waiting: deque[Writing] = deque()
+        self.running: dict[int, Writing] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> Writing:
+        """Let a request wait for a row. Raises ValueError as `Request.check` does."""
+        request.check(self.context)
+        writing = Writing(request, self.decoder.capacity - len(request.prompt))
+        self.waiting.append(writing)
+        return writing
+
+    def cancel(self, writing: Writing) -> None:
+        """Forget a request; its row is free for the next."""
+        writing.finished = True
+        if writing in self.waiting:
+            self.waiting.remove(writing)
+        for row, running in list(self.running.items()):
+            if running is writing:
+                self._free(row)
+
+    def step(self) -> list[Writing]:
+        """Let requests join, read a piece of one prompt, and write a token in every row whose prompt is read.
+
+        Returns those that have got further.
+        """
+        for row in range(self.decoder.rows):
+            if self.waiting and row not in self.running:
+                self.running[row] = self.waiting.popleft()
+                self.decoder.open(row)
+        ready = {row: writing for row, writing in self.running.items() if writing.next is not None}
+        moved = list(ready.values())
+        self._write(ready)
+        reading = [(row, writing) for row, writing in self.running.items() if writing.next is None]
+        if reading:
+            self._read(*reading[0])
+            moved.append(reading[0][1])
+        return moved
+
+    def _free(self, row: int) -> None:
+        self.decoder.close(row)
+        del self.running[row]
+
+    def _write(self, ready: dict[int, Writing]) -> None:
+        chosen = {row: writing.choose() for row, writing in ready.items()}
+        made = {row: self._make(writing, chosen[row]) for row, writing in ready.items()}
+        forward = {r: chosen[r] for r, w in ready.items() if made[r].finish is None or w.request.record}
+        if forward:
+            decoded = self.decoder.step(forward)
+            for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded.logits), strict=True)):
+                ready[row].next = follows
+                if ready[row].request.record:
+                    made[row] = made[row]._replace(routing=_routing(decoded.routed, i))
+        for row, writing in ready.items():
+            writing.steps.append(made[row])
+            if made[row].finish is not None:
+                writing.finished = True
+                self._free(row)
+
+    def _make(self, writing: Writing, token: int) -> Step:
+        """The step of a chosen token but for its routing."""
+        assert writing.next is not None
+        request = writing.request
+        writing.left -= 1
+        ended = request.stop_at_document_end and token == self.tokenizer.bos
+        last = ended or not writing.left
+        text, stopped = writing.text.push(b"" if ended else self.tokenizer.decode_bytes([token]), final=last)
+        finish: Finish | None = "stop" if ended or stopped else "length" if last else None
+        return Step(token, text, writing.next.logprob(token), finish, None, writing.next.top(request.tops))
+
+    def _read(self, row: int, writing: Writing) -> None:
+        """A piece of a prompt."""
+        request, start = writing.request, writing.read
+        piece = request.prompt[start : start + decoder.PREFILL]
+        decoded = self.decoder.read(row, piece, every=request.echo)
+        follows = Next.of(decoded.logits)
+        if request.echo:
+            before = [writing.echoed, *follows[:-1]]
+            for i, (token, known) in enumerate(zip(piece, before, strict=True)):
+                writing.prompt.append(self._echo(writing, token, known, decoded.routed, i))
+            writing.echoed = follows[-1]
+        writing.read += len(piece)
+        if writing.read == len(request.prompt):
+            writing.next = follows[-1]
+            if not writing.left:
+                writing.finished = True
+                self._free(row)
+
+    def _echo(self, writing: Writing, token: int, known: Next | None, routed: list[Routed], i: int) -> Step:
+        request = writing.request
+        content = b"" if token == self.tokenizer.bos else self.tokenizer.decode_bytes([token])
+        text, _ = writing.prompt_text.push(content, final=len(writing.prompt) + 1 == len(request.prompt))
+        logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
+        return Step(token, text, logprob, None, _routing(routed, i) if request.record else None, top)
+
+
+def _routing(routed: list[Routed], row: int) -> tuple[TokenRouting, ...]:
+    return tuple(_of_token(scores[row], assignment[row]) for scores, assignment in routed)
+
+
+def _of_token(scores: Tensor, assignment: Tensor) -> TokenRouting:
+    experts = assignment.nonzero()[:, 0]
+    return TokenRouting(tuple(scores.tolist()), tuple(experts.tolist()), tuple(scores[experts].sigmoid().tolist()))
 
 
 def generate(
@@ -53,92 +319,33 @@ def generate(
 ) -> Iterator[Step]:
     """Continue a prompt: a text, which opens a document, or token ids as they are.
 
-    temperature 0 takes the likeliest token; top_k=None samples from all. The same seed gives the same tokens; None
-    draws one. The document ends where the model opens the next one: that step has the token and no text. Prompt and
-    continuation together fill the context at most. record=True adds each token's routing.
-
-    The model is in evaluation mode while the iterator runs and gets its mode back afterwards.
+    Options are those of `Request`. The document ends where the model opens the next one: that step has the token and no
+    text. Prompt and continuation together fill the context at most. The model is neither changed nor watched: its
+    weights are those of the first step.
     Raises ValueError if an option is out of range or the prompt is empty or leaves no room.
     """
+    ids = [tokenizer.bos, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
     if max_tokens < 1:
         raise ValueError(f"max_tokens={max_tokens} must be at least 1")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature={temperature} must be at least 0 and finite; 0 takes the likeliest token")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; None samples from all tokens")
-    if seed is not None and not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed} must be a whole number from 0 to below 2**63; None draws one")
-    ids = [tokenizer.bos, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
-    if not ids:
-        raise ValueError("prompt has no tokens; give at least the one that opens a document")
-    room = model.config.context - len(ids)
-    if room < 1:
-        raise ValueError(
-            f"prompt of {len(ids)} tokens leaves no room in the context of {model.config.context}; shorten it"
-        )
-    generator = torch.Generator()
-    if seed is None:
-        generator.seed()
-    else:
-        generator.manual_seed(seed)
-    sampler = Sampler(temperature, top_k, generator)
-    return _decode(model, tokenizer, ids, min(max_tokens, room), sampler, stop_at_document_end, record)
+    request = Request(
+        tuple(ids),
+        max_tokens,
+        temperature,
+        top_k,
+        seed=seed,
+        stop_at_document_end=stop_at_document_end,
+        record=record,
+    )
+    request.check(model.config.context)
+    return _steps(model, tokenizer, request)
 
 
-class Sampler(NamedTuple):
-    """Draws on the CPU, so that a seed means the same on every device."""
-
-    temperature: float
-    top_k: int | None
-    generator: torch.Generator
-
-    def __call__(self, logits: Tensor) -> int:
-        """A token id of logits (vocab,)."""
-        if self.temperature == 0:
-            return int(logits.argmax())
-        count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
-        likeliest, tokens = logits.topk(count)
-        # In float64, and with the largest at 0, the smallest temperature overflows nothing.
-        weights = ((likeliest.double() - likeliest[0]) / self.temperature).exp()
-        return int(tokens[weights.multinomial(1, generator=self.generator)])
-
-
-@torch.inference_mode()
-def _decode(
-    model: GPT, tokenizer: Tokenizer, ids: list[int], count: int, sampler: Sampler, stop: bool, record: bool
-) -> Iterator[Step]:
-    text = codecs.getincrementaldecoder("utf-8")("replace")
-    cache = model.new_cache(1, len(ids) + count)
-    was_training = model.training
-    model.eval()
-    try:
-        for start in range(0, len(ids), PREFILL):
-            output = model(_row(model, ids[start : start + PREFILL]), cache=cache)
-        for left in reversed(range(count)):
-            logits = output.logits[0, -1].cpu()
-            token = sampler(logits)
-            ended = stop and token == tokenizer.bos
-            finish: Literal["stop", "length"] | None = "stop" if ended else None if left else "length"
-            if record or finish is None:
-                output = model(_row(model, [token]), cache=cache, record=record)
-            yield Step(
-                token,
-                text.decode(b"" if ended else tokenizer.decode_bytes([token]), final=finish is not None),
-                float(logits[token] - logits.logsumexp(0)),
-                finish,
-                tuple(map(_of_last_token, output.routings)) if record else None,
-            )
-            if finish is not None:
-                return
-    finally:
-        model.train(was_training)
-
-
-def _row(model: GPT, ids: list[int]) -> Tensor:
-    return torch.tensor([ids], device=model.embed.weight.device)
-
-
-def _of_last_token(routing: Routing) -> TokenRouting:
-    scores = routing.scores[0, -1]
-    experts = routing.assignment[0, -1].nonzero()[:, 0]
-    return TokenRouting(tuple(scores.tolist()), tuple(experts.tolist()), tuple(scores[experts].sigmoid().tolist()))
+def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]:
+    room = model.config.context - len(request.prompt)
+    capacity = len(request.prompt) + min(request.max_tokens, room)
+    engine = Engine(model, tokenizer, slots=1, capacity=capacity)
+    writing = engine.add(request)
+    while not writing.finished:
+        engine.step()
+        if writing.steps:
+            yield writing.steps[-1]

@@ -1,0 +1,265 @@
+"""The forward pass of a trained model for a few tokens at a time, each behind a sequence of its own.
+
+With so few tokens an operation costs more than its arithmetic: what is here several times is here as few operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..model import GPT
+from ..model.attention import Attention, rotary
+from ..model.gpt import Block
+
+PREFILL = 256
+"""Tokens of a prompt per forward, which bounds the memory of masks and logits."""
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Of a layer's index and the tokens' queries, keys and values (tokens, heads + 2 · kv_heads, head_dim): what they read,
+(tokens, heads, head_dim)."""
+
+
+class Routed(NamedTuple):
+    """Where a layer of experts sent its tokens: scores float32 and boolean assignment, both (tokens, experts)."""
+
+    scores: Tensor
+    assignment: Tensor
+
+
+class Decoded(NamedTuple):
+    """logits: (tokens, vocab) float32; routed: one for each layer of experts."""
+
+    logits: Tensor
+    routed: list[Routed]
+
+
+class Decoder:
+    """Equal to `GPT.forward` with a cache of which every sequence has a row; without gradients and all they need.
+
+    The model's weights and cutoffs as they are now, in its compute dtype. rows: sequences at once; capacity: tokens in
+    each. strict: a step computes row after row. Products then have the same shapes whoever shares the batch, and a
+    sequence gets the same bits alone and among others; else their rounding depends on how many rows there are, and on
+    which of them a thread computes.
+    """
+
+    def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
+        config = model.config
+        self.rows, self.capacity, self.strict = rows, capacity, strict
+        self.softcap, self.heads, self.kv_heads = config.softcap, config.heads, config.kv_heads
+        self.dtype, self.device = model.compute_dtype, model.embed.weight.device
+        self.embed, self.head = model.embed.weight.detach(), model.head.weight.detach().to(self.dtype).T
+        self.layers = [_Layer(model, layer, rows) for layer in range(config.layers)]
+        self.lengths = [0] * rows
+        head_dim = config.d_model // config.heads
+        shape = (config.layers, rows, capacity, 2, config.kv_heads, head_dim)
+        self.cache = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        self.places = torch.arange(capacity, device=self.device)
+        cos, sin = rotary(self.places.float(), head_dim)
+        self.turns = torch.complex(cos, -sin)[:, None]
+        self.eps = torch.tensor(torch.finfo(torch.float32).eps, device=self.device)
+
+    def open(self, row: int) -> None:
+        """Begin an empty sequence in a row."""
+        self.lengths[row] = 0
+        for layer in self.layers:
+            layer.open(row)
+
+    def close(self, row: int) -> None:
+        """End a row's sequence. It may still take part in products, but exceeds no cutoff and goes to no expert."""
+        self.lengths[row] = 0
+        for layer in self.layers:
+            layer.close(row)
+
+    @torch.inference_mode()
+    def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
+        """Put up to PREFILL tokens behind a row's sequence; the logits of the last of them, or of every one."""
+        start, count = self.lengths[row], len(tokens)
+        end = start + count
+        assert 0 < count <= PREFILL, f"{count} tokens at once"
+        assert end <= self.capacity, f"{end} tokens in a row of {self.capacity}"
+        mask = self._mask(self.places[start:end], end) if start > 0 else None
+
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            self.cache[layer, row, start:end] = heads[:, self.heads :].unflatten(1, (2, -1))
+            k, v = self.cache[layer, row, :end].permute(1, 2, 0, 3)[:, None]
+            return self._attention(heads[:, : self.heads].transpose(0, 1)[None], k, v, mask)[0].transpose(0, 1)
+
+        x, routed = self._forward(tokens, self.places[start:end], row, attend)
+        self.lengths[row] = end
+        return Decoded(self._logits(x if every else x[-1:]), routed)
+
+    def step(self, tokens: Mapping[int, int]) -> Decoded:
+        """Put one token behind each of some rows' sequences. What comes back has a row for each, in the rows' order."""
+        rows = sorted(tokens)
+        if not self.strict:
+            return self._step(rows, tokens)
+        decoded = [self._step([row], tokens) for row in rows]
+        layers = zip(*(d.routed for d in decoded), strict=True)
+        routed = [Routed(*map(torch.cat, zip(*layer, strict=True))) for layer in layers]
+        return Decoded(torch.cat([d.logits for d in decoded]), routed)
+
+    @torch.inference_mode()
+    def _step(self, rows: list[int], tokens: Mapping[int, int]) -> Decoded:
+        """All rows from the first to the last of those that are asked for take part in the products."""
+        among = range(rows[0], rows[-1] + 1)
+        lengths = self.lengths[among.start : among.stop]
+        longest = max(self.lengths[row] for row in rows) + 1
+        assert longest <= self.capacity, f"{longest} tokens in a row of {self.capacity}"
+        positions = torch.tensor(lengths, device=self.device)
+        places = positions + torch.tensor(among, device=self.device) * self.capacity
+        mask = None
+        if any(length + 1 != longest for length in lengths):
+            mask = self._mask(positions, longest)[:, None, None]
+        keys, values = self.cache[:, among.start : among.stop, :longest].permute(3, 0, 1, 4, 2, 5)
+        flat = self.cache.view(len(self.layers), -1, *self.cache.shape[3:])
+        taken = None
+        if len(rows) < len(among):
+            taken = torch.tensor(rows, device=self.device) - among.start
+            places = places[taken]
+
+        def attend(layer: int, heads: Tensor) -> Tensor:
+            new = heads[:, self.heads :].unflatten(1, (2, -1))
+            flat[layer].index_copy_(0, places, new if taken is None else new[taken])
+            return self._attention(heads[:, : self.heads, None], keys[layer], values[layer], mask)[:, :, 0]
+
+        inputs = [tokens.get(row, 0) for row in among]
+        x, routed = self._forward(inputs, positions, slice(among.start, among.stop), attend)
+        for row in rows:
+            self.lengths[row] += 1
+        if taken is None:
+            return Decoded(self._logits(x), routed)
+        return Decoded(self._logits(x[taken]), [Routed(r.scores[taken], r.assignment[taken]) for r in routed])
+
+    def _mask(self, positions: Tensor, seen: int) -> Tensor:
+        """0 where a token at a position sees a place in its row, −∞ elsewhere: (tokens, seen)."""
+        mask = torch.zeros(len(positions), seen, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(self.places[:seen] > positions[:, None], -torch.inf)
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Without a mask one token reads all, and several read what comes no later than themselves."""
+        causal = mask is None and q.shape[2] > 1
+        grouped = self.heads != self.kv_heads
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
+
+    def _forward(
+        self, tokens: Sequence[int], positions: Tensor, rows: int | slice, attend: Attend
+    ) -> tuple[Tensor, list[Routed]]:
+        """The last layer's output for tokens at positions of their rows, normed."""
+        x = self._norm(self.embed[torch.tensor(tokens, device=self.device)].to(self.dtype))
+        turns = self.turns[positions]
+        routed = []
+        for i, layer in enumerate(self.layers):
+            heads = torch.mm(self._norm(x), layer.qkv).view(len(x), -1, turns.shape[-1] * 2)
+            turned = heads[:, : -self.kv_heads]
+            pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)))
+            self._norm(torch.view_as_real(pairs * turns).flatten(-2), out=turned)
+            x = torch.addmm(x, attend(i, heads).reshape(len(x), -1), layer.output)
+            normed = self._norm(x)
+            if layer.dense is not None:
+                x = torch.addmm(x, hidden(normed, *layer.dense.ups), layer.dense.down)
+            if layer.moe is not None:
+                routing = layer.route(normed, rows)
+                layer.add_experts(x, normed, routing)
+                routed.append(routing)
+        return self._norm(x), routed
+
+    def _norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """RMSNorm without parameters over the last dimension, in half as many operations as `rms_norm`."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits = torch.mm(x, self.head).float()
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
+
+def hidden(x: Tensor, up: Tensor, gate: Tensor | None = None) -> Tensor:
+    """relu(up · x)², or silu(gate · x) · (up · x)."""
+    h = torch.mm(x, up)
+    return h.relu_().mul_(h) if gate is None else F.silu(torch.mm(x, gate)).mul_(h)
+
+
+class _FeedForward(NamedTuple):
+    """Weights, (in, out) each."""
+
+    down: Tensor
+    ups: list[Tensor]  # up, or up and what gates it
+
+
+class _Layer:
+    """One block's weights in the compute dtype, and what its experts ask of a token in each row of the cache."""
+
+    def __init__(self, model: GPT, index: int, rows: int) -> None:
+        block, dtype = model.blocks[index], model.compute_dtype
+        assert isinstance(block, Block)
+
+        def transposed(*weights: Tensor | None) -> list[Tensor]:
+            return [weight.detach().to(dtype).mT for weight in weights if weight is not None]
+
+        self.qkv, self.output = transposed(_pair_up(block.attention), block.attention.output.weight)
+        dense = block.feed_forward if block.moe is None else block.moe.shared
+        self.dense: _FeedForward | None = None
+        if dense is not None:
+            gate = None if dense.gate is None else dense.gate.weight
+            down, *ups = transposed(dense.down.weight, dense.up.weight, gate)
+            self.dense = _FeedForward(down, ups)
+        self.moe = block.moe
+        self.experts: list[_FeedForward] = []
+        self.cutoffs: Tensor | None = None  # (rows, experts)
+        if block.moe is not None:
+            experts, cutoff = block.moe.experts, block.moe.router.cutoff
+            down, *ups = transposed(experts.down, experts.up, experts.gate)
+            of_each = zip(*(up.unbind() for up in ups), strict=True)
+            self.experts = [_FeedForward(d, list(u)) for d, u in zip(down.unbind(), of_each, strict=True)]
+            self.cutoffs = None if cutoff is None else torch.full_like(cutoff, torch.inf).repeat(rows, 1)
+
+    def open(self, row: int) -> None:
+        cutoff = None if self.moe is None else self.moe.router.cutoff
+        if self.cutoffs is not None and cutoff is not None:
+            self.cutoffs[row] = cutoff
+
+    def close(self, row: int) -> None:
+        if self.cutoffs is not None:
+            self.cutoffs[row] = torch.inf
+
+    def route(self, x: Tensor, rows: int | slice) -> Routed:
+        """x: (tokens, d_model), a token of each of the rows, or all of one row."""
+        assert self.moe is not None
+        router = self.moe.router
+        scores = F.linear(x.float(), router.weight.float())
+        if self.cutoffs is not None:
+            return Routed(scores, scores > self.cutoffs[rows])
+        return Routed(scores, router.rule.route(scores[None], router.state, training=False).assignment[0])
+
+    def add_experts(self, total: Tensor, x: Tensor, routing: Routed) -> None:
+        """Add Σ_i z[t,i] · g[t,i] · expert_i(x_t) to the total, which is like x (tokens, d_model)."""
+        assert self.moe is not None
+        gates, taken = routing.scores.sigmoid(), routing.assignment
+        if self.moe.gate_norm == "fanout":
+            gates = gates / taken.sum(-1, keepdim=True).clamp(min=1)
+        gates, taken = gates.T, taken.T
+        loads = taken.sum(1).tolist()
+        hit = [i for i, load in enumerate(loads) if load]
+        if hit:
+            tokens = taken.nonzero()[:, 1]
+            parts = x[tokens].split([loads[i] for i in hit])
+            each = zip((self.experts[i] for i in hit), parts, strict=True)
+            y = torch.cat([torch.mm(hidden(part, *expert.ups), expert.down) for expert, part in each])
+            total.index_add_(0, tokens, y.mul_(gates[taken][:, None]))
+
+
+def _pair_up(attention: Attention) -> Tensor:
+    """The weights of queries, keys and values in one; such that the two numbers that a rotation mixes are neighbours,
+    one complex number, which multiplies neither queries with keys nor their norms otherwise.
+    """
+    weights = []
+    for projection in (attention.query, attention.key):
+        halves = projection.weight.unflatten(0, (-1, 2, attention.head_dim // 2))
+        weights.append(halves.transpose(1, 2).flatten(0, 2))
+    return torch.cat([*weights, attention.value.weight])

@@ -1,0 +1,241 @@
+"""Many requests in one running batch: each gets what it would get alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.generate import decoder as decoder_module
+from expert_threshold.generate import generate
+from expert_threshold.generate.decoder import Routed
+from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
+from expert_threshold.model import GPT
+from expert_threshold.routing import ExpertChoice, Rule
+from small_run import RULES, small_model, small_tokenizer
+
+with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return small_tokenizer()
+
+
+def requests(count: int, **options: object) -> list[Request]:
+    chance = random.Random(0)
+    return [
+        Request(
+            tuple(chance.choices(range(269), k=chance.randint(1, 20))),
+            max_tokens=chance.randint(5, 25),
+            **({"temperature": 0, "stop_at_document_end": False} | options),  # type: ignore[arg-type]
+        )
+        for _ in range(count)
+    ]
+
+
+def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[Writing]:
+    """Write for all, of which each joins `at` steps after the one before."""
+    writings = []
+    for request in every:
+        writings.append(engine.add(request))
+        for _ in range(at):
+            engine.step()
+    while engine.busy:
+        engine.step()
+    return writings
+
+
+def tokens(writing: Writing) -> list[int]:
+    return [step.token for step in writing.steps]
+
+
+@with_every_rule
+@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+def test_greedy_output_is_the_same_alone_and_among_8_others(
+    tokenizer: Tokenizer, rule: Rule | None, strict: bool
+) -> None:
+    model, every = small_model(rule), requests(9)
+    alone = [tokens(run(Engine(model, tokenizer, slots=9, strict=strict), [request])[0]) for request in every]
+    for at, slots in ((0, 9), (2, 4)):
+        together = run(Engine(model, tokenizer, slots=slots, strict=strict), every, at=at)
+        assert [tokens(writing) for writing in together] == alone
+    for request, written in zip(every, alone, strict=True):
+        steps = generate(
+            model, tokenizer, request.prompt, max_tokens=request.max_tokens, temperature=0, stop_at_document_end=False
+        )
+        assert [step.token for step in steps] == written
+
+
+class Recorder(Engine):
+    """Keeps the logits that each request's tokens were chosen by."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
+        super().__init__(model, tokenizer, slots=9, strict=True)
+        self.logits: dict[Writing, list[torch.Tensor]] = {}
+
+    def _write(self, ready: dict[int, Writing]) -> None:
+        for writing in ready.values():
+            assert writing.next is not None
+            self.logits.setdefault(writing, []).append(writing.next.logits.clone())
+        super()._write(ready)
+
+
+def same_bits(model: GPT, tokenizer: Tokenizer) -> bool:
+    """Whether every one of nine requests gets the same logits, to the last bit, alone and among the 8 others."""
+    every = requests(9)
+    together = Recorder(model, tokenizer)
+    writings = run(together, every, at=1)
+    for request, writing in zip(every, writings, strict=True):
+        engine = Recorder(model, tokenizer)
+        (alone,) = run(engine, [request])
+        pairs = zip(engine.logits[alone], together.logits[writing], strict=True)
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return False
+    return True
+
+
+@with_every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
+    tokenizer: Tokenizer, rule: Rule | None, dtype: torch.dtype
+) -> None:
+    model = small_model(rule)
+    model.compute_dtype = dtype
+    assert same_bits(model, tokenizer)
+
+
+def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer) -> None:
+    """Expert choice as it trains: experts take the best tokens of a pool, here those of the last 8 that came."""
+    rule = ExpertChoice(4, 1, pool="batch")
+    model = small_model(rule)
+    assert same_bits(model, tokenizer)
+    pools: dict[object, torch.Tensor] = {}
+
+    def by_pool(self: Any, x: torch.Tensor, rows: object) -> Routed:
+        scores = self.moe.router(x[None]).scores[0]
+        pools[self] = torch.cat((pools.get(self, torch.zeros(8, 4)), scores))[-max(8, len(x)) :]
+        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
+        return Routed(scores, assignment[-len(x) :])
+
+    with mock.patch.object(decoder_module._Layer, "route", by_pool):
+        assert not same_bits(model, tokenizer)
+
+
+def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(tokenizer: Tokenizer) -> None:
+    model = small_model()
+    every = [request._replace(seed=i, temperature=0.9, top_p=0.9) for i, request in enumerate(requests(5))]
+    alone = [tokens(run(Engine(model, tokenizer, strict=True), [request])[0]) for request in every]
+    assert [tokens(w) for w in run(Engine(model, tokenizer, strict=True), reversed(every), at=1)] == alone[::-1]
+    again = run(Engine(model, tokenizer), [every[0]._replace(seed=99), every[0]._replace(seed=None)])
+    assert len({tuple(written) for written in [alone[0], *map(tokens, again)]}) == 3
+
+
+def test_requests_wait_for_a_row_in_order_and_a_cancelled_one_frees_its_row_at_once(tokenizer: Tokenizer) -> None:
+    engine = Engine(small_model(), tokenizer, slots=2)
+    first, second, third, fourth = (engine.add(request._replace(max_tokens=20)) for request in requests(4))
+    engine.step()
+    assert list(engine.running.values()) == [first, second]
+    engine.cancel(third)
+    engine.cancel(first)
+    assert list(engine.running.values()) == [second]
+    engine.step()
+    assert list(engine.running.values()) == [second, fourth]
+    while engine.busy:
+        engine.step()
+    assert len(second.steps) == len(fourth.steps) == 20
+    assert not third.steps
+    assert engine.decoder.lengths == [0, 0]
+
+
+def test_a_long_prompt_does_not_hold_up_those_that_write(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL", 8)
+    engine = Engine(small_model(), tokenizer)
+    short = engine.add(Request((1,), 30, temperature=0, stop_at_document_end=False))
+    engine.step()
+    long = engine.add(Request((2,) * 40, 1, temperature=0))
+    for step in range(5):
+        assert not long.steps
+        engine.step()
+        assert len(short.steps) == step + 1
+    engine.step()
+    assert len(long.steps) == 1
+
+
+def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder_module, "PREFILL", 7)
+    model = small_model()
+    ids = [tokenizer.bos, *tokenizer.encode("the cät sat on the mat")]
+    (writing,) = run(Engine(model, tokenizer), [Request(tuple(ids), 0, echo=True, tops=3, record=True)])
+    with torch.no_grad():
+        output = model(torch.tensor([ids]), record=True)
+    logprobs = output.logits[0].log_softmax(-1)
+    assert [step.token for step in writing.prompt] == ids
+    assert "".join(step.text for step in writing.prompt) == "the cät sat on the mat"
+    assert writing.prompt[0].logprob is None
+    for i, step in enumerate(writing.prompt[1:]):
+        assert step.logprob == pytest.approx(float(logprobs[i, ids[i + 1]]), abs=1e-4)
+        assert [token for token, _ in step.top] == logprobs[i].topk(3).indices.tolist()
+        assert step.routing is not None
+        for layer, routing in zip(step.routing, output.routings, strict=True):
+            assert list(layer.experts) == routing.assignment[0, i + 1].nonzero()[:, 0].tolist()
+    assert writing.finished
+    assert not writing.steps
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]]
+    for top_p, kept in ((1e-9, {1}), (0.5, {1}), (0.51, {1, 3}), (0.8, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})):
+        sampler = Sampler(1.0, None, torch.Generator().manual_seed(0), top_p)
+        assert {sampler(logits) for _ in range(300)} == kept
+
+
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+@settings(max_examples=300)
+def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
+    text: str, stop: list[str], cuts: list[int]
+) -> None:
+    places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
+    pieces = [text[a:b] for a, b in pairwise(places)] or [""]
+    shown, stopped = "", False
+    stream = Text(stop)
+    for i, piece in enumerate(pieces):
+        part, stopped = stream.push(piece.encode(), final=i + 1 == len(pieces))
+        shown += part
+        assert text.startswith(shown)
+        if stopped:
+            break
+    found = [text.find(s) for s in stop if s in text]
+    if not found:
+        assert (shown, stopped) == (text, False)
+        return
+    assert stopped
+    assert not any(s in shown for s in stop)
+    # A stop string that comes whole first ends the text, also where a longer one had begun before it.
+    assert len(shown) >= min(found)
+
+
+def test_a_stop_string_across_tokens_ends_a_request(tokenizer: Tokenizer) -> None:
+    model = small_model()
+    request = Request((1,), 30, temperature=0, stop_at_document_end=False)
+    (whole,) = run(Engine(model, tokenizer), [request])
+    text = "".join(step.text for step in whole.steps)
+    stop = text[7:11]
+    (writing,) = run(Engine(model, tokenizer), [request._replace(stop=(stop,))])
+    assert "".join(step.text for step in writing.steps) == text[: text.index(stop)]
+    assert writing.steps[-1].finish == "stop"
+    assert len(writing.steps) < len(whole.steps)

@@ -1,0 +1,116 @@
+"""The decoder equals the model's own forward, whatever shares its batch."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.generate import decoder
+from expert_threshold.generate.decoder import Decoder
+from expert_threshold.model import GPT
+from expert_threshold.routing import Rule
+from small_run import RULES, small_model
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
+    "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0},
+}
+both_ways = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(270), k=length)
+
+
+@torch.no_grad()
+def full(model: GPT, tokens: list[int]) -> Any:
+    return model(torch.tensor([tokens]), record=True)
+
+
+@both_ways
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@with_every_rule
+def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
+    rule: Rule | None, options: dict[str, Any], strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoder, "PREFILL", 16)
+    model = small_model(rule, **options)
+    tokens, decoded = tokens_of(40), Decoder(model, 3, 48, strict=strict)
+    decoded.open(1)
+    outputs = [decoded.read(1, piece, every=True) for piece in (tokens[:16], tokens[16:19], tokens[19:20])]
+    outputs += [decoded.step({1: token}) for token in tokens[20:]]
+    expected = full(model, tokens)
+    torch.testing.assert_close(torch.cat([o.logits for o in outputs]), expected.logits[0], **CLOSE)
+    for layer, routing in enumerate(expected.routings):
+        scores = torch.cat([o.routed[layer].scores for o in outputs])
+        torch.testing.assert_close(scores, routing.scores[0], **CLOSE)
+        assert torch.equal(torch.cat([o.routed[layer].assignment for o in outputs]), routing.assignment[0])
+
+
+@both_ways
+@with_every_rule
+def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: Rule | None, strict: bool) -> None:
+    model, chance = small_model(rule), random.Random(0)
+    decoded = Decoder(model, 4, 40, strict=strict)
+    texts: dict[int, list[int]] = {}
+    for _ in range(60):
+        row = chance.randrange(4)
+        if row in texts and (chance.random() < 0.2 or len(texts[row]) > 30):
+            decoded.close(row)
+            del texts[row]
+        elif row not in texts:
+            texts[row] = chance.choices(range(270), k=chance.randint(1, 12))
+            decoded.open(row)
+            logits = decoded.read(row, texts[row]).logits
+            torch.testing.assert_close(logits, full(model, texts[row]).logits[0, -1:], **CLOSE)
+        rows = [row for row in texts if chance.random() < 0.8]  # the others wait
+        if rows:
+            for row in rows:
+                texts[row].append(chance.randrange(270))
+            logits = decoded.step({row: texts[row][-1] for row in rows}).logits
+            for row, of_row in zip(sorted(rows), logits, strict=True):
+                torch.testing.assert_close(of_row, full(model, texts[row]).logits[0, -1], **CLOSE)
+            assert [decoded.lengths[row] for row in texts] == [len(text) for text in texts.values()]
+
+
+def test_rows_between_those_that_are_asked_for_go_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, seen = Decoder(small_model(), 3, 8), []
+    route = decoder._Layer.route
+    monkeypatch.setattr(decoder._Layer, "route", lambda *args: seen.append(route(*args)) or seen[-1])
+    for row in (0, 1, 2):
+        decoded.open(row)
+        decoded.read(row, [1])
+    decoded.close(1)
+    seen.clear()
+    decoded.step({0: 5, 2: 5})
+    assert [routing.assignment[1].any() for routing in seen] == [False] * 2
+
+
+@torch.no_grad()
+def test_in_bfloat16_it_is_as_close_to_float32_as_the_full_forward_is() -> None:
+    exact, tokens = small_model(None), tokens_of(40)
+    expected = exact(torch.tensor([tokens])).logits[0]
+    model = small_model(None)
+    model.compute_dtype = torch.bfloat16
+    decoded = Decoder(model, 1, 40)
+    logits = torch.cat(
+        [decoded.read(0, tokens[:30], every=True).logits, *(decoded.step({0: t}).logits for t in tokens[30:])]
+    )
+    distance = (model(torch.tensor([tokens])).logits[0] - expected).abs().mean()
+    assert (logits - expected).abs().mean() < 1.5 * distance
+
+
+def test_a_row_holds_no_more_than_its_capacity() -> None:
+    decoded = Decoder(small_model(), 1, 4)
+    decoded.open(0)
+    with pytest.raises(AssertionError, match="5 tokens in a row of 4"):
+        decoded.read(0, [1] * 5)
+    decoded.read(0, [1] * 4)
+    with pytest.raises(AssertionError, match="5 tokens in a row of 4"):
+        decoded.step({0: 1})
