@@ -16,6 +16,7 @@ from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.train import TrainConfig
+from expert_threshold.train.records import train_record
 from expert_threshold.train.trainer import Trainer
 
 RULES: list[Rule | None] = [
@@ -218,3 +219,18 @@ def test_an_interval_sums_all_steps_since_the_last() -> None:
         assert interval.tokens_per_second > 0
     assert trainer.take_interval() is None
     assert trainer.tokens == 4 * 2 * 4 * CONTEXT
+
+
+def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
+    trainer = make_trainer(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5))
+    for _ in range(3):
+        trainer.advance()
+    interval = trainer.take_interval()
+    assert interval is not None
+    [seen] = interval.seen.observations
+    line = train_record(trainer.model, interval.seen)["layers"]["1"]
+    for name in ("usage", "raw_usage", "batch_cutoff", "saturation", "starvation", "score_std", "gate_std"):
+        assert line[name] == pytest.approx(getattr(seen, name).tolist(), rel=1e-5), name
+        assert len(set(line[name])) > 1, name  # experts differ, so that no other's number would pass
+    for name in ("load_spread", "fanout_mean", "fanout_std"):
+        assert line[name] == pytest.approx(float(getattr(seen, name)), rel=1e-5), name
