@@ -120,9 +120,7 @@ class _Rows:
             shift = int(self._shifts[document])
             row[filled : filled + until - place] = self._ids[place + shift : until + shift]
             filled, place, document = filled + until - place, until, document + 1
-        if filled < len(
-            row
-        ):  # the next block's first token, which is `bos` as the first here
+        if filled < len(row):  # what comes next is the first token of a block, always `bos`
             row[filled] = self._ids[self._shifts[0]]
 
 
@@ -134,9 +132,8 @@ def rows_per_epoch(tokens: Tokens, context: int) -> int:
 class Loader(Iterator[Batch]):
     """Endless batches of packed documents; documents, and rows of their stream, are shuffled anew in each epoch.
 
-    tokens: a split in memory, or in parts that are read and tokenized by `threads` ahead of the batches, a block of
-    about 32 MB of text at a time. Both are shuffled within a block; the blocks' parts are from all over the split. What
-    is in memory is one block, which an epoch cuts into `_Rows`.
+    tokens: a split in memory, which is one block; or in parts, which `threads` read and tokenize ahead of the batches,
+    a block of about 32 MB of text at a time, made of parts from all over the split.
 
     Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, running on into the
     next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once in an
