@@ -203,7 +203,7 @@ def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatc
     finally:
         tracemalloc.stop()
     loader.close()
-    # This block, those ahead, one batch: not the corpus, nor more with every epoch. How far ahead is a matter of threads.
+    # This block, those ahead, one batch: not the corpus, nor more with every epoch.
     assert max(peaks) < 3_500_000
 
 
