@@ -31,6 +31,7 @@ from expert_threshold.cli import import_ as import_command
 from expert_threshold.cli import leakage as leakage_command
 from expert_threshold.cli import plan as plan_command
 from expert_threshold.cli import recipes as recipes_command
+from expert_threshold.cli import serve as serve_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
@@ -50,6 +51,7 @@ OPTIONS: dict[str, list[Option]] = {
     "analyze": analyze_command.OPTIONS,
     "leakage": leakage_command.OPTIONS,
     "export": export_command.OPTIONS,
+    "serve": [*serve_command.OPTIONS, *serve_command.LIMITS],
     "import": import_command.OPTIONS,
     "recipes": recipes_command.OPTIONS,
     "compare": [

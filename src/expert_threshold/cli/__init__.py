@@ -22,6 +22,7 @@ COMMANDS = {
     "train": Entry("train", "train a language model into a run folder, or resume one"),
     "plan": Entry("plan", "tell what a run would cost: parameters, FLOPs, memory, time and money"),
     "generate": Entry("generate", "continue a text with a trained model"),
+    "serve": Entry("serve", "serve a trained model over HTTP, in the form of OpenAI's completions"),
     "data": Entry("data", "download text and questions, train a tokenizer, tokenize once and for all"),
     "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods alike and say what each reached"),

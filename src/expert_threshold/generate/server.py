@@ -1,0 +1,232 @@
+"""An HTTP server in OpenAI's form around a running batch (extra `serve`); the only file that imports starlette."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .engine import Engine
+from .serving.completion import Answer, Parser, model_body, models_body, require_model
+from .serving.errors import ApiError
+from .serving.limits import Limits
+from .serving.worker import Work, Worker
+
+T = TypeVar("T")
+
+
+def create_app(
+    engine: Engine,
+    name: str,
+    *,
+    limits: Limits | None = None,
+    api_key: str | None = None,
+    hosts: Sequence[str] | None = None,
+    routes: Sequence[BaseRoute] = (),
+    threads: int | None = None,
+) -> Starlette:
+    """An app that serves the engine's model as `name`.
+
+    api_key: asked for on every route but /health. hosts: names that the Host header may have, which keeps other sites'
+    pages from reading a local server by a name of theirs that leads here; None is any. routes: more of them, behind the
+    same checks; in their handlers `service(request)` has the engine's worker and the limits. threads: of torch.
+    """
+    limits = limits or Limits()
+    worker = Worker(engine, limits.queue, threads)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        worker.start()
+        yield
+        await worker.stop()
+
+    own = [
+        Route("/health", health),
+        Route("/v1/models", models),
+        Route("/v1/models/{model}", model),
+        Route("/v1/completions", completions, methods=["POST"]),
+    ]
+    handlers: dict[Any, Any] = {
+        ApiError: _tell,
+        HTTPException: _tell_http,
+        ClientDisconnect: _tell_nobody,
+        Exception: _tell_failure,
+    }
+    app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
+    app.add_middleware(_Gate, api_key=api_key, hosts=hosts)
+    app.state.service = Service(worker, name, limits)
+    return app
+
+
+def run_server(app: Starlette, host: str, port: int, *, grace: int = 10) -> None:
+    """Serve until SIGINT or SIGTERM; then requests may take `grace` seconds more, and a second signal ends them."""
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False, server_header=False)
+
+
+class Service:
+    """What the handlers share."""
+
+    def __init__(self, worker: Worker, name: str, limits: Limits) -> None:
+        self.worker, self.name, self.limits = worker, name, limits
+        self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
+        self.created = int(time.time())
+        self.parser = Parser(self.tokenizer, self.engine.context, [name], limits)
+
+
+def service(request: Request) -> Service:
+    found: Service = request.app.state.service
+    return found
+
+
+class _Gate:
+    """Lets through who has the key and comes by a name that is allowed."""
+
+    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Sequence[str] | None) -> None:
+        self.app, self.hosts = app, hosts
+        self.key = None if api_key is None else api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(Request(scope))) is not None:
+            await _answer_error(error)(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _refusal(self, request: Request) -> ApiError | None:
+        host = request.headers.get("host", "").rsplit(":", 1)[0]
+        if self.hosts is not None and host not in self.hosts:
+            return ApiError(403, f"this server is reached as {', '.join(self.hosts)} only", code="unknown_host")
+        if self.key is None or request.url.path == "/health":
+            return None
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self.key):
+            return None
+        return ApiError(401, "wrong or no API key; send Authorization: Bearer KEY", code="invalid_api_key")
+
+
+# Handlers.
+
+
+async def health(request: Request) -> Response:
+    failed = service(request).worker.failed
+    return answer({"status": "failed" if failed else "ok"}, 503 if failed else 200)
+
+
+async def models(request: Request) -> Response:
+    here = service(request)
+    return answer(models_body([here.name], here.created))
+
+
+async def model(request: Request) -> Response:
+    here, name = service(request), request.path_params["model"]
+    require_model(name, [here.name])
+    return answer(model_body(name, here.created))
+
+
+async def completions(request: Request) -> Response:
+    here = service(request)
+    asked = here.parser(await read_body(request, here.limits))
+    texts = Answer(asked, here.tokenizer)
+    work = here.worker.submit(asked.requests)
+    if asked.stream:
+        raise ApiError(400, "stream is not supported yet", param="stream")
+    return answer(await while_connected(request.receive, _whole(work, texts, here.limits)))
+
+
+async def _whole(work: Work, texts: Answer, limits: Limits) -> dict[str, Any]:
+    """The answer once all texts are finished."""
+    try:
+        with work:
+            async with asyncio.timeout(limits.seconds):
+                async for _ in work:
+                    pass
+    except TimeoutError:
+        raise _out_of_time(limits) from None
+    pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, work.writings, strict=True)]
+    return texts.body(pieces, usage=True)
+
+
+def _out_of_time(limits: Limits) -> ApiError:
+    return ApiError(503, f"not done within {limits.seconds:g} seconds", code="timeout", retry=1)
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """Raises ApiError where it is no JSON by its header, too large or too slow."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
+    body = bytearray()
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limits.body_bytes:
+                    message = f"the body is larger than {limits.body_bytes} bytes"
+                    raise ApiError(413, message, code="body_too_large")
+    except TimeoutError:
+        raise ApiError(408, f"the body took longer than {limits.body_seconds:g} seconds", code="timeout") from None
+    return bytes(body)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What the work returns; it is cancelled once the client is gone. To be called when the body was read."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# Answers.
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    """JSON in ASCII, since texts may have halves of characters that UTF-8 has no bytes for."""
+    return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
+
+
+def _answer_error(error: ApiError) -> Response:
+    response = answer(error.body, error.status)
+    response.headers.update(error.headers)
+    return response
+
+
+async def _tell(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _answer_error(error)
+
+
+async def _tell_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _answer_error(ApiError(error.status_code, f"{request.method} here: {error.detail}"))
+
+
+async def _tell_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # as nginx logs it; nobody reads it
+
+
+async def _tell_failure(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log alone."""
+    return _answer_error(ApiError(500, "the server failed; its log says why", code="internal_error"))

@@ -1,0 +1,342 @@
+"""Requests and answers of /v1/completions, in OpenAI's form.
+
+Unknown fields are refused, as OpenAI does. Fields that OpenAI has and this server does not act on (`best_of`,
+`logit_bias`, `presence_penalty`, …) are refused unless they ask for nothing. `top_k` is ours. null means the default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ...data import Tokenizer
+from ...data.tokenizer import BOS
+from ..engine import Request, Step, Text
+from .errors import ApiError, invalid
+from .limits import Limits
+
+MAX_TOKENS = 16
+"""Of a request that names none; OpenAI's default."""
+
+SEEDS = 2**63
+IDLE: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+}
+"""OpenAI's fields that are known and not acted upon, with the values that ask for nothing."""
+
+
+class Completion(NamedTuple):
+    """A checked request. prompts: token ids; opened: whether `BOS` was put before each, as before all texts."""
+
+    model: str
+    prompts: tuple[tuple[int, ...], ...]
+    opened: bool
+    n: int
+    stream: bool
+    include_usage: bool
+    logprobs: int | None
+    request: Request  # for all, but for the prompt and the seed
+
+    @property
+    def requests(self) -> list[Request]:
+        """n for each prompt; the i-th of a prompt takes the seed plus i."""
+        return [
+            self.request._replace(prompt=prompt, seed=_shift(self.request.seed, i))
+            for prompt in self.prompts
+            for i in range(self.n)
+        ]
+
+
+def _shift(seed: int | None, by: int) -> int | None:
+    return None if seed is None else (seed + by) % SEEDS
+
+
+class Parser:
+    """From bodies to completions. Whatever is wrong with a body is an ApiError with a status below 500."""
+
+    def __init__(self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits) -> None:
+        self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
+
+    def __call__(self, body: bytes) -> Completion:
+        fields = _Fields(read_object(body))
+        limits = self.limits
+        model = self._model(fields)
+        prompts, opened = self._prompts(fields)
+        n = fields.integer("n", 1, 1, limits.n)
+        if len(prompts) * n > limits.texts:
+            message = f"{len(prompts)} prompts times n={n} are more than the {limits.texts} texts a request may ask for"
+            raise ApiError(400, message, param="n" if len(prompts) <= limits.texts else "prompt", code="too_many_texts")
+        echo = fields.flag("echo")
+        max_tokens = fields.integer("max_tokens", MAX_TOKENS, 0, limits.output_tokens or self.context)
+        temperature = fields.number("temperature", 1.0, 0, 2)
+        top_p = fields.number("top_p", 1.0, 0, 1)
+        seed = fields.optional_integer("seed", -SEEDS, SEEDS - 1)
+        logprobs = fields.optional_integer("logprobs", 0, limits.logprobs)
+        request = Request(
+            prompt=(),
+            max_tokens=max_tokens,
+            temperature=temperature if top_p > 0 else 0.0,  # the fewest tokens that reach 0 are the likeliest one
+            top_k=fields.optional_integer("top_k", 1, SEEDS - 1),
+            top_p=top_p or 1.0,
+            seed=_shift(seed, 0),
+            stop=self._stop(fields),
+            tops=logprobs or 0,
+            echo=echo,
+        )
+        stream = fields.flag("stream")
+        include_usage = self._include_usage(fields, stream)
+        for name, idle in (IDLE | {"best_of": (1, n)}).items():
+            value = fields.take(name)
+            if value is not None and not any(value == v and type(value) is not bool for v in idle):
+                raise invalid(name, value, f"is not supported; leave it out or give {idle[0]!r}", code="unsupported")
+        if not isinstance(fields.take("user"), str | None):
+            raise ApiError(400, "user must be a text", param="user", code="invalid_type")
+        fields.require_no_more()
+        self._require_room(prompts, max_tokens)
+        return Completion(model, prompts, opened, n, stream, include_usage, logprobs, request)
+
+    def _model(self, fields: _Fields) -> str:
+        model = fields.take("model")
+        if not isinstance(model, str):
+            raise invalid("model", model, f"must be a text, such as {self.models[0]!r}", code="invalid_type")
+        require_model(model, self.models)
+        return model
+
+    def _prompts(self, fields: _Fields) -> tuple[tuple[tuple[int, ...], ...], bool]:
+        """Token ids of each prompt, and whether they were texts."""
+        value = fields.take("prompt")
+        value = "" if value is None else value
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, list) or not value:
+            raise _not_a_prompt(value)
+        if all(type(item) is int for item in value):
+            value = [value]
+        if len(value) > self.limits.texts:
+            message = f"{len(value)} prompts are more than the {self.limits.texts} texts a request may ask for"
+            raise ApiError(400, message, param="prompt", code="too_many_texts")
+        if all(isinstance(item, str) for item in value):
+            return tuple((self.tokenizer.bos, *self.tokenizer.encode(text)) for text in value), True
+        for item in value:
+            if not isinstance(item, list) or not item or any(type(token) is not int for token in item):
+                raise _not_a_prompt(item)
+            for token in item:
+                if not 0 <= token < self.tokenizer.vocab_size:
+                    raise invalid("prompt", token, f"is no token; they are 0 to {self.tokenizer.vocab_size - 1}")
+        return tuple(map(tuple, value)), False
+
+    def _stop(self, fields: _Fields) -> tuple[str, ...]:
+        value = fields.take("stop")
+        stops = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+            raise invalid("stop", value, "must be a text or a list of texts", code="invalid_type")
+        if len(stops) > self.limits.stops:
+            raise invalid("stop", value, f"has {len(stops)} texts; at most {self.limits.stops} are allowed")
+        for stop in stops:
+            if not 1 <= len(stop) <= self.limits.stop_characters:
+                raise invalid("stop", stop, f"must have from 1 to {self.limits.stop_characters} characters")
+        return tuple(stops)
+
+    def _include_usage(self, fields: _Fields, stream: bool) -> bool:
+        value = fields.take("stream_options")
+        if value is None:
+            return False
+        if not isinstance(value, dict):
+            raise invalid("stream_options", value, "must be an object", code="invalid_type")
+        if not stream:
+            raise invalid("stream_options", value, "needs stream=true")
+        options = _Fields(value, "stream_options.")
+        include_usage = options.flag("include_usage")
+        options.require_no_more()
+        return include_usage
+
+    def _require_room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        longest = max(map(len, prompts))
+        most = self.limits.prompt_tokens or self.context
+        if longest > most:
+            raise ApiError(
+                400,
+                f"a prompt has {longest} tokens; at most {most} are allowed",
+                param="prompt",
+                code="context_length_exceeded" if most == self.context else "prompt_too_long",
+            )
+        if longest + max_tokens > self.context:
+            raise ApiError(
+                400,
+                f"the context is {self.context} tokens; a prompt has {longest} and max_tokens={max_tokens} asks for "
+                f"{longest + max_tokens - self.context} too many",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+
+def require_model(model: str, models: Sequence[str]) -> None:
+    """Raise ApiError 404 unless the model is one of those here."""
+    if model not in models:
+        shown = ascii(model[:60])
+        message = f"the model {shown} does not exist; here is {', '.join(models)}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body; without NaN and Infinity, which JSON does not have."""
+    try:
+        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {_reason(error)}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not a JSON object", code="invalid_json")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _reason(error: Exception) -> str:
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+
+
+def _not_a_prompt(value: object) -> ApiError:
+    must = "must be a text, a list of texts, a list of token ids, or a list of those; none may be an empty list"
+    return invalid("prompt", value, must, code="invalid_type")
+
+
+class _Fields:
+    """Takes fields of an object one by one; absent and null are the default."""
+
+    def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
+        self._left, self._prefix = dict(fields), prefix
+
+    def take(self, name: str) -> Any:
+        return self._left.pop(name, None)
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name)
+        if value is not None and not isinstance(value, bool):
+            raise invalid(self._prefix + name, value, "must be true or false", code="invalid_type")
+        return bool(value)
+
+    def optional_integer(self, name: str, least: int, most: int) -> int | None:
+        value = self.take(name)
+        if value is None:
+            return None
+        if type(value) is not int:
+            raise invalid(name, value, "must be a whole number", code="invalid_type")
+        if not least <= value <= most:
+            raise invalid(name, value, f"must be from {least} to {most}", code="out_of_range")
+        return value
+
+    def integer(self, name: str, default: int, least: int, most: int) -> int:
+        value = self.optional_integer(name, least, most)
+        return default if value is None else value
+
+    def number(self, name: str, default: float, least: float, most: float) -> float:
+        value = self.take(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise invalid(name, value, "must be a number", code="invalid_type")
+        if not (least <= value <= most and math.isfinite(value)):
+            raise invalid(name, value, f"must be from {least} to {most}", code="out_of_range")
+        return float(value)
+
+    def require_no_more(self) -> None:
+        for name in self._left:
+            shown = ascii(self._prefix + name)[:60]
+            raise ApiError(400, f"unknown field {shown}", param=self._prefix + name[:60], code="unknown_field")
+
+
+class Answer:
+    """A completion's answer, as a whole or in chunks."""
+
+    def __init__(self, asked: Completion, tokenizer: Tokenizer) -> None:
+        self.asked, self.tokenizer = asked, tokenizer
+        self.head = {
+            "id": f"cmpl-{secrets.token_hex(12)}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": asked.model,
+        }
+        self.choices = [Choice(index, asked, tokenizer) for index in range(len(asked.prompts) * asked.n)]
+
+    def body(self, choices: Sequence[dict[str, Any]], usage: bool) -> dict[str, Any]:
+        return self.head | {"choices": list(choices), "usage": self.usage() if usage else None}
+
+    def usage(self) -> dict[str, int]:
+        """A prompt counts once, however many texts continue it; `BOS` counts."""
+        read, written = sum(map(len, self.asked.prompts)), sum(choice.written for choice in self.choices)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+
+
+class Choice:
+    """One text of an answer. What it tells of tokens: themselves, their logprobs, and where in the text they begin.
+
+    A token that is not whole characters reads as OpenAI's "bytes:\\x…". Where a stop string ended a text all tokens are
+    told, the stop string's too.
+    """
+
+    def __init__(self, index: int, asked: Completion, tokenizer: Tokenizer) -> None:
+        self.index, self.asked, self.tokenizer = index, asked, tokenizer
+        self.written = 0
+        self._hidden = asked.opened and asked.request.echo  # the step of the BOS that was put before the prompt
+        self._offset = 0
+        self._text = Text(())  # of what is written, as if nothing stopped it
+
+    def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
+        """What has come since the last piece, as one of the answer's choices."""
+        if self._hidden and prompt:
+            prompt, self._hidden = prompt[1:], False
+        self.written += len(steps)
+        text = "".join(step.text for step in (*prompt, *steps))
+        finish = steps[-1].finish if steps else "length" if finished else None
+        logprobs = None if self.asked.logprobs is None else self._logprobs(prompt, steps)
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, prompt: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
+        offsets = []
+        for step in prompt:
+            offsets.append(self._offset)
+            self._offset += len(step.text)
+        for step in steps:
+            offsets.append(self._offset)
+            content = b"" if step.token == self.tokenizer.bos else self.tokenizer.decode_bytes([step.token])
+            self._offset += len(self._text.push(content, final=False)[0])
+        every = [*prompt, *steps]
+        return {
+            "tokens": [self._name(step.token) for step in every],
+            "token_logprobs": [step.logprob for step in every],
+            "top_logprobs": [self._top(step) for step in every],
+            "text_offset": offsets,
+        }
+
+    def _top(self, step: Step) -> dict[str, float] | None:
+        """The likeliest tokens and the one that came."""
+        if step.logprob is None:
+            return None
+        return {self._name(token): logprob for token, logprob in step.top} | {self._name(step.token): step.logprob}
+
+    def _name(self, token: int) -> str:
+        if token == self.tokenizer.bos:
+            return BOS
+        content = self.tokenizer.decode_bytes([token])
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def models_body(models: Sequence[str], created: int) -> dict[str, Any]:
+    return {"object": "list", "data": [model_body(model, created) for model in models]}
+
+
+def model_body(model: str, created: int) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": created, "owned_by": "expert-threshold"}

@@ -1,0 +1,33 @@
+"""Errors as OpenAI's API tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ApiError(Exception):
+    """What went wrong, for the client's eyes: the HTTP status, a sentence, the field at fault and a word for programs.
+
+    retry: seconds after which to ask again.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers: Mapping[str, str] = {} if retry is None else {"Retry-After": str(retry)}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
+    """400 for a field: its name, its value, cut where it is long, and what it must be."""
+    shown = ascii(value)
+    shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
+    return ApiError(400, f"{name}={shown} {must}", param=name, code=code)

@@ -1,0 +1,173 @@
+"""The engine in a thread of its own, and what of its work goes to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..engine import Engine, Request, Step, Writing
+from .errors import ApiError
+
+log = logging.getLogger("uvicorn.error")
+
+
+class Update(NamedTuple):
+    """What one of a work's texts has got since the last update: steps of its echoed prompt, and steps written."""
+
+    text: int
+    prompt: tuple[Step, ...]
+    steps: tuple[Step, ...]
+    finished: bool
+
+
+class Work:
+    """Texts on their way, in the order they were asked for. Iterate over their updates; leaving `with` ends them all.
+
+    Belongs to the event loop; only `writings`, which the worker's thread fills, is that thread's.
+    """
+
+    def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.writings: list[Writing] = []
+        self.updates: asyncio.Queue[Update | None] = asyncio.Queue()
+        self.unfinished = len(requests)
+        self._worker = worker
+
+    def __enter__(self) -> Work:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.leave(self)
+
+    async def __aiter__(self) -> AsyncIterator[Update]:
+        """Until all texts are finished. Raises ApiError where the engine failed."""
+        left = len(self.requests)
+        while left:
+            update = await self.updates.get()
+            if update is None:
+                raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+            left -= update.finished
+            yield update
+
+
+class Worker:
+    """Feeds an engine from an event loop. Only its thread touches the engine; orders go in by a queue.
+
+    queue: texts that may wait for a row. threads: of torch in products; None is torch's choice.
+    """
+
+    def __init__(self, engine: Engine, queue_limit: int, threads: int | None = None) -> None:
+        self.engine = engine
+        self.slots = engine.decoder.rows
+        self.unfinished = 0  # texts
+        self.failed = False
+        self._works: set[Work] = set()
+        self._queue_limit, self._threads = queue_limit, threads
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._told: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text told
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """From the event loop that works belong to."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """After the step that is being made; texts on their way are dropped."""
+        self._orders.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def waiting(self) -> int:
+        """Texts without a row."""
+        return max(0, self.unfinished - self.slots)
+
+    @property
+    def running(self) -> int:
+        return min(self.unfinished, self.slots)
+
+    def submit(self, requests: Sequence[Request]) -> Work:
+        """Let texts be written. Raises ApiError where too many wait, and ValueError as `Request.check` does."""
+        for request in requests:
+            request.check(self.engine.context)
+        if self.failed:
+            raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+        if self.unfinished + len(requests) > self.slots + self._queue_limit:
+            message = f"the queue is full: {self.waiting} texts wait, of {self._queue_limit} that may; ask again later"
+            raise ApiError(429, message, code="queue_full", retry=1)
+        work = Work(self, requests)
+        self._works.add(work)
+        self.unfinished += len(requests)
+        self._orders.put(lambda: self._add(work))
+        return work
+
+    def leave(self, work: Work) -> None:
+        self._works.discard(work)
+        if work.unfinished:
+            self._orders.put(lambda: self._cancel(work))
+
+    # The thread.
+
+    def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        try:
+            while self._obey():
+                self._tell(self.engine.step())
+        except Exception:
+            log.exception("the engine has failed")
+            self._loop.call_soon_threadsafe(self._fail)
+
+    def _obey(self) -> bool:
+        """Follow all orders, waiting for one where there is nothing to write; whether to go on."""
+        while not self.engine.busy or not self._orders.empty():
+            order = self._orders.get()
+            if order is None:
+                return False
+            order()
+        return True
+
+    def _add(self, work: Work) -> None:
+        for index, request in enumerate(work.requests):
+            writing = self.engine.add(request)
+            work.writings.append(writing)
+            self._told[writing] = (work, index, 0, 0)
+
+    def _cancel(self, work: Work) -> None:
+        left = [writing for writing in work.writings if not writing.finished]
+        for writing in left:
+            self.engine.cancel(writing)
+        self._tell(left)
+
+    def _tell(self, moved: Sequence[Writing]) -> None:
+        news = []
+        for writing in moved:
+            work, index, read, written = self._told[writing]
+            news.append((work, Update(index, *_since(writing, read, written), writing.finished)))
+            self._told[writing] = (work, index, len(writing.prompt), len(writing.steps))
+            if writing.finished:
+                del self._told[writing]
+        self._loop.call_soon_threadsafe(self._deliver, news)
+
+    # In the event loop.
+
+    def _deliver(self, news: Sequence[tuple[Work, Update]]) -> None:
+        for work, update in news:
+            work.updates.put_nowait(update)
+            work.unfinished -= update.finished
+            self.unfinished -= update.finished
+
+    def _fail(self) -> None:
+        self.failed = True
+        for work in self._works:
+            work.updates.put_nowait(None)
+
+
+def _since(writing: Writing, read: int, written: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    return tuple(writing.prompt[read:]), tuple(writing.steps[written:])
