@@ -35,22 +35,26 @@ def create_app(
     api_key: str | None = None,
     hosts: Sequence[str] | None = None,
     routes: Sequence[BaseRoute] = (),
+    workers: Sequence[Worker] = (),
     threads: int | None = None,
 ) -> Starlette:
     """An app that serves the engine's model as `name`.
 
     api_key: asked for on every route but /health. hosts: names that the Host header may have, which keeps other sites'
     pages from reading a local server by a name of theirs that leads here; None is any. routes: more of them, behind the
-    same checks; in their handlers `service(request)` has the engine's worker and the limits. threads: of torch.
+    same checks; in their handlers `service(request)` has the engine's worker and the limits. workers: of other engines,
+    to run as long as the app does. threads: of torch.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        worker.start()
+        for each in (worker, *workers):
+            each.start()
         yield
-        await worker.stop()
+        for each in (worker, *workers):
+            await each.stop()
 
     own = [
         Route("/health", health),

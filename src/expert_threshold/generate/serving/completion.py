@@ -66,7 +66,7 @@ class Parser:
         self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
 
     def __call__(self, body: bytes) -> Completion:
-        fields = _Fields(read_object(body))
+        fields = Fields(read_object(body))
         limits = self.limits
         model = self._model(fields)
         prompts, opened = self._prompts(fields)
@@ -103,14 +103,14 @@ class Parser:
         self._require_room(prompts, max_tokens)
         return Completion(model, prompts, opened, n, stream, include_usage, logprobs, request)
 
-    def _model(self, fields: _Fields) -> str:
+    def _model(self, fields: Fields) -> str:
         model = fields.take("model")
         if not isinstance(model, str):
             raise invalid("model", model, f"must be a text, such as {self.models[0]!r}", code="invalid_type")
         require_model(model, self.models)
         return model
 
-    def _prompts(self, fields: _Fields) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    def _prompts(self, fields: Fields) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Token ids of each prompt, and whether they were texts."""
         value = fields.take("prompt")
         value = "" if value is None else value
@@ -133,7 +133,7 @@ class Parser:
                     raise invalid("prompt", token, f"is no token; they are 0 to {self.tokenizer.vocab_size - 1}")
         return tuple(map(tuple, value)), False
 
-    def _stop(self, fields: _Fields) -> tuple[str, ...]:
+    def _stop(self, fields: Fields) -> tuple[str, ...]:
         value = fields.take("stop")
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
@@ -145,7 +145,7 @@ class Parser:
                 raise invalid("stop", stop, f"must have from 1 to {self.limits.stop_characters} characters")
         return tuple(stops)
 
-    def _include_usage(self, fields: _Fields, stream: bool) -> bool:
+    def _include_usage(self, fields: Fields, stream: bool) -> bool:
         value = fields.take("stream_options")
         if value is None:
             return False
@@ -153,7 +153,7 @@ class Parser:
             raise invalid("stream_options", value, "must be an object", code="invalid_type")
         if not stream:
             raise invalid("stream_options", value, "needs stream=true")
-        options = _Fields(value, "stream_options.")
+        options = Fields(value, "stream_options.")
         include_usage = options.flag("include_usage")
         options.require_no_more()
         return include_usage
@@ -210,7 +210,7 @@ def _not_a_prompt(value: object) -> ApiError:
     return invalid("prompt", value, must, code="invalid_type")
 
 
-class _Fields:
+class Fields:
     """Takes fields of an object one by one; absent and null are the default."""
 
     def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
