@@ -52,10 +52,16 @@ class TrainConfig:
     threads: int | None = None
     # Threads that read and tokenize text in shards ahead of training; None is one for each core but one.
     tokenizer_threads: int | None = None
+    # Ranks over which the experts of a layer are split; 1 leaves all of them on every rank.
+    expert_parallel: int = 1
+    # Split parameters, gradients and optimizer state over all ranks, to save memory.
+    shard: bool = False
+    # Seconds after which a rank that does not answer counts as lost.
+    timeout: int = 600
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot train."""
-        for name in ("steps", "batch_size", "accumulation", "log_every"):
+        for name in ("steps", "batch_size", "accumulation", "log_every", "expert_parallel", "timeout"):
             if not (type(vars(self)[name]) is int and vars(self)[name] >= 1):
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1")
         for name in (

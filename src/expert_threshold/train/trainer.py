@@ -163,7 +163,10 @@ class Trainer:
             raise ValueError(f"does not fit config.json: {' '.join(str(error).split())}") from error
         self.optimizers.load_state_dict(saved.tensors["optimizer"], saved.state["optimizer"])
         seen = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
-        self._seen = Seen.from_tensors(seen, len(self.model.moe_layers())) if seen else None
+        layers = len(self.model.moe_layers())
+        # Observations older than sketches begin anew: of the next line of metrics, not of what is learned.
+        whole = bool(seen) and all(f"{layer}.sketch_sum" in seen for layer in range(layers))
+        self._seen = Seen.from_tensors(seen, layers) if whole else None
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.position = Position(**saved.state["position"])
         self.step = saved.step

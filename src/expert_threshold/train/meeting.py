@@ -1,0 +1,113 @@
+"""What ranks tell each other beside tensors: values of the first rank, and what went wrong on one of them.
+
+All goes through the store that the launcher keeps, which outlives every rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+GRACE = 5.0  # seconds that ranks wait for each other's word before they end
+LONG = timedelta(days=7)  # the first rank may train a tokenizer, or ask CORE
+
+
+class Meeting:
+    """The ranks of one launch. Values are JSON: nothing unpickled."""
+
+    def __init__(self, store: Store, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.local_rank = local_rank
+        self.local_ranks = local_ranks
+        self.store_of_groups = PrefixStore("groups", store)
+        self._store = PrefixStore("meeting", store)
+        self._count = 0
+
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on rank 0, on every rank; all ranks call this in the same order."""
+        self._count += 1
+        key = f"value/{self._count}"
+        if self.rank == 0:
+            value = make()
+            self._store.set(key, json.dumps(value))
+            return value
+        self._store.wait([key], LONG)
+        return json.loads(self._store.get(key))
+
+    def end(self, fault: str | None, tell: Callable[[str], None]) -> None:
+        """Let one rank tell what ended this launch: rank 0 if it has a fault, else the first that has.
+
+        fault: this rank's own, None where it only lost another one.
+        """
+        if fault is not None:
+            self._store.set(f"fault/{self.rank}", fault)
+            if self.rank == 0:
+                self._tell(fault, tell)
+            elif not self._is_told(GRACE):
+                self._tell(f"rank {self.rank}: {fault}", tell)
+            self._part()
+            return
+        self._store.set(f"alive/{self.rank}", "")
+        if self._is_told(GRACE):
+            return
+        missing = self._without("alive")
+        faults = self._with("fault")
+        if faults:
+            self._tell(f"rank {faults[0]}: {self._store.get(f'fault/{faults[0]}').decode()}", tell)
+        elif missing:
+            names = ", ".join(map(str, missing))
+            word = "rank" if len(missing) == 1 else "ranks"
+            self._tell(f"{word} {names} of {self.ranks} ended or no longer answered", tell)
+
+    def _tell(self, text: str, tell: Callable[[str], None]) -> None:
+        if self._store.add("tellers", 1) == 1:
+            tell(text)
+            self._store.set("told", "")
+
+    def _is_told(self, seconds: float) -> bool:
+        try:
+            self._store.wait(["told"], timedelta(seconds=seconds))
+        except DistStoreError:
+            return False
+        return True
+
+    def _part(self) -> None:
+        """Wait a moment for the others, lest the launcher end them before they have ended as they want to."""
+        self._store.add("parting", 1)
+        end = time.monotonic() + GRACE / 5
+        while self._store.add("parting", 0) < self.ranks and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _with(self, what: str) -> list[int]:
+        return [rank for rank in range(self.ranks) if self._store.check([f"{what}/{rank}"])]
+
+    def _without(self, what: str) -> list[int]:
+        return sorted(set(range(self.ranks)) - set(self._with(what)))
+
+
+def is_launched() -> bool:
+    """Whether a launcher such as torchrun has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+def meet() -> Meeting | None:
+    """The ranks that were launched together with this one; None where it is alone."""
+    if not is_launched():
+        return None
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Meeting(store, rank, ranks, local_rank, local_ranks)
+
+
+def restarts() -> int:
+    """How often the launcher has started this rank anew after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
