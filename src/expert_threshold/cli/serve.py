@@ -5,13 +5,17 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from ..generate.engine import Engine
+from ..generate.explorer import Explored, routes
 from ..generate.serving.limits import Limits
+from ..generate.serving.worker import Worker
+from ..model import GPT
 from ..runs import load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
@@ -24,6 +28,8 @@ OPTIONS = [
     Option("host", str, "127.0.0.1", "The address to listen at; any but this machine's own lets others in."),
     Option("port", int, 8000, "0 takes a free one."),
     Option("name", str | None, None, "The model's name in requests; none is the folder's."),
+    Option("compare", str, None, "Another run, for the explorer to show beside it; may be given again.", many=True),
+    Option("explorer", bool, False, "The page at / for other machines, too; where --host is local it is there anyway."),
     Option("api_key", str | None, None, f"Asked for on every route but /health; none takes that of {API_KEY}, if set."),
     Option("slots", int, 8, "Texts that are written at once."),
     Option("strict", bool, False, "Compute row by row: the same bits whoever shares the batch."),
@@ -51,21 +57,40 @@ def run(arguments: Sequence[str]) -> None:
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
     local = is_local(options["host"])
     api_key = options["api_key"] or os.environ.get(API_KEY) or None
-    device = pick_device(options["device"])
-    model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
-    engine = Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
+    shown = local or options["explorer"]
+    compared = options["compare"] or []
+    if compared and not shown:
+        raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
+    model, engine = _open(options["run"], options["step"], options)
+    runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer)]
+    for path in compared:
+        other, beside = _open(path, None, options)
+        name = path if _name(path) in [run.name for run in runs] else _name(path)
+        runs.append(Explored(name, other, beside.tokenizer, Worker(beside, limits.queue, options["threads"])))
     app = create_app(
         engine,
-        options["name"] or Path(options["run"]).resolve().name,
+        runs[0].name,
         limits=limits,
         api_key=api_key,
         hosts=("127.0.0.1", "localhost", "[::1]", options["host"]) if local else None,
+        routes=routes(runs, ("localhost", socket.gethostname(), options["host"])) if shown else (),
+        workers=[run.worker for run in runs if run.worker is not None],
         threads=options["threads"],
     )
     if not local:
         who = "whoever has the key" if api_key else "anyone"
         print(f"et serve: listening at {options['host']}: {who} who reaches this machine can use it", file=sys.stderr)
     run_server(app, options["host"], options["port"])
+
+
+def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:
+    device = pick_device(options["device"])
+    model, tokenizer = load_model(path, step, device, pick_dtype(options["dtype"], device))
+    return model, Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
+
+
+def _name(path: str) -> str:
+    return Path(path).resolve().name
 
 
 def is_local(host: str) -> bool:

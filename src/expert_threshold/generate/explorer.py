@@ -1,0 +1,241 @@
+"""The routing explorer: a page that shows where every token of a text went, and the two endpoints that it asks.
+
+    GET  /                 the page, of `static/`
+    GET  /explorer/runs    what there is to know of each run before a text is read
+    POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those written behind it, as
+                           server-sent events {"tokens": […]}, at last {"done": true} or {"error": {"message": …}}
+
+What they tell reveals texts: only pages of this very server get it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import math
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from torch import Tensor
+
+from ..data import Tokenizer
+from ..model import GPT
+from .engine import Request, Step, TokenRouting
+from .serving.completion import Fields, read_object
+from .serving.errors import ApiError
+from .serving.limits import Limits
+from .serving.worker import Work, Worker
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+TOPS = 8
+"""Likeliest tokens that are told in each token's place."""
+
+
+class Explored(NamedTuple):
+    """A run under the name that the page shows. worker: what reads with it; None is the server's own."""
+
+    name: str
+    model: GPT
+    tokenizer: Tokenizer
+    worker: Worker | None = None
+
+
+def describe(run: Explored) -> dict[str, Any]:
+    """A run as JSON. Of each layer the cutoffs, or the biases of loss-free token choice; a dense layer has neither."""
+    config, moes = run.model.config, dict(run.model.moe_layers())
+    rule, layers = config.rule, []
+    for layer in range(config.layers):
+        router = moes[layer].router if layer in moes else None
+        cutoffs, biases = (None, None) if router is None else (router.cutoff, router.bias)
+        layers.append({"dense": router is None, "cutoffs": _numbers(cutoffs), "biases": _numbers(biases)})
+    return {
+        "name": run.name,
+        "rule": config.to_dict()["rule"]["name"],
+        "experts": 0 if rule is None else rule.num_experts,
+        "experts_per_token": 0 if rule is None else rule.experts_per_token,
+        "shared_experts": 0 if rule is None else config.shared_experts,
+        "context": config.context,
+        "tokenizer": run.tokenizer.hash,
+        "layers": layers,
+    }
+
+
+def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
+    """A recorded step as JSON. loss: nats, None of what opens the text. label: the token's own bytes, readable.
+
+    top: likeliest tokens in its place as [token, label, probability]. layers: one for each layer of experts; gates: of
+    the experts it went to; border: in token choice the lowest score, bias included, that was chosen.
+    """
+    assert step.routing is not None, "only recorded steps have a routing"
+    moes = (moe for _, moe in run.model.moe_layers())
+    return {
+        "token": step.token,
+        "text": step.text,
+        "label": label(run.tokenizer, step.token),
+        "written": written,
+        "loss": None if step.logprob is None else _number(-step.logprob),
+        "finish": step.finish,
+        "top": [[token, label(run.tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
+        "layers": [_layer(run.model, moe.router.cutoff, moe.router.bias, routing)
+                   for moe, routing in zip(moes, step.routing, strict=True)],
+    }  # fmt: skip
+
+
+def _layer(model: GPT, cutoff: Tensor | None, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
+    biased = routing.scores if bias is None else [s + b for s, b in zip(routing.scores, bias.tolist(), strict=True)]
+    share = max(len(routing.experts), 1) if model.config.gate_norm == "fanout" else 1
+    return {
+        "scores": [_number(score) for score in routing.scores],
+        "experts": routing.experts,
+        "gates": [_number(gate / share) for gate in routing.gates],
+        "border": _number(min(biased[expert] for expert in routing.experts)) if cutoff is None else None,
+    }
+
+
+def label(tokenizer: Tokenizer, token: int) -> str:
+    """A token for the eye: bytes that are no character of their own as \\xe2."""
+    return tokenizer.decode_bytes([token]).decode("utf-8", errors="backslashreplace")
+
+
+def _numbers(values: Tensor | None) -> list[float] | None:
+    return None if values is None else [_number(value) for value in values.tolist()]
+
+
+def _number(value: float) -> float:
+    """To six digits: there are very many of them."""
+    return float(f"{value:.6g}")
+
+
+def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
+    """What a body of /explorer/read asks for. Raises ApiError where it is nonsense or too much."""
+    fields = Fields(read_object(body))
+    name, text = fields.take("run"), fields.take("text")
+    run = next((run for run in runs if run.name == name), None)
+    if run is None:
+        raise ApiError(404, f"there is no run of that name; here is {', '.join(run.name for run in runs)}", param="run")
+    if not isinstance(text, str):
+        raise ApiError(400, "text must be a text", param="text", code="invalid_type")
+    context = run.model.config.context
+    prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
+    max_tokens = fields.integer("max_tokens", 0, 0, limits.output_tokens or context)
+    most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
+    if len(prompt) > most:
+        message = f"the text has {len(prompt)} tokens, its beginning included, and {run.name} takes {most}; shorten it"
+        raise ApiError(400, message, param="text", code="context_length_exceeded")
+    request = Request(
+        prompt,
+        max_tokens,
+        temperature=fields.number("temperature", 0.8, 0, 2),
+        top_k=fields.optional_integer("top_k", 1, 2**63 - 1),
+        seed=fields.optional_integer("seed", 0, 2**63 - 1),
+        tops=TOPS,
+        echo=True,
+        record=True,
+    )
+    fields.require_no_more()
+    return run, request
+
+
+def require_own_page(headers: Mapping[str, str], names: Collection[str]) -> None:
+    """Raise ApiError 403 unless the request can only come from a page of this server, or from no page at all.
+
+    Another site's page is told by Origin and Sec-Fetch-Site. One whose name was made to lead here (DNS rebinding) is of
+    our origin to the browser, but comes by that name: allowed are addresses, which no one can make lead elsewhere, and
+    `names`.
+    """
+    host = headers.get("host", "").lower()
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        origin = headers.get("origin")
+        foreign = origin is not None and urlsplit(origin.lower()).netloc != host
+    except ValueError:
+        name, foreign = "", True
+    if not (_is_address(name) or name in names):
+        raise ApiError(403, f"the explorer is reached by an address or as {', '.join(names)} only", code="unknown_host")
+    if foreign or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
+        raise ApiError(403, "the explorer answers its own page only", code="foreign_origin")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+async def events(run: Explored, work: Work, seconds: float) -> AsyncGenerator[str]:
+    """The server-sent events of a work with one text; whatever ends the iteration ends the work."""
+    try:
+        with work:
+            async with asyncio.timeout(seconds):
+                async for update in work:
+                    tokens = [token_record(run, step, written=False) for step in update.prompt]
+                    tokens += [token_record(run, step, written=True) for step in update.steps]
+                    yield _event({"tokens": tokens})
+        yield _event({"done": True})
+    except ApiError as error:
+        yield _event(error.body)
+    except TimeoutError:
+        yield _event(ApiError(503, f"not done within {seconds:g} seconds; ask for fewer tokens").body)
+
+
+def _event(content: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+
+
+def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) -> list[Route]:
+    """For `create_app`. The first run is the server's own. names: those by which the server may be reached."""
+    from starlette.responses import Response, StreamingResponse
+    from starlette.routing import Route
+
+    from .server import answer, read_body, service
+
+    files = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
+    facts = [describe(run) for run in runs]
+    names = [name.lower() for name in names]
+
+    async def page(request: HttpRequest) -> Response:
+        path = files.get(request.path_params.get("file", "index.html"))
+        if path is None:
+            raise ApiError(404, "there is no such file", code="not_found")
+        return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
+
+    async def told(request: HttpRequest) -> Response:
+        require_own_page(request.headers, names)
+        response = answer({"runs": facts})
+        response.headers.update(HEADERS)
+        return response
+
+    async def read(request: HttpRequest) -> Response:
+        require_own_page(request.headers, names)
+        here = service(request)
+        run, asked = parse(await read_body(request, here.limits), runs, here.limits)
+        work = (run.worker or here.worker).submit([asked])
+        stream = events(run, work, here.limits.seconds)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+
+    return [
+        Route("/", page),
+        Route("/static/{file}", page),
+        Route("/explorer/runs", told),
+        Route("/explorer/read", read, methods=["POST"]),
+    ]
