@@ -7,9 +7,11 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
@@ -42,3 +44,16 @@ def join() -> tuple[int, int, dist.ProcessGroup]:
     )
     assert dist.group.WORLD is not None
     return rank, ranks, dist.group.WORLD
+
+
+class Collectives(TorchDispatchMode):
+    """While in force, lists the collective operations of this rank, as `alltoall_base_` and the like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))

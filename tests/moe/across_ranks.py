@@ -1,0 +1,342 @@
+"""One rank of the tests of expert parallelism: `python across_ranks.py RANK RANKS RENDEZVOUS_FILE`.
+
+Every rank knows the tokens of all, so that each checks its own part against the single-process layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.moe import Experts, MoE, Rule
+from expert_threshold.moe.dispatch.expert_parallel import (
+    expert_parameters,
+    gather_experts,
+    scatter_experts,
+    shard_experts,
+)
+from expert_threshold.optim import OptimConfig, make_optimizers
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from ranks import Collectives, join
+
+EXPERTS, D_MODEL, D_EXPERT = 8, 6, 10
+SHARES = {2: [(6, 6), (7, 2), (0, 9), (0, 0)], 4: [(4, 4, 4, 4), (5, 1, 0, 8), (0, 0, 0, 3)]}
+BY_COUNT, PADDED = ["alltoall_base_"] * 3, ["alltoall_base_"] * 2
+
+
+def new_layer(rule: Rule | None = None, **options: Any) -> MoE:
+    torch.manual_seed(1)
+    return MoE(D_MODEL, D_EXPERT, rule or TokenChoice(EXPERTS, 2), **options)
+
+
+def mine(values: Tensor, shares: tuple[int, ...], rank: int) -> Tensor:
+    return values.split(shares)[rank]
+
+
+def assignments(tokens: int) -> dict[str, Tensor]:
+    """(tokens, experts) each: every fanout, empty experts, one expert alone, any."""
+    place = (torch.arange(EXPERTS) - 3 * torch.arange(tokens)[:, None]) % EXPERTS
+    any_of_them = torch.rand(tokens, EXPERTS, generator=torch.Generator().manual_seed(3)) < 0.3
+    return {
+        **{f"fanout {n}": place < n for n in range(EXPERTS + 1)},
+        "any": any_of_them,
+        "empty experts": any_of_them & (torch.arange(EXPERTS) % 3 == 0),
+        "one rank's experts": any_of_them & (torch.arange(EXPERTS) >= EXPERTS - 2),
+        "one expert": torch.arange(EXPERTS).eq(5).repeat(tokens, 1),
+    }
+
+
+def gradients(layer: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()}
+
+
+def as_one_process(found: dict[str, Tensor], layer: nn.Module, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Gradients of the sum of all ranks' losses: experts' are complete at their owners, others' are added up."""
+    for name, gradient in found.items():
+        if name not in expert_parameters(layer):
+            dist.all_reduce(gradient, group=group)
+    return gather_experts(found, layer)
+
+
+def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:
+    """Of x (tokens, d_model), by the layer's rule or by a forced assignment."""
+    if assignment is None:
+        return layer(x[:, None])[0][:, 0]
+    routing = layer.router(x[:, None])
+    return layer.compute(x[:, None], routing._replace(assignment=assignment[:, None]))[:, 0]
+
+
+def check_layer(
+    whole: MoE, split: MoE, shares: tuple[int, ...], assignment: Tensor | None, rank: int, group: dist.ProcessGroup
+) -> Tensor:
+    """Outputs and all gradients are those of one process; returns this rank's output."""
+    generator = torch.Generator().manual_seed(sum(shares))
+    x, upstream = torch.randn(2, sum(shares), D_MODEL, generator=generator)
+    all_x = x.clone().requires_grad_()
+    my_x = mine(x, shares, rank).clone().requires_grad_()
+    whole.zero_grad()
+    split.zero_grad()
+    expected = forward(whole, all_x, assignment)
+    y = forward(split, my_x, None if assignment is None else mine(assignment, shares, rank))
+    expected.backward(upstream)
+    y.backward(mine(upstream, shares, rank))
+    assert all_x.grad is not None
+    assert my_x.grad is not None
+    torch.testing.assert_close(y, mine(expected, shares, rank), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(my_x.grad, mine(all_x.grad, shares, rank), atol=1e-6, rtol=1e-5)
+    assert_same(as_one_process(gradients(split), split, group), gradients(whole))
+    return y.detach()
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=atol, rtol=1e-5, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_any_assignment(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Any fanout, any empty expert, ranks with few tokens or none."""
+    kinds: list[dict[str, Any]] = [
+        {"gate_norm": "fanout"},
+        {"activation": "swiglu", "shared_experts": 0, "dispatch": "reference"},
+    ]
+    for options, shares in itertools.product(kinds, SHARES[ranks]):
+        whole = new_layer(**options)
+        split = copy.deepcopy(whole)
+        shard_experts(split, group)
+        assert split.experts.up.shape == (EXPERTS // ranks, D_EXPERT, D_MODEL)
+        for assignment in assignments(sum(shares)).values():
+            check_layer(whole, split, shares, assignment, rank, group)
+
+
+def check_rules(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """In training with a pool over all ranks, and in inference, a layer decides and computes as one process does."""
+    rules: list[Rule] = [
+        ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0.5),
+        ExpertChoice(EXPERTS, 2, pool="global"),
+        TokenChoice(EXPERTS, 3),
+    ]
+    for rule, shares in itertools.product(rules, SHARES[ranks][:2]):
+        whole = new_layer(rule)
+        split = copy.deepcopy(whole)
+        shard_experts(split, group)
+        split.router.group = group
+        for training in (True, False):
+            check_layer(whole.train(training), split.train(training), shares, None, rank, group)
+
+
+def check_other_dtypes(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """bfloat16 rows travel with their float32 gates unrounded; float64 rows are computed in float64."""
+    whole = new_layer(shared_experts=0)
+    split = copy.deepcopy(whole)
+    shard_experts(split, group)
+    x = torch.randn(5, 1, D_MODEL, generator=torch.Generator().manual_seed(rank))
+    for dtype, atol in ((torch.bfloat16, 0.02), (torch.float64, 1e-12)):
+        y, there = whole(x.to(dtype))[0], split(x.to(dtype))[0]
+        assert there.dtype == dtype
+        torch.testing.assert_close(there, y, atol=atol, rtol=0)
+    seen = []
+    split.experts.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    split(x.bfloat16())
+    received = seen[0][seen[0] >= 0]
+    everyone = [torch.empty(5, 1, D_MODEL) for _ in range(ranks)]
+    dist.all_gather(everyone, x, group=group)
+    sent = [whole.router(other.bfloat16()) for other in everyone]
+    first = rank * EXPERTS // ranks
+    gates = [routing.scores.sigmoid()[:, 0, first : first + EXPERTS // ranks] for routing in sent]
+    masks = [routing.assignment[:, 0, first : first + EXPERTS // ranks] for routing in sent]
+    assert torch.equal(received, torch.cat(gates)[torch.cat(masks)])
+
+
+def check_nan(rank: int, group: dist.ProcessGroup) -> None:
+    """What stands in rows and gates that no expert reads reaches nothing; what is read reaches its own rows alone."""
+    split = new_layer(ExpertChoice(EXPERTS, 2, pool="batch"), shared_experts=0)
+    shard_experts(split, group, micro_batch=(8, 1))
+    x = torch.randn(8, D_MODEL, generator=torch.Generator().manual_seed(rank))
+    assignment = assignments(8)["fanout 2"].clone()
+    assignment[3] = False
+    gates = torch.rand(8, EXPERTS)
+    for training, row in itertools.product((True, False), (3, 4)):
+        split.train(training)
+        poisoned = x.clone()
+        poisoned[row] = torch.nan
+        clean = split.dispatch(x, gates, assignment, split.experts)
+        found = split.dispatch(poisoned, gates.masked_fill(~assignment, torch.nan), assignment, split.experts)
+        assert torch.equal(found[torch.arange(8) != row], clean[torch.arange(8) != row])
+        assert found[row].isnan().all() if row == 4 else (found[row] == 0).all()
+
+
+def check_equal_splits(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Padded to the capacity bound they give the same numbers to the last bit, with no counts sent."""
+    rules: list[Rule] = [
+        ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0.5, pool="batch"),
+        ExpertThreshold(EXPERTS, 1.5, capacity_slack=0.0, pool=8),
+        ExpertChoice(EXPERTS, 1, pool="sequence"),
+        ExpertChoice(EXPERTS, 4, pool="batch"),
+    ]
+    for rule in rules:
+        by_count, padded = new_layer(rule), new_layer(rule)
+        shard_experts(by_count, group)
+        shard_experts(padded, group, micro_batch=(2, 8))
+        x = torch.randn(2, 8, D_MODEL, generator=torch.Generator().manual_seed(rank))
+        results = []
+        for layer, forth, back in ((by_count, BY_COUNT, PADDED), (padded, PADDED, PADDED)):
+            mine = x.clone().requires_grad_()
+            with Collectives() as there:
+                y, _ = layer(mine)
+            assert there.names == forth
+            with Collectives() as here:
+                y.square().sum().backward()
+            assert here.names == back
+            results.append({"y": y.detach(), "x": mine.grad, **gradients(layer)})
+        for name, value in results[0].items():
+            assert torch.equal(value, results[1][name]), (rule, name)
+    with pytest.raises(ValueError, match="batch of 8 tokens, but splits were made for 16"):
+        padded(x[:1])
+    padded.eval()  # in inference there are no bounds
+    padded.router.state_mean.fill_(-10)
+    padded.router.state_weight.fill_(1)
+    assert padded(x[:1])[1].load.sum() == 8 * EXPERTS
+
+
+def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Every rank raises the same, before anything is changed."""
+    layer = new_layer(TokenChoice(EXPERTS + 1, 1))
+    with pytest.raises(ValueError, match=f"num_experts={EXPERTS + 1} cannot be split over {ranks} ranks"):
+        shard_experts(layer, group)
+    assert type(layer.experts) is Experts
+    layer = new_layer(ExpertChoice(EXPERTS, 1, pool="batch"))
+    with pytest.raises(ValueError, match=r"micro_batch differs between ranks: 1 × 8, 2 × 8"):
+        shard_experts(layer, group, micro_batch=(rank + 1, 8))
+    shard_experts(layer, group)
+    with pytest.raises(ValueError, match="split already"):
+        shard_experts(layer, group)
+
+
+def check_communication(rank: int, group: dist.ProcessGroup) -> None:
+    """In inference a router communicates nothing, for all rules; the layer counts and rows, there and back, once."""
+    rules: list[Rule] = [
+        ExpertThreshold(EXPERTS, 1),
+        ExpertChoice(EXPERTS, 1, pool="global"),
+        TokenChoice(EXPERTS, 1, balance="global_aux"),
+    ]
+    for rule in rules:
+        layer = new_layer(rule)
+        shard_experts(layer, group)
+        layer.router.group = group
+        x = torch.randn(8, 1, D_MODEL)
+        for training in (True, False):
+            layer.train(training)
+            with Collectives() as routing, torch.no_grad():
+                layer.router(x)
+            assert bool(routing.names) == training
+            with Collectives() as everything, torch.no_grad():
+                layer(x)
+            assert everything.names == routing.names + BY_COUNT
+
+
+def small_model(checkpointing: bool) -> GPT:
+    torch.manual_seed(5)
+    rule = ExpertThreshold(EXPERTS, 1, warmup_steps=1, decay=0.5, capacity_slack=0.5)
+    model = GPT(GPTConfig.preset("tiny", vocab_size=32, d_model=16, d_expert=8, heads=2, kv_heads=2, rule=rule))
+    for name, weight in model.named_parameters():
+        if name.endswith(("down", "down.weight", "output.weight", "head.weight")):  # the paper begins with zeros
+            nn.init.normal_(weight, std=0.05)
+    model.activation_checkpointing = checkpointing
+    return model
+
+
+def train(model: GPT, micro_batch: Callable[[int], Tensor], reduce: Callable[[], None]) -> list[float]:
+    """Three steps; returns the losses."""
+    config = OptimConfig(ns_dtype="float32", adamw_warmup_steps=0)
+    optimizers = make_optimizers(model.named_parameters(), config, 16)
+    losses = []
+    for step in range(3):
+        tokens = micro_batch(step)
+        output = model(tokens[:, :-1], tokens[:, 1:])
+        assert output.loss is not None
+        output.loss.backward()
+        reduce()
+        optimizers.step(step, 100)
+        model.update_rules(output.observations)
+        optimizers.zero_grad()
+        losses.append(output.loss.item())
+    return losses
+
+
+def check_training(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
+    """Expert parallel with two ranks, 2 × data parallel with four: every weight is that of one process."""
+    size = 2
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, ranks, size)]
+    copies = [dist.new_group(list(range(first, ranks, size))) for first in range(size)]
+    ep, dp = groups[rank // size], copies[rank % size]
+
+    def batch(step: int) -> Tensor:
+        return torch.randint(32, (2 * ranks, 17), generator=torch.Generator().manual_seed(step))
+
+    for checkpointing in (False, True):
+        whole, split = small_model(False), small_model(checkpointing)
+        shard_experts(split, ep)
+        for _, moe in split.moe_layers():
+            moe.router.group = world
+        own = expert_parameters(split)
+
+        def reduce(split: GPT = split, own: dict[str, Any] = own) -> None:
+            for name, weight in split.named_parameters():
+                dist.all_reduce(weight.grad, group=dp if name in own else world)
+                weight.grad /= ranks
+
+        expected = train(whole, batch, lambda: None)
+        found = torch.tensor(train(split, lambda step: batch(step).chunk(ranks)[rank], reduce))
+        dist.all_reduce(found, group=world)
+        torch.testing.assert_close(found / ranks, torch.tensor(expected), atol=1e-6, rtol=1e-5)
+        assert_same(gather_experts(dict(split.named_parameters()), split), dict(whole.named_parameters()), atol=2e-5)
+
+
+def check_checkpoints(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
+    """Weights and optimizer state of any split are those of one process, and load in any other."""
+    pairs = [dist.new_group(list(range(first, first + 2))) for first in range(0, ranks, 2)]
+    whole = small_model(False)
+    moments = make_optimizers(whole.named_parameters(), OptimConfig(), 16).state_dict().tensors
+    for tensor in moments.values():
+        tensor.normal_(generator=torch.Generator().manual_seed(tensor.numel()))
+    for group in (world, pairs[rank // 2]):
+        split = small_model(False)
+        shard_experts(split, group)
+        weights = gather_experts(split.state_dict(), split)
+        assert_same(weights, whole.state_dict(), atol=0)
+        other = GPT(split.config)
+        shard_experts(other, group)
+        other.load_state_dict(scatter_experts(weights, split))
+        assert_same(dict(other.state_dict()), dict(split.state_dict()), atol=0)
+        cut = scatter_experts(moments, split)
+        own = make_optimizers(split.named_parameters(), OptimConfig(), 16).state_dict().tensors
+        assert {name: tensor.shape for name, tensor in cut.items()} == {n: tensor.shape for n, tensor in own.items()}
+        assert_same(gather_experts(cut, split), moments, atol=0)
+
+
+def main() -> None:
+    rank, ranks, group = join()
+    check_any_assignment(rank, ranks, group)
+    check_rules(rank, ranks, group)
+    check_other_dtypes(rank, ranks, group)
+    check_nan(rank, group)
+    check_equal_splits(rank, ranks, group)
+    check_communication(rank, group)
+    check_training(rank, ranks, group)
+    check_checkpoints(rank, ranks, group)
+    if ranks == 2:
+        check_refusals(rank, ranks, group)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
