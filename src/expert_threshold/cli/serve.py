@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 
 from ..generate.engine import Engine
 from ..generate.explorer import Explored, routes
+from ..generate.serving.independence import require_independent
 from ..generate.serving.limits import Limits
 from ..generate.serving.worker import Worker
 from ..model import GPT
@@ -86,6 +87,7 @@ def run(arguments: Sequence[str]) -> None:
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:
     device = pick_device(options["device"])
     model, tokenizer = load_model(path, step, device, pick_dtype(options["dtype"], device))
+    require_independent(model)
     return model, Engine(model, tokenizer, slots=options["slots"], strict=options["strict"])
 
 

@@ -6,6 +6,7 @@ import codecs
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -155,7 +156,7 @@ class Next(NamedTuple):
         if not count:
             return ()
         values, tokens = self.logits.topk(min(count, len(self.logits)))
-        return tuple(zip(tokens.tolist(), (values - self.logsumexp).tolist(), strict=True))
+        return tuple(zip(tokens.tolist(), (values.double() - self.logsumexp).tolist(), strict=True))  # as in `logprob`
 
 
 class Writing:
@@ -184,6 +185,24 @@ class Writing:
         return self.next.likeliest if self.request.temperature == 0 else self._sampler(self.next.logits)
 
 
+@dataclass
+class Counts:
+    """What an engine has done. read, written: tokens of prompts and of texts. routed: tokens in layers of experts, once
+    for each layer; assignments: experts that those went to.
+    """
+
+    read: int = 0
+    written: int = 0
+    routed: int = 0
+    assignments: int = 0
+
+    def add_routing(self, routed: Sequence[Routed]) -> None:
+        if routed:
+            taken = torch.stack([assignment for _, assignment in routed])  # (layers, tokens, experts)
+            self.routed += taken.shape[0] * taken.shape[1]
+            self.assignments += int(taken.sum())
+
+
 class Engine:
     """Writes for many requests at once: each has a row of the batch from when it joins until it is done.
 
@@ -200,6 +219,7 @@ class Engine:
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
         self.waiting: deque[Writing] = deque()
         self.running: dict[int, Writing] = {}
+        self.counts = Counts()
 
     @property
     def busy(self) -> bool:
@@ -249,10 +269,12 @@ class Engine:
         forward = {r: chosen[r] for r, w in ready.items() if made[r].finish is None or w.request.record}
         if forward:
             decoded = self.decoder.step(forward)
+            self.counts.add_routing(decoded.routed)
             for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded.logits), strict=True)):
                 ready[row].next = follows
                 if ready[row].request.record:
                     made[row] = made[row]._replace(routing=_routing(decoded.routed, i))
+        self.counts.written += len(ready)
         for row, writing in ready.items():
             writing.steps.append(made[row])
             if made[row].finish is not None:
@@ -275,6 +297,8 @@ class Engine:
         request, start = writing.request, writing.read
         piece = request.prompt[start : start + decoder.PREFILL]
         decoded = self.decoder.read(row, piece, every=request.echo)
+        self.counts.read += len(piece)
+        self.counts.add_routing(decoded.routed)
         follows = Next.of(decoded.logits)
         if request.echo:
             before = [writing.echoed, *follows[:-1]]

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -16,15 +16,20 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine import Engine
 from .serving.completion import Answer, Parser, model_body, models_body, require_model
 from .serving.errors import ApiError
 from .serving.limits import Limits
+from .serving.metrics import Metrics
+from .serving.openapi import schema
 from .serving.worker import Work, Worker
 
 T = TypeVar("T")
+
+CONNECTIONS = 1024
+"""More are answered with 503 by uvicorn itself."""
 
 
 def create_app(
@@ -58,6 +63,8 @@ def create_app(
 
     own = [
         Route("/health", health),
+        Route("/metrics", metrics),
+        Route("/openapi.json", openapi),
         Route("/v1/models", models),
         Route("/v1/models/{model}", model),
         Route("/v1/completions", completions, methods=["POST"]),
@@ -69,15 +76,32 @@ def create_app(
         Exception: _tell_failure,
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
-    app.add_middleware(_Gate, api_key=api_key, hosts=hosts)
-    app.state.service = Service(worker, name, limits)
+    here = Service(worker, name, limits)
+    paths = [route.path for route in own]
+    app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
+    app.state.service = here
     return app
 
 
 def run_server(app: Starlette, host: str, port: int, *, grace: int = 10) -> None:
     """Serve until SIGINT or SIGTERM; then requests may take `grace` seconds more, and a second signal ends them."""
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=grace, access_log=False, server_header=False)
+        uvicorn.Server(configure(app, host, port, grace=grace)).run()
+
+
+def configure(app: Starlette, host: str, port: int, *, grace: int = 10) -> uvicorn.Config:
+    """h11, which is strict and bounds headers."""
+    return uvicorn.Config(
+        app,
+        host,
+        port,
+        http="h11",
+        ws="none",
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=grace,
+        access_log=False,
+        server_header=False,
+    )
 
 
 class Service:
@@ -88,6 +112,7 @@ class Service:
         self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
         self.created = int(time.time())
         self.parser = Parser(self.tokenizer, self.engine.context, [name], limits)
+        self.metrics = Metrics(worker)
 
 
 def service(request: Request) -> Service:
@@ -96,17 +121,32 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Lets through who has the key and comes by a name that is allowed."""
+    """Lets through who has the key and comes by a name that is allowed; counts requests, by paths that are known."""
 
-    def __init__(self, app: ASGIApp, api_key: str | None, hosts: Sequence[str] | None) -> None:
-        self.app, self.hosts = app, hosts
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        hosts: Sequence[str] | None,
+        metrics: Metrics,
+        paths: Sequence[str],
+    ) -> None:
+        self.app, self.hosts, self.metrics, self.paths = app, hosts, metrics, paths
         self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refusal(Request(scope))) is not None:
-            await _answer_error(error)(scope, receive, send)
-        else:
+        if scope["type"] != "http":
             await self.app(scope, receive, send)
+            return
+        path = scope["path"] if scope["path"] in self.paths else "other"
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.metrics.requests[path, message["status"]] += 1
+            await send(message)
+
+        error = self._refusal(Request(scope))
+        await (self.app if error is None else _answer_error(error))(scope, receive, counted)
 
     def _refusal(self, request: Request) -> ApiError | None:
         host = request.headers.get("host", "").rsplit(":", 1)[0]
@@ -128,6 +168,15 @@ async def health(request: Request) -> Response:
     return answer({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
 
+async def metrics(request: Request) -> Response:
+    return Response(service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def openapi(request: Request) -> Response:
+    here = service(request)
+    return answer(schema(here.name, here.limits, here.engine.context, here.tokenizer.vocab_size))
+
+
 async def models(request: Request) -> Response:
     here = service(request)
     return answer(models_body([here.name], here.created))
@@ -145,21 +194,68 @@ async def completions(request: Request) -> Response:
     texts = Answer(asked, here.tokenizer)
     work = here.worker.submit(asked.requests)
     if asked.stream:
-        raise ApiError(400, "stream is not supported yet", param="stream")
-    return answer(await while_connected(request.receive, _whole(work, texts, here.limits)))
+        return EventStream(work, _chunks(work, texts), here.limits)
+    with work:
+        return answer(await while_connected(request.receive, _whole(work, texts, here.limits)))
 
 
 async def _whole(work: Work, texts: Answer, limits: Limits) -> dict[str, Any]:
     """The answer once all texts are finished."""
     try:
-        with work:
-            async with asyncio.timeout(limits.seconds):
-                async for _ in work:
-                    pass
+        async with asyncio.timeout(limits.seconds):
+            async for _ in work:
+                pass
     except TimeoutError:
         raise _out_of_time(limits) from None
     pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, work.writings, strict=True)]
-    return texts.body(pieces, usage=True)
+    return texts.body(pieces) | {"usage": texts.usage()}
+
+
+async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
+    """The answer as it comes."""
+    usage = {"usage": None} if texts.asked.include_usage else {}
+    async for update in work:
+        piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
+        if piece["text"] or piece["finish_reason"] or piece["logprobs"]:
+            yield texts.body([piece]) | usage
+    if usage:
+        yield texts.body([]) | {"usage": texts.usage()}
+
+
+class EventStream(Response):
+    """Server-sent events, each a JSON object, and [DONE]; errors that come too late for a status are events, too.
+
+    The work ends once the client is gone or the time is up, and so where the client does not read.
+    """
+
+    def __init__(self, work: Work, events: AsyncGenerator[dict[str, Any]], limits: Limits) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        del self.headers["content-length"]
+        self._work, self._events, self._limits = work, events, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._work, contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        last: str = "[DONE]"
+        try:
+            async with asyncio.timeout(self._limits.seconds), contextlib.aclosing(self._events):
+                async for event in self._events:
+                    await _send_event(send, json.dumps(event, allow_nan=False))
+        except TimeoutError:
+            last = json.dumps(_out_of_time(self._limits).body)
+        except ApiError as error:
+            last = json.dumps(error.body)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):  # for who did not read before will not now
+                await _send_event(send, last)
+                await send({"type": "http.response.body"})
+
+
+async def _send_event(send: Send, data: str) -> None:
+    await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
 
 
 def _out_of_time(limits: Limits) -> ApiError:
@@ -172,13 +268,15 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
     body = bytearray()
+    too_large = ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
+    if int(request.headers.get("content-length", 0)) > limits.body_bytes:  # a number, or it would not have come here
+        raise too_large
     try:
         async with asyncio.timeout(limits.body_seconds):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limits.body_bytes:
-                    message = f"the body is larger than {limits.body_bytes} bytes"
-                    raise ApiError(413, message, code="body_too_large")
+                    raise too_large
     except TimeoutError:
         raise ApiError(408, f"the body took longer than {limits.body_seconds:g} seconds", code="timeout") from None
     return bytes(body)

@@ -268,8 +268,8 @@ class Answer:
         }
         self.choices = [Choice(index, asked, tokenizer) for index in range(len(asked.prompts) * asked.n)]
 
-    def body(self, choices: Sequence[dict[str, Any]], usage: bool) -> dict[str, Any]:
-        return self.head | {"choices": list(choices), "usage": self.usage() if usage else None}
+    def body(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self.head | {"choices": list(choices)}
 
     def usage(self) -> dict[str, int]:
         """A prompt counts once, however many texts continue it; `BOS` counts."""

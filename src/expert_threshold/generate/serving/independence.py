@@ -1,0 +1,33 @@
+"""Whether a model's routing looks at nothing but the token itself."""
+
+from __future__ import annotations
+
+import torch
+
+from ...model import GPT
+
+
+@torch.no_grad()
+def require_independent(model: GPT) -> None:
+    """Raise ValueError where a token's experts depend on the scores of tokens that share its batch.
+
+    Asked of the rule itself: half of a sequence is routed twice, each time among others. By cutoffs, and by the largest
+    of each token's own scores, it goes to the same experts; by pools it does not.
+    """
+    for index, moe in model.moe_layers():
+        router = moe.router
+        rule = router.rule
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, max(64, 4 * rule.num_experts), rule.num_experts)  # enough for a pool's k to be 1 at least
+        around = torch.zeros(rule.num_experts) if router.cutoff is None else router.cutoff.cpu()
+        scores = (torch.randn(shape, generator=generator) + around).to(router.weight.device)
+        half = shape[1] // 2
+        others = scores + 2
+        others[0, :half] = scores[0, :half]
+        assignments = [rule.route(each, router.state, training=False).assignment[0, :half] for each in (scores, others)]
+        if not torch.equal(*assignments):
+            name = type(rule).__name__
+            raise ValueError(
+                f"rule {name} of layer {index} routes tokens by a pool: a text would depend on who shares its batch; "
+                "serve a run whose rule routes by cutoffs in inference, such as expert_threshold"
+            )

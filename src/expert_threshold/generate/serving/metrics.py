@@ -1,0 +1,42 @@
+"""What a server has done and is doing, in Prometheus's text format."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from .worker import Worker
+
+
+class Metrics:
+    def __init__(self, worker: Worker) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
+        self._worker = worker
+
+    def text(self) -> str:
+        worker, counts = self._worker, self._worker.engine.counts
+        requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(self.requests.items())}
+        fanout = counts.assignments / counts.routed if counts.routed else 0.0
+        return "".join(
+            (
+                _metric("requests_total", "counter", "Requests answered.", requests),
+                _metric("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
+                _metric("completion_tokens_total", "counter", "Tokens that were written.", counts.written),
+                _metric("slots", "gauge", "Texts that can be written at once.", worker.slots),
+                _metric("texts_running", "gauge", "Texts that are being written.", worker.running),
+                _metric("texts_waiting", "gauge", "Texts that wait for a slot.", worker.waiting),
+                _metric("routed_tokens_total", "counter", "Tokens that layers of experts routed.", counts.routed),
+                _metric("assignments_total", "counter", "Experts that those tokens went to.", counts.assignments),
+                _metric("experts_per_token", "gauge", "Experts per token and layer, on average so far.", fanout),
+            )
+        )
+
+
+def _metric(name: str, kind: str, text: str, value: float | Mapping[str, float]) -> str:
+    """value: one, or one for each set of labels."""
+    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
+    if isinstance(value, Mapping):
+        lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]
+    else:
+        lines.append(f"et_{name} {value}")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,145 @@
+"""The interface as an OpenAPI document, with the limits that this server has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ... import __version__
+from .completion import IDLE, MAX_TOKENS, SEEDS
+from .limits import Limits
+
+Schema = dict[str, Any]
+
+
+def schema(model: str, limits: Limits, context: int, vocab_size: int) -> Schema:
+    paths = {
+        "/health": {"get": _operation("Whether texts can be written", {"200": _json({"type": "object"})}, "503")},
+        "/metrics": {"get": _operation("Numbers for Prometheus", {"200": _content("text/plain", {"type": "string"})})},
+        "/openapi.json": {"get": _operation("This document", {"200": _json({"type": "object"})})},
+        "/v1/models": {"get": _operation("The models here", {"200": _json(_MODELS)})},
+        "/v1/models/{model}": {
+            "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
+            "get": _operation("A model", {"200": _json(_ref("Model"))}, "404"),
+        },
+        "/v1/completions": {"post": _completions()},
+    }
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "expert-threshold", "version": __version__},
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {
+                "Error": _ERROR,
+                "Model": _MODEL,
+                "Completion": _COMPLETION,
+                "Request": request_schema(model, limits, context, vocab_size),
+            },
+        },
+    }
+
+
+def _operation(summary: str, responses: Schema, *errors: str) -> Schema:
+    told = {status: _json(_ref("Error")) for status in ("401", "403", *errors)}
+    return {"summary": summary, "responses": responses | told, "security": [{}, {"key": []}]}
+
+
+def _completions() -> Schema:
+    whole, events = _json(_ref("Completion")), _content("text/event-stream", {"type": "string"})
+    done = whole | {"content": whole["content"] | events["content"]}
+    operation = _operation("Continue texts", {"200": done}, "400", "404", "408", "413", "415", "429", "500", "503")
+    return operation | {"requestBody": {"required": True, "content": _json(_ref("Request"))["content"]}}
+
+
+def request_schema(model: str, limits: Limits, context: int, vocab_size: int) -> Schema:
+    """Of what /v1/completions takes. What it cannot say: prompts times n, and prompts' tokens, have limits, too."""
+    ids = _list_of(_integer(0, vocab_size - 1)) | {"minItems": 1}
+    texts = {"minItems": 1, "maxItems": limits.texts}
+    stop = {"type": "string", "minLength": 1, "maxLength": limits.stop_characters}
+    flag = {"type": ["boolean", "null"]}
+    properties: Schema = {
+        "model": {"type": "string", "enum": [model]},
+        "prompt": {
+            "anyOf": [
+                {"type": ["string", "null"]},
+                _list_of({"type": "string"}) | texts,
+                ids,
+                _list_of(ids) | texts,
+            ]
+        },
+        "max_tokens": _integer(0, min(limits.output_tokens or context, context), MAX_TOKENS),
+        "n": _integer(1, limits.n, 1),
+        "stream": flag,
+        "stream_options": {
+            "type": ["object", "null"],
+            "properties": {"include_usage": flag},
+            "additionalProperties": False,
+        },
+        "logprobs": _integer(0, limits.logprobs, None),
+        "echo": flag,
+        "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop) | {"maxItems": limits.stops}]},
+        "temperature": _number(0, 2),
+        "top_p": _number(0, 1),
+        "top_k": _integer(1, SEEDS - 1, None),
+        "seed": _integer(-SEEDS, SEEDS - 1, None),
+        "user": {"type": ["string", "null"]},
+        **{name: {"enum": [*values, None]} for name, values in IDLE.items()},
+    }
+    return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
+
+
+def _integer(least: int, most: int, default: int | None = None) -> Schema:
+    return {"type": ["integer", "null"], "minimum": least, "maximum": most, "default": default}
+
+
+def _number(least: float, most: float) -> Schema:
+    return {"type": ["number", "null"], "minimum": least, "maximum": most, "default": 1}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _ref(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _json(content: Schema) -> Schema:
+    return _content("application/json", content)
+
+
+def _content(kind: str, content: Schema) -> Schema:
+    return {"description": "", "content": {kind: {"schema": content}}}
+
+
+def _object(**properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+_TEXT, _WHOLE = {"type": "string"}, {"type": "integer"}
+_NUMBERS = {"type": ["number", "null"]}
+_ERROR = _object(
+    error=_object(message=_TEXT, type=_TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
+)
+_MODEL = _object(id=_TEXT, object={"const": "model"}, created=_WHOLE, owned_by=_TEXT)
+_MODELS = _object(object={"const": "list"}, data=_list_of(_ref("Model")))
+_LOGPROBS = _object(
+    tokens=_list_of(_TEXT),
+    token_logprobs=_list_of(_NUMBERS),
+    top_logprobs=_list_of({"type": ["object", "null"], "additionalProperties": {"type": "number"}}),
+    text_offset=_list_of(_WHOLE),
+)
+_CHOICE = _object(
+    index=_WHOLE,
+    text=_TEXT,
+    logprobs=_LOGPROBS | {"type": ["object", "null"]},
+    finish_reason={"enum": ["stop", "length", None]},
+)
+_COMPLETION = _object(
+    id=_TEXT,
+    object={"const": "text_completion"},
+    created=_WHOLE,
+    model=_TEXT,
+    choices=_list_of(_CHOICE),
+    usage=_object(prompt_tokens=_WHOLE, completion_tokens=_WHOLE, total_tokens=_WHOLE),
+)
