@@ -72,7 +72,8 @@ def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.Proce
         assert torch.equal(together.assignment, mine(alone.assignment, shares, rank)), (rule, shares, step)
         total = added_over_ranks(together.observation, group)
         for name, got, wanted in zip(Observation._fields, total, alone.observation, strict=True):
-            if name not in ("pools", "cutoff_sum"):  # every rank has measured the one pool
+            # Every rank has measured the one pool, and made a sketch of its own tokens.
+            if name not in ("pools", "cutoff_sum", "sketch_sum"):
                 torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{rule} {shares} {name}: {text}")
         if alone.loss is not None and together.loss is not None:
             # Load over all ranks, gates of one: the loss of all is the mean by tokens of the ranks' losses.
@@ -82,7 +83,7 @@ def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.Proce
             together.loss.backward()
             assert part.grad is not None
         state, expected = rule.update(state, total), rule.update(state, alone.observation)
-        torch.testing.assert_close(state, expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(state[:3], expected[:3], rtol=0, atol=1e-6)
 
 
 def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:

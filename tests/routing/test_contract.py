@@ -28,6 +28,7 @@ from expert_threshold.routing import (
     rule_name,
     rule_to_dict,
 )
+from expert_threshold.routing.sketch import LEVELS
 
 BATCH, TIME, EXPERTS = 4, 48, 6
 BALANCES = ("none", "aux", "global_aux", "loss_free", "loss_free_proportional")
@@ -133,6 +134,7 @@ def test_an_observation_has_the_same_shapes_and_dtypes_everywhere(rule: Rule, tr
     counts |= dict.fromkeys(("load", "raw_load", "dropped", "filled"), (EXPERTS,))
     sums: dict[str, tuple[int, ...]] = {"target": ()}
     sums |= dict.fromkeys(("cutoff_sum", "score_sum", "score_sq_sum", "gate_sum", "gate_sq_sum"), (EXPERTS,))
+    sums |= {"sketch_sum": (LEVELS, EXPERTS)}
     assert {name: (tuple(x.shape), x.dtype) for name, x in observation._asdict().items()} == {
         **{name: (shape, torch.int64) for name, shape in counts.items()},
         **{name: (shape, torch.float32) for name, shape in sums.items()},
@@ -368,6 +370,10 @@ def test_observations_add_up(rule: Rule, training: bool) -> None:
     total = halves[0] + halves[1]
     assert isinstance(total, Observation)
     alike = set(Observation._fields)
+    if training and not isinstance(rule, TokenChoice):  # a sketch is of the tokens of one forward
+        wanted = (halves[0].batch_sketch + halves[1].batch_sketch) / 2
+        torch.testing.assert_close(total.batch_sketch, wanted)
+        alike -= {"sketch_sum"}
     if training and not isinstance(rule, TokenChoice) and rule.pool in ("batch", "global"):
         # Each half is a pool of its own.
         assert (whole.pools, total.pools) == (1, 2)

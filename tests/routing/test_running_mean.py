@@ -128,7 +128,7 @@ CUTOFFS = st.sampled_from([-2.0, -1.0, 0.0, 0.25, 1.0])
 def test_capacity_bounds_hold_exactly_though_scores_tie(values: list[float], c: float, slack: float) -> None:
     scores = torch.tensor(values).reshape(1, 24, EXPERTS)
     rule = ExpertThreshold(EXPERTS, warmup_steps=0, capacity_slack=slack)  # k = 8
-    state = CutoffState(torch.full((EXPERTS,), c), torch.tensor(1.0), torch.tensor(5))
+    state = rule.init()._replace(mean=torch.full((EXPERTS,), c), weight=torch.tensor(1.0), step=torch.tensor(5))
     routing = rule.route(scores, state, training=True)
     k_min, k_max = {0: (8, 8), 0.1: (7, 8), 0.5: (4, 12), 0.9: (0, 15), 3: (0, 24)}[slack]
     above = (scores > c).sum((0, 1))
@@ -149,6 +149,7 @@ def test_capacity_bounds_hold_exactly_though_scores_tie(values: list[float], c: 
 @pytest.mark.parametrize("training", [True, False])
 def test_bounds_act_in_training_alone(training: bool) -> None:
     rule = ExpertThreshold(EXPERTS, warmup_steps=0)
-    state = CutoffState(torch.tensor([-9.0, 9.0, 0.0]), torch.tensor(1.0), torch.tensor(5))
+    mean = torch.tensor([-9.0, 9.0, 0.0])
+    state = rule.init()._replace(mean=mean, weight=torch.tensor(1.0), step=torch.tensor(5))
     load = rule.route(make_scores(0), state, training=training).observation.load
     assert load[:2].tolist() == ([12, 4] if training else [24, 0])

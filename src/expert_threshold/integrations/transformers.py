@@ -31,6 +31,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
+SKETCH_LEVELS = 31
+"""Of the sketch of scores, which is kept for `et import` and `et generate --rate`; nothing here reads it."""
+
 
 class ExpertThresholdConfig(PreTrainedConfig):
     """The options of the model under their names in expert_threshold, `rule` with all of the routing rule's.
@@ -167,7 +170,8 @@ class Router(nn.Module):
         if self.rule["name"] == "token_choice":
             return {"state_bias": zeros}
         weight = torch.tensor(0.0 if self.rule["debias"] else 1.0)
-        return {"state_mean": zeros, "state_weight": weight, "state_step": torch.tensor(0)}
+        sketch = {"state_sketch": zeros.repeat(SKETCH_LEVELS, 1), "state_sketch_weight": torch.tensor(0.0)}
+        return {"state_mean": zeros, "state_weight": weight, "state_step": torch.tensor(0)} | sketch
 
     def forward(self, x: Tensor) -> Routing:
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores

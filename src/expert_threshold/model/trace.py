@@ -52,7 +52,7 @@ def record_trace(
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
     header["states"] = {
-        str(layer): {name: value.tolist() for name, value in moe.router.state._asdict().items()}
+        str(layer): {name: value.tolist() for name, value in moe.router.dialled(moe.router.rate)._asdict().items()}
         for layer, moe in model.moe_layers()
     }
     schema = _schema(header)
@@ -155,7 +155,8 @@ class Trace:
         assert self.rule is not None
         first = self.rule.init()
         saved = self._header["states"][str(layer)]
-        return type(first)(*(torch.tensor(saved[name], dtype=old.dtype) for name, old in first._asdict().items()))
+        found = {name: torch.tensor(value, dtype=getattr(first, name).dtype) for name, value in saved.items()}
+        return first._replace(**found)  # traces older than sketches have none
 
     @property
     def tokens(self) -> np.ndarray:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff
+from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff, dial, rule_name
 from .experts import refuse_second_derivative
 
 
@@ -34,7 +34,8 @@ class Router(nn.Module):
     """r = W_r x (paper, Eq. 1), float32 whatever x is, and the rule's answer.
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
-    even when the module was built on the meta device. group: the ranks over which a global pool is formed.
+    even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: routed
+    experts per token that inference aims at instead of what was trained, in `dialled`'s words; None is as trained.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -42,6 +43,7 @@ class Router(nn.Module):
         self.rule = rule
         self.z_loss = z_loss
         self.group: dist.ProcessGroup | None = None
+        self.rate: float | None = None
         self.weight = nn.Parameter(torch.empty(rule.num_experts, d_model))
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=d_model**-0.5)
@@ -53,7 +55,8 @@ class Router(nn.Module):
         """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone."""
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
             scores: Tensor = _Scores.apply(x, self.weight)
-        routing = self.rule.route(scores, self.state, training=self.training, group=self.group)
+        state = self.state if self.training else self.dialled(self.rate)
+        routing = self.rule.route(scores, state, training=self.training, group=self.group)
         if self.z_loss is not None and self.training:
             tokens = scores[..., 0].numel()
             z_loss = self.z_loss * scores.logsumexp(-1).square().sum() / max(tokens, 1)
@@ -65,10 +68,29 @@ class Router(nn.Module):
         """The rule's state, a NamedTuple that shares memory with the buffers."""
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
+    def dialled(self, rate: float | None) -> Any:
+        """The state with which inference has `rate` routed experts per token on average; as trained for None.
+
+        Raises ValueError if the rate lies outside 0 and num_experts, or the rule's state cannot tell its cutoffs.
+        """
+        if rate is None:
+            return self.state
+        if not isinstance(self.state, CutoffState):
+            raise ValueError(
+                f"rate={rate} needs cutoffs, which {rule_name(self.rule)} has not; use a model trained by "
+                "expert_choice or expert_threshold"
+            )
+        return dial(self.state, rate)
+
     @property
     def cutoff(self) -> Tensor | None:
-        """What scores are compared with, (experts,); None under a rule that has no cutoffs."""
-        return cutoff(self.state) if isinstance(self.state, CutoffState) else None
+        """What inference compares scores with, (experts,); None under a rule that has no cutoffs."""
+        return self.cutoff_at(self.rate)
+
+    def cutoff_at(self, rate: float | None) -> Tensor | None:
+        """The same at a rate, which is refused as by `dialled`."""
+        state = self.dialled(rate)
+        return cutoff(state) if isinstance(state, CutoffState) else None
 
     @property
     def bias(self) -> Tensor | None:
@@ -96,3 +118,11 @@ class Router(nn.Module):
             source = first if old.is_meta and device.type != "meta" else old
             setattr(self, f"state_{name}", source.to(device))
         return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """A state that was saved before sketches were kept has none."""
+        if f"{prefix}state_mean" in state_dict:
+            first = self.rule.init()
+            for name in ("sketch", "sketch_weight"):
+                state_dict.setdefault(f"{prefix}state_{name}", getattr(first, name))
+        super()._load_from_state_dict(state_dict, prefix, *args)

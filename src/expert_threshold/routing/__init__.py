@@ -3,7 +3,7 @@
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing
-from .pools import CutoffState, Pool, bounds, cutoff
+from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .rule import RULES, Rule, rule_from_dict, rule_name, rule_to_dict
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
@@ -22,6 +22,7 @@ __all__ = [
     "TokenChoice",
     "bounds",
     "cutoff",
+    "dial",
     "kth_largest",
     "rule_from_dict",
     "rule_name",

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .sketch import LEVELS
+
 
 class Observation(NamedTuple):
     """What one forward saw. Every field is a sum, so `a + b` joins micro-batches and an all-reduce joins ranks.
@@ -27,6 +29,7 @@ class Observation(NamedTuple):
     gate_sum: Tensor
     gate_sq_sum: Tensor
     fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
+    sketch_sum: Tensor  # (levels, experts) float32, each forward's sketch times its tokens; 0 where no pool was formed
 
     def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
         return Observation(*(a + b for a, b in zip(self, other, strict=True)))
@@ -35,6 +38,11 @@ class Observation(NamedTuple):
     def batch_cutoff(self) -> Tensor:
         """Mean over pools of the k-th largest score; NaN where no pool was formed."""
         return self.cutoff_sum / self.pools
+
+    @property
+    def batch_sketch(self) -> Tensor:
+        """Mean over tokens of the sketches of their scores, (levels, experts); NaN where there were no tokens."""
+        return self.sketch_sum / self.tokens
 
     @property
     def usage(self) -> Tensor:
@@ -125,4 +133,5 @@ def observe(scores: Tensor, assignment: Tensor, *, target: float) -> Observation
         gate_sum=gates.sum(0),
         gate_sq_sum=gates.square().sum(0),
         fanout_counts=load.new_zeros(experts + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),
+        sketch_sum=scores.new_zeros(LEVELS, experts),
     )

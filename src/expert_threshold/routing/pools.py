@@ -1,6 +1,7 @@
 """Pools and cutoffs: what expert choice and expert threshold share.
 
 Both follow the k-th largest score of their pools with a running mean, the cutoff, and by it both route in inference.
+Beside it runs the mean of sketches of all scores, from which cutoffs for any other rate can be told after training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from .observation import Observation, Routing, observe
 from .selection import Cut, take
+from .sketch import LEVELS, quantile, sketch
 
 Pool = Literal["sequence", "batch", "global"] | int
 
@@ -24,17 +26,34 @@ class CutoffState(NamedTuple):
     mean: Tensor  # (experts,) float32
     weight: Tensor  # () float32, the share of the mean that is made of data; 1 when not debiased
     step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
+    sketch: Tensor  # (levels, experts) float32, running mean of the batch sketches, always debiased
+    sketch_weight: Tensor  # () float32, its weight; 0 where there is none, as in runs older than sketches
 
 
 def init_cutoff(num_experts: int, debias: bool) -> CutoffState:
     """Before the first update the cutoff is 0."""
+    nothing = torch.zeros(LEVELS, num_experts, dtype=torch.float32)
     weight = torch.tensor(0.0 if debias else 1.0, dtype=torch.float32)
-    return CutoffState(torch.zeros(num_experts, dtype=torch.float32), weight, torch.tensor(0))
+    return CutoffState(nothing[0].clone(), weight, torch.tensor(0), nothing, torch.tensor(0.0, dtype=torch.float32))
 
 
 def cutoff(state: CutoffState) -> Tensor:
     """The number scores are compared with, (experts,)."""
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
+
+
+def dial(state: CutoffState, rate: float) -> CutoffState:
+    """The state with cutoffs at which a token goes to `rate` experts on average, each as often as the others.
+
+    rate: from 0, no expert, to their number, all. Raises ValueError if it lies outside, or the state has no sketch.
+    """
+    num_experts = len(state.mean)
+    if not 0 <= rate <= num_experts:
+        raise ValueError(f"rate={rate} must lie between 0 and num_experts={num_experts}: routed experts per token")
+    if state.sketch_weight == 0:
+        raise ValueError(f"rate={rate} needs a sketch of scores, which older runs have not; make one with et calibrate")
+    cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
+    return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight))
 
 
 @torch.no_grad()
@@ -46,7 +65,10 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
     seen = observation.pools > 0
     mean = decay * state.mean + (1 - decay) * observation.batch_cutoff
     weight = decay * state.weight + (1 - decay) if debias else state.weight
-    return CutoffState(mean.where(seen, state.mean), weight.where(seen, state.weight), state.step + seen)
+    sketch = decay * state.sketch + (1 - decay) * observation.batch_sketch
+    sketch_weight = decay * state.sketch_weight + (1 - decay)
+    new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight)
+    return CutoffState(*(a.where(seen, b) for a, b in zip(new, state, strict=True)))
 
 
 class Pools(NamedTuple):
@@ -132,5 +154,13 @@ def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cu
         raw_load=above.sum(0),
         dropped=excess.clamp(min=0).sum(0),
         filled=(-excess).clamp(min=0).sum(0),
+        sketch_sum=_sketch_sum(pools.scores.flatten(0, 1)),
     )
     return Routing(scores, taken.reshape(scores.shape), observation, None)
+
+
+def _sketch_sum(scores: Tensor) -> Tensor:
+    """The sketch of this rank's scores (tokens, experts) times their number, (levels, experts); 0 without tokens."""
+    if len(scores) == 0:
+        return scores.new_zeros(LEVELS, scores.shape[1])
+    return sketch(scores) * len(scores)
