@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import Experts, MoE, Rule
@@ -301,6 +303,29 @@ def check_training(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
         assert_same(gather_experts(dict(split.named_parameters()), split), dict(whole.named_parameters()), atol=2e-5)
 
 
+def check_fully_sharded(rank: int, ranks: int) -> None:
+    """FSDP2 shards a rank's own experts over those that hold the same, and the rest over all: the gradients stay."""
+    mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "ep"))
+    line = init_device_mesh("cpu", (ranks,))
+    whole, split = small_model(False), small_model(False)
+    tokens = torch.randint(32, (2 * ranks, 17), generator=torch.Generator().manual_seed(0))
+    shard_experts(split, mesh.get_group("ep"))
+    for _, moe in split.moe_layers():
+        moe.router.group = line.get_group()
+        own = fully_shard(moe.experts, mesh=mesh["dp"])
+        own.set_gradient_divide_factor(ranks)
+        own.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+    for block in split.blocks:
+        fully_shard(block, mesh=line)
+    fully_shard(split, mesh=line)
+    for model, part in ((whole, tokens), (split, tokens.chunk(ranks)[rank])):
+        loss = model(part[:, :-1], part[:, 1:]).loss
+        assert loss is not None
+        loss.backward()
+    found = {name: p.grad.full_tensor() for name, p in split.named_parameters()}
+    assert_same(gather_experts(found, split), gradients(whole))
+
+
 def check_checkpoints(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
     """Weights and optimizer state of any split are those of one process, and load in any other."""
     pairs = [dist.new_group(list(range(first, first + 2))) for first in range(0, ranks, 2)]
@@ -333,6 +358,8 @@ def main() -> None:
     check_communication(rank, group)
     check_training(rank, ranks, group)
     check_checkpoints(rank, ranks, group)
+    if ranks == 4:
+        check_fully_sharded(rank, ranks)
     if ranks == 2:
         check_refusals(rank, ranks, group)
     dist.destroy_process_group()
