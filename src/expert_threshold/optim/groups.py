@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .adamw import AdamW
-from .muon import Muon, fast_dtype
+from .muon import Moved, Muon, fast_dtype
 
 
 def linear(step: int, steps: int, end: float) -> float:
@@ -169,16 +169,23 @@ class Optimizers:
             for name, group in self.groups.items()
         }
 
-    def step(self, step: int, steps: int) -> None:
-        """Clip if asked to, then move every parameter that has a gradient by the schedule's `step` of `steps`."""
+    def step(self, step: int, steps: int, grad_norm: Tensor | None = None, moved: Moved = lambda names: None) -> None:
+        """Clip if asked to, then move every parameter that has a gradient by the schedule's `step` of `steps`.
+
+        grad_norm: of the gradients of all ranks; None where there are no others. moved: told the names of parameters
+        as soon as they have moved.
+        """
         if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
-        for name, learning_rate in self.learning_rates(step, steps).items():
-            optimizer = self.groups[name].optimizer
-            if isinstance(optimizer, Muon):
-                optimizer.step(learning_rate, momentum_at(step, self.config))
-            else:
-                optimizer.step(learning_rate)
+            norm = self.grad_norm() if grad_norm is None else grad_norm
+            nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
+        learning_rates = self.learning_rates(step, steps)
+        for name, group in self.groups.items():
+            if isinstance(group.optimizer, AdamW):  # quick: what it moved travels while Muon is at work
+                group.optimizer.step(learning_rates[name])
+                moved(group.optimizer.parameters.keys())
+        for name, group in self.groups.items():
+            if isinstance(group.optimizer, Muon):
+                group.optimizer.step(learning_rates[name], momentum_at(step, self.config), moved)
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -239,24 +246,28 @@ def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: Opti
         parameters.setdefault(_group_of(name, parameter), {})[name] = parameter
     scale = (d_model / 768) ** -0.5
     router_lr = config.matrix_lr if config.router_lr is None else config.router_lr
-    table = {
-        "matrix": ("muon", config.matrix_lr),
-        "embed": ("adamw", config.embed_lr),
-        "head": ("adamw", config.head_lr),
-        "router": (config.router_optimizer, router_lr),
-    }
+    peaks = {"matrix": config.matrix_lr, "embed": config.embed_lr, "head": config.head_lr, "router": router_lr}
     groups = {}
-    for name, (kind, lr) in table.items():
+    for name, lr in peaks.items():
         if name not in parameters:
             continue
         members = parameters[name]
-        if kind == "muon":
+        if _optimizer_of(name, config) == "muon":
             dtype = NS_DTYPES[config.ns_dtype] or fast_dtype(next(iter(members.values())).device)
             muon = Muon(members, ns_steps=config.ns_steps, ns_dtype=dtype)
             groups[name] = Group(muon, lr * scale if config.scale_muon else lr)
         else:
             groups[name] = Group(AdamW(members, betas=config.betas, eps=config.eps), lr * scale)
     return Optimizers(groups, config)
+
+
+def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
+    """Whether the parameter of that name is Muon's, which moves matrices whole; AdamW moves each number by itself."""
+    return _optimizer_of(_group_of(name, parameter), config) == "muon"
+
+
+def _optimizer_of(group: str, config: OptimConfig) -> str:
+    return {"matrix": "muon", "router": config.router_optimizer}.get(group, "adamw")
 
 
 def _group_of(name: str, parameter: Tensor) -> str:

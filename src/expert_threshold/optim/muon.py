@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
+Moved = Callable[[Collection[str]], None]
 # Elements of a Newton-Schulz batch: enough to fill a GPU; few enough to stay in a CPU's cache, because the temporaries
 # of a larger one would come from memory again for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
@@ -75,9 +76,20 @@ class Muon:
         self.ns_dtype = ns_dtype
 
     @torch.no_grad()
-    def step(self, learning_rate: float, momentum: float) -> None:
-        """W ← W − learning_rate · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient."""
-        for batch in self._batches():
+    def step(self, learning_rate: float, momentum: float, moved: Moved = lambda names: None) -> None:
+        """W ← W − learning_rate · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient.
+
+        moved: told the names of the parameters of one shape as soon as they have moved.
+        """
+        by_shape: dict[torch.Size, list[str]] = {}
+        for name, weight in self.parameters.items():
+            by_shape.setdefault(weight.shape[-2:], []).append(name)
+        for names in by_shape.values():
+            self._move(names, learning_rate, momentum)
+            moved(names)
+
+    def _move(self, names: list[str], learning_rate: float, momentum: float) -> None:
+        for batch in self._batches(names):
             for piece in batch:
                 piece.momentum.lerp_(piece.grad, 1 - momentum)
             nesterov = torch.cat([piece.grad.lerp(piece.momentum, momentum) for piece in batch])
@@ -91,22 +103,23 @@ class Muon:
         """The state by flat name, not copied."""
         return {f"muon.{name}.momentum": tensor for name, tensor in self.momenta.items()}
 
-    def _batches(self) -> Iterator[list[_Piece]]:
-        """Pieces of the parameters that have a gradient, those of one matrix shape together up to the batch's size."""
-        by_shape: dict[torch.Size, list[_Piece]] = {}
-        for name, weight in self.parameters.items():
-            if weight.grad is not None:
+    def _batches(self, names: list[str]) -> Iterator[list[_Piece]]:
+        """Pieces of these parameters, of one matrix shape, that have a gradient; together up to the batch's size."""
+        pieces: list[_Piece] = []
+        for name in names:
+            weight = self.parameters[name]
+            if weight.grad is not None and weight.numel():
                 shape = weight.shape[-2:]
                 stacks = [weight.view(-1, *shape), weight.grad.reshape(-1, *shape), self.momenta[name].view(-1, *shape)]
                 splits = (stack.split(_batch_size(weight)) for stack in stacks)
-                by_shape.setdefault(shape, []).extend(map(_Piece, *splits))
-        for pieces in by_shape.values():
-            batch: list[_Piece] = []
-            for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
-                if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
-                    yield batch
-                    batch = []
-                batch.append(piece)
+                pieces.extend(map(_Piece, *splits))
+        batch: list[_Piece] = []
+        for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
+            if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
+                yield batch
+                batch = []
+            batch.append(piece)
+        if batch:
             yield batch
 
 
