@@ -71,7 +71,7 @@ class Script:
         self.vocab_size = vocab_size
         self.tokens = iter(tokens)
 
-    def open(self, row: int) -> None: ...
+    def open(self, *_: object) -> None: ...
 
     def close(self, row: int) -> None: ...
 
@@ -84,7 +84,8 @@ class Script:
 
 def say(tokenizer: Tokenizer, tokens: list[int], **options: Any) -> list[Step]:
     """The steps of a model that says these tokens."""
-    model = types.SimpleNamespace(config=GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000))
+    config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=10_000)
+    model = types.SimpleNamespace(config=config, check_rate=lambda rate: None)
     with mock.patch.object(engine, "Decoder", return_value=Script(tokenizer.vocab_size, tokens)):
         return list(generate(model, tokenizer, [0], max_tokens=len(tokens), temperature=0, **options))
 

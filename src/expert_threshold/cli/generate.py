@@ -21,6 +21,7 @@ OPTIONS = [
     Option("temperature", float, 0.8, "0 takes the likeliest token, 1 draws as the model believes."),
     Option("top_k", int | None, 50, "Draw from so many of the likeliest tokens; none is all."),
     Option("seed", int | None, None, "The same seed writes the same text; none draws one."),
+    Option("rate", float | None, None, "Routed experts per token, from 0 to all; none is what was trained."),
     Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
     Option("step", int | None, None, "The checkpoint to use; none is the last."),
     Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
@@ -43,6 +44,7 @@ def run(arguments: Sequence[str]) -> None:
         top_k=options["top_k"],
         seed=options["seed"],
         record=options["show_routing"],
+        rate=options["rate"],
     )
     shown = printable if sys.stdout.isatty() else str
     if not options["show_routing"]:

@@ -63,11 +63,11 @@ class Decoder:
         self.turns = torch.complex(cos, -sin)[:, None]
         self.eps = torch.tensor(torch.finfo(torch.float32).eps, device=self.device)
 
-    def open(self, row: int) -> None:
-        """Begin an empty sequence in a row."""
+    def open(self, row: int, rate: float | None = None) -> None:
+        """Begin an empty sequence in a row; rate: routed experts per token, for it alone, or the model's if None."""
         self.lengths[row] = 0
         for layer in self.layers:
-            layer.open(row)
+            layer.open(row, rate)
 
     def close(self, row: int) -> None:
         """End a row's sequence. It may still take part in products, but exceeds no cutoff and goes to no expert."""
@@ -219,9 +219,11 @@ class _Layer:
             self.experts = [_FeedForward(d, list(u)) for d, u in zip(down.unbind(), of_each, strict=True)]
             self.cutoffs = None if cutoff is None else torch.full_like(cutoff, torch.inf).repeat(rows, 1)
 
-    def open(self, row: int) -> None:
-        cutoff = None if self.moe is None else self.moe.router.cutoff
-        if self.cutoffs is not None and cutoff is not None:
+    def open(self, row: int, rate: float | None) -> None:
+        if self.cutoffs is not None and self.moe is not None:
+            router = self.moe.router
+            cutoff = router.cutoff_at(router.rate if rate is None else rate)
+            assert cutoff is not None
             self.cutoffs[row] = cutoff
 
     def close(self, row: int) -> None:

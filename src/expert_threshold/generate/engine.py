@@ -50,7 +50,8 @@ class Request(NamedTuple):
 
     temperature 0 takes the likeliest token; top_k=None and top_p=1 sample from all. The same seed gives the same
     tokens; None draws one. stop: strings that end the text and are left out of it. tops: so many likeliest tokens in
-    each step. echo: steps for the prompt's tokens too. record: each token's routing.
+    each step. echo: steps for the prompt's tokens too. record: each token's routing. rate: routed experts per token to
+    aim at, in every layer, for prompt and continuation; None is as trained, or as set for the model.
     """
 
     prompt: tuple[int, ...]
@@ -64,6 +65,7 @@ class Request(NamedTuple):
     tops: int = 0
     echo: bool = False
     record: bool = False
+    rate: float | None = None
 
     def check(self, context: int) -> None:
         """Raise ValueError that names an option out of range, or a prompt that leaves no room in the context."""
@@ -216,6 +218,7 @@ class Engine:
     ) -> None:
         self.context = model.config.context
         self.tokenizer = tokenizer
+        self._check_rate = model.check_rate
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
         self.waiting: deque[Writing] = deque()
         self.running: dict[int, Writing] = {}
@@ -226,8 +229,9 @@ class Engine:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> Writing:
-        """Let a request wait for a row. Raises ValueError as `Request.check` does."""
+        """Let a request wait for a row. Raises ValueError as `Request.check` and `GPT.check_rate` do."""
         request.check(self.context)
+        self._check_rate(request.rate)
         writing = Writing(request, self.decoder.capacity - len(request.prompt))
         self.waiting.append(writing)
         return writing
@@ -249,7 +253,7 @@ class Engine:
         for row in range(self.decoder.rows):
             if self.waiting and row not in self.running:
                 self.running[row] = self.waiting.popleft()
-                self.decoder.open(row)
+                self.decoder.open(row, self.running[row].request.rate)
         ready = {row: writing for row, writing in self.running.items() if writing.next is not None}
         moved = list(ready.values())
         self._write(ready)
@@ -340,6 +344,7 @@ def generate(
     seed: int | None = None,
     stop_at_document_end: bool = True,
     record: bool = False,
+    rate: float | None = None,
 ) -> Iterator[Step]:
     """Continue a prompt: a text, which opens a document, or token ids as they are.
 
@@ -359,8 +364,10 @@ def generate(
         seed=seed,
         stop_at_document_end=stop_at_document_end,
         record=record,
+        rate=rate,
     )
     request.check(model.config.context)
+    model.check_rate(rate)
     return _steps(model, tokenizer, request)
 
 

@@ -253,15 +253,20 @@ class GPT(nn.Module):
     def set_rate(self, rate: float | None) -> None:
         """Let inference aim at `rate` routed experts per token in every layer of experts; None is what was trained.
 
-        Raises ValueError if the rate lies outside 0 and num_experts, if the rule has no cutoffs, or if no sketch of
-        scores was kept beside them.
+        Raises ValueError as `check_rate` does.
+        """
+        self.check_rate(rate)
+        for _, moe in self.moe_layers():
+            moe.router.rate = rate
+
+    def check_rate(self, rate: float | None) -> None:
+        """Raise ValueError if the rate lies outside 0 and num_experts, if there are no cutoffs, or no sketch of scores
+        from which to tell others.
         """
         if rate is not None and not self.moe_layers():
             raise ValueError(f"rate={rate} needs experts, and this model is dense; use one with a routing rule")
         for _, moe in self.moe_layers():
             moe.router.dialled(rate)
-        for _, moe in self.moe_layers():
-            moe.router.rate = rate
 
     def update_rules(self, observations: tuple[Observation, ...]) -> None:
         """Move every layer's rule by what was seen, summed over micro-batches and ranks; once per optimizer step."""

@@ -34,8 +34,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def parameter_counts(config: GPTConfig) -> dict[str, int]:
-    """Parameters by part, their `total`, and `active`: those a token meets on average, embedding and head included."""
+def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:
+    """Parameters by part, their `total`, and `active`: those a token meets on average, embedding and head included.
+
+    rate: routed experts per token in each layer; None is the rule's.
+    """
     matrices = 3 if config.activation == "swiglu" else 2
     head_dim = config.d_model // config.heads
     moe_layers = config.layers - config.dense_layers if config.rule is not None else 0
@@ -51,19 +54,21 @@ def parameter_counts(config: GPTConfig) -> dict[str, int]:
         "routers": moe_layers * num_experts * config.d_model,
     }
     total = sum(parts.values())
-    per_token = config.rule.experts_per_token if config.rule is not None else 0
+    trained = config.rule.experts_per_token if config.rule is not None else 0
+    per_token = trained if rate is None else rate
     idle = round(moe_layers * (num_experts - per_token) * expert)
     return parts | {"total": total, "active": total - idle}
 
 
-def flops_per_token(config: GPTConfig, *, context: int | None = None) -> int:
+def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
     """Model FLOPs of forward and backward for one token: 6 per active weight that multiplies, and attention's products.
 
     The embedding is a look-up and multiplies nothing. Attention is counted causal: a token meets (context + 1) / 2 keys
-    on average, with 2 products forward and 4 backward. context defaults to the model's.
+    on average, with 2 products forward and 4 backward: a third is the forward's. context defaults to the model's, rate
+    as in `parameter_counts`.
     """
     length = config.context if context is None else context
-    counts = parameter_counts(config)
+    counts = parameter_counts(config, rate=rate)
     head_dim = config.d_model // config.heads
     attention = 12 * config.layers * config.heads * head_dim * (length + 1) / 2
     return round(6 * (counts["active"] - counts["embedding"]) + attention)

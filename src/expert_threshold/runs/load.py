@@ -16,11 +16,14 @@ def load_model(
     step: int | None = None,
     device: str | torch.device = "cpu",
     compute_dtype: torch.dtype = torch.float32,
+    rate: float | None = None,
 ) -> tuple[GPT, Tokenizer]:
     """The model of a run as saved at `step`, or last, in evaluation mode, and the run's tokenizer.
 
     Its weights are in the compute dtype, the routers' in float32: to train on, take them from the checkpoint.
-    Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign.
+    rate: routed experts per token to aim at, see `GPT.set_rate`.
+    Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
+    has no such rate.
     """
     folder = RunFolder.open(run)
     config = folder.section("model")
@@ -37,4 +40,5 @@ def load_model(
     for weight in model.parameters():
         if weight not in routers:
             weight.data = weight.data.to(compute_dtype)  # once, not in every forward
+    model.set_rate(rate)
     return model.eval(), folder.tokenizer()
