@@ -1,32 +1,17 @@
 // The server's two endpoints.
 
-let key = "";
-
-/** What every later request says it has the right to, of `--api-key`. */
-export function useKey(value) {
-  key = value;
-}
-
-/** What went wrong, in one line; `needsKey` where the server wants an API key. */
-export class Refused extends Error {
-  constructor(message, status) {
-    super(message);
-    this.needsKey = status === 401;
-  }
-}
-
-async function ask(path, options = {}) {
-  const headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
+/** The answer. What goes wrong is an Error whose message is one line for the page. */
+async function ask(path, options) {
   let response;
   try {
-    response = await fetch(path, { ...options, headers });
+    response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refused("The server does not answer; is `et serve` still running?", 0);
+    throw new Error("The server does not answer; is et serve still running?");
   }
   if (!response.ok) {
     const body = await response.json().catch(() => null);
-    throw new Refused(body?.error?.message ?? `The server answered ${response.status}.`, response.status);
+    throw new Error(body?.error?.message ?? `The server answered ${response.status}.`);
   }
   return response;
 }
@@ -50,12 +35,12 @@ export async function* read(request, signal) {
     rest = events.pop();
     for (const event of events) {
       const { tokens, error, done } = JSON.parse(event.replace(/^data: /, ""));
-      if (error) throw new Refused(error.message, 0);
+      if (error) throw new Error(error.message);
       if (done) return;
       yield tokens;
     }
   }
-  throw new Refused("The server closed the connection before the text was whole; try again.", 0);
+  throw new Error("The server closed the connection before the text was whole; try again.");
 }
 
 async function* chunks(stream) {

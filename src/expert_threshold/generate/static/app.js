@@ -1,0 +1,274 @@
+// The page: what is typed, what is asked of the server, what is shown, and the link that carries it.
+
+import { make } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
+import { Panel } from "./panel.js";
+import { read, runs as fetchRuns } from "./reader.js";
+import { MEASURES, aim, bins, words } from "./scale.js";
+
+const $ = (id) => document.getElementById(id);
+const PAUSE = 350; // milliseconds without a key before the text is read
+
+let panels = [];
+let scale = null; // { by, bins }
+let asked = null; // what ends the requests on their way
+let timer = null;
+let written = location.hash; // the link as we made it
+
+// Reading and writing.
+
+/** Let every shown run read the text; first, if asked to, let one of them write on. */
+async function go({ write = false } = {}) {
+  clearTimeout(timer);
+  asked?.abort();
+  const mine = (asked = new AbortController());
+  const keep = write ? null : selection();
+  tell(write ? "Writing…" : "Reading…");
+  fail(null);
+  busy(write);
+  try {
+    const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
+    const text = $("text").value;
+    if (write) {
+      await follow(writer, { text, ...options() }, mine.signal);
+      $("text").value = spoken(writer);
+    }
+    const others = shown().filter((panel) => !write || panel !== writer);
+    await Promise.all(others.map((panel) => follow(panel, { text: $("text").value }, mine.signal)));
+    if (mine === asked) tell(outcome(write ? writer : null));
+  } finally {
+    if (mine === asked) {
+      asked = null;
+      busy(false);
+      if (keep) select(panels[keep.panel], keep.token);
+      link();
+    }
+  }
+}
+
+/** Fill a panel with the tokens of an answer as they come; what goes wrong is said in the panel. */
+async function follow(panel, request, signal) {
+  panel.clear();
+  try {
+    for await (const tokens of read({ run: panel.run.name, ...request }, signal)) {
+      if (signal.aborted) return;
+      panel.add(tokens, scale);
+    }
+  } catch (error) {
+    if (!signal.aborted) panel.fail(error.message);
+  }
+}
+
+function options() {
+  const given = { max_tokens: value("max_tokens"), temperature: value("temperature"), seed: value("seed") };
+  return Object.fromEntries(Object.entries(given).filter(([, number]) => number !== null));
+}
+
+function value(id) {
+  return $(id).value === "" ? null : Number($(id).value);
+}
+
+/** The text of a panel's tokens. */
+function spoken(panel) {
+  return panel.tokens.map((token) => token.text).join("") || $("text").value;
+}
+
+function outcome(writer) {
+  const failed = panels.some((panel) => !panel.error.hidden);
+  if (failed) return "";
+  const count = (panel) => panel.tokens.length;
+  if (!writer) return shown().map((panel) => `${panel.run.name} read ${count(panel)} tokens.`).join(" ");
+  const made = writer.tokens.filter((token) => token.written).length;
+  const why = { stop: " and ended the document", length: "" }[writer.tokens.at(-1)?.finish] ?? "; stopped";
+  return `${writer.run.name} wrote ${made} tokens${why}.`;
+}
+
+function stop() {
+  if (!asked) return;
+  asked.abort();
+  asked = null;
+  const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
+  $("text").value = spoken(writer);
+  go().then(() => tell("Stopped."));
+}
+
+function busy(writing) {
+  const held = [$("write"), $("stop")].includes(document.activeElement);
+  $("write").hidden = writing;
+  $("stop").hidden = !writing;
+  if (held) $(writing ? "stop" : "write").focus(); // a button that hides would drop the focus
+  $("text").readOnly = writing;
+  document.body.toggleAttribute("data-busy", writing);
+}
+
+function tell(message) {
+  $("status").textContent = message;
+}
+
+function fail(message) {
+  $("error").textContent = message ?? "";
+  $("error").hidden = !message;
+}
+
+// Runs, colours.
+
+function shown() {
+  return panels.filter((panel) => !panel.element.hidden);
+}
+
+/** Colour all tokens by what is chosen, and say what the colours mean. */
+function recolour() {
+  const by = $("by").value;
+  const facts = shown().map(({ run }) => run);
+  scale = { by, bins: bins(by, facts) };
+  panels.forEach((panel) => panel.recolour(scale));
+  const swatch = (bin) => make("li", { class: "swatch", "data-step": bin.step }, words(bin, by === "fanout"));
+  $("legend").replaceChildren(...scale.bins.map(swatch));
+  const aims = [...new Set(facts.filter(({ experts }) => experts).map(aim))];
+  $("aim").textContent = by === "fanout" && aims.length ? `aim ${aims.join(" and ")}` : "";
+}
+
+// The view: which token is open, which expert is pinned.
+
+function selection() {
+  const panel = panels.findIndex((each) => each.selected !== null && !each.element.hidden);
+  return panel < 0 ? null : { panel, token: panels[panel].selected };
+}
+
+/** Open a token of a panel, and in the others the one at the same place of the text. */
+function select(panel, index, show = false) {
+  const open = index === null || panel.selected !== index || !show ? index : null; // once more closes it
+  for (const each of panels) {
+    const alike = each.run.tokenizer === panel.run.tokenizer && each.tokens.length === panel.tokens.length;
+    const place = each === panel || alike || open === null || open === 0 ? open : each.at(panel.starts[open]);
+    each.select(place, show && each === panel);
+  }
+  link();
+}
+
+/** What is shown, in the part of the address that browsers keep to themselves. */
+function link() {
+  if (asked) return;
+  const view = new URLSearchParams({ text: $("text").value });
+  const chosen = selection();
+  if (chosen) view.set("token", `${chosen.panel}:${chosen.token}`);
+  panels.forEach((panel, i) => panel.pinned && view.set("expert", `${i}:${panel.pinned.join(":")}`));
+  if (scale.by !== "fanout") view.set("by", scale.by);
+  const hidden = panels.filter((panel) => panel.element.hidden).map(({ run }) => run.name);
+  if (hidden.length) view.set("without", hidden.join("\n"));
+  written = `#${view}`;
+  history.replaceState(null, "", written);
+}
+
+/** The view of the address; without one, an example. */
+async function restore() {
+  const view = new URLSearchParams(location.hash.slice(1));
+  $("text").value = view.get("text") ?? EXAMPLES.Code;
+  $("by").value = view.get("by") in MEASURES ? view.get("by") : "fanout";
+  const without = (view.get("without") ?? "").split("\n");
+  panels.forEach((panel, i) => show(panel, i === 0 || !without.includes(panel.run.name)));
+  recolour();
+  await go();
+  const [panel, token] = (view.get("token") ?? "").split(":").map(Number);
+  if (panels[panel] && Number.isInteger(token)) select(panels[panel], token);
+  const [of, ...expert] = (view.get("expert") ?? "").split(":").map(Number);
+  if (panels[of] && expert.length === 2) panels[of].pin(expert);
+}
+
+function show(panel, on) {
+  panel.element.hidden = !on;
+  const box = [...document.querySelectorAll("#runs input")].find(({ value }) => value === panel.run.name);
+  if (box) box.checked = on;
+  $("panels").classList.toggle("several", shown().length > 1);
+}
+
+// Setting up.
+
+function offerRuns() {
+  for (const { run } of panels) $("writer").append(make("option", {}, run.name));
+  if (panels.length < 2) return;
+  $("writer-option").hidden = false;
+  $("runs").hidden = false;
+  for (const panel of panels) {
+    const box = make("input", { type: "checkbox", value: panel.run.name, checked: true });
+    box.addEventListener("change", () => {
+      if (!box.checked && shown().length === 1) {
+        box.checked = true; // one stays
+        return;
+      }
+      show(panel, box.checked);
+      recolour();
+      go();
+    });
+    $("runs").append(make("label", { class: "option" }, box, panel.run.name));
+  }
+}
+
+function offerExamples() {
+  for (const [name, text] of Object.entries(EXAMPLES)) {
+    const use = () => {
+      $("text").value = text;
+      panels.forEach((panel) => panel.select(null));
+      go();
+    };
+    $("examples").append(make("button", { type: "button", class: "quiet", onclick: use }, name));
+  }
+}
+
+function listen() {
+  $("text").addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(go, PAUSE);
+  });
+  $("controls").addEventListener("submit", (event) => {
+    event.preventDefault();
+    go({ write: true });
+  });
+  $("stop").addEventListener("click", stop);
+  $("by").addEventListener("change", () => {
+    recolour();
+    link();
+  });
+  $("copy").addEventListener("click", async () => {
+    link();
+    try {
+      await navigator.clipboard.writeText(location.href);
+      tell("The link is copied.");
+    } catch {
+      tell("The link is in the address bar.");
+    }
+  });
+  addEventListener("keydown", (event) => {
+    if (event.key === "Escape") release();
+  });
+  addEventListener("hashchange", () => location.hash !== written && restore());
+}
+
+/** Let go of what was done last: writing, a pinned expert, an open token. */
+function release() {
+  const pinned = panels.find((panel) => panel.pinned);
+  if (!$("stop").hidden) stop();
+  else if (pinned) pinned.pin(null);
+  else if (selection()) select(panels[0], null);
+}
+
+async function start() {
+  try {
+    const runs = await fetchRuns();
+    panels = runs.map((run) => {
+      const panel = new Panel(run, { select: (index, show) => select(panel, index, show), pin: link });
+      return panel;
+    });
+  } catch (error) {
+    fail(error.message);
+    return;
+  }
+  $("panels").append(...panels.map(({ element }) => element));
+  $("view").hidden = false;
+  offerRuns();
+  offerExamples();
+  listen();
+  await restore();
+}
+
+start();

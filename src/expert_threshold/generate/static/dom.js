@@ -1,0 +1,57 @@
+// Elements, made without any HTML: text stays text.
+
+/** An element with properties and children; `class`, `role`, `aria-…`, `data-…` are attributes, `on…` listeners. */
+export function make(name, properties = {}, ...children) {
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (/^(class|role|for|scope|aria-|data-)/.test(key)) element.setAttribute(key, value);
+    else element[key] = value;
+  }
+  element.append(...children);
+  return element;
+}
+
+export function percent(share) {
+  const value = 100 * share;
+  return `${value >= 9.95 || value === 0 ? value.toFixed(0) : value >= 0.095 ? value.toFixed(1) : "<0.1"} %`;
+}
+
+/** Three digits, with a minus that is as wide as a digit. */
+export function number(value) {
+  return value.toPrecision(3).replace("-", "−").replace(/e\+?/, "e");
+}
+
+/** A token's own text for the eye, between quotes that show its spaces. */
+export function quoted(label) {
+  return `‘${label.replaceAll("\n", "↵").replaceAll("\t", "⇥")}’`;
+}
+
+export function plural(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
+}
+
+/** Which of `items` an arrow key, Home or End leads to from the one at `place`; up and down by their lines on screen. */
+export function neighbour(items, place, key) {
+  if (key === "Home") return 0;
+  if (key === "End") return items.length - 1;
+  if (key === "ArrowLeft") return Math.max(place - 1, 0);
+  if (key === "ArrowRight") return Math.min(place + 1, items.length - 1);
+  if (key === "ArrowUp" || key === "ArrowDown") return lineBeside(items, place, key === "ArrowUp" ? -1 : 1);
+  return null;
+}
+
+function lineBeside(items, place, way) {
+  const box = (i) => items[i].getClientRects()[0];
+  const from = box(place);
+  let best = place;
+  let line = null;
+  for (let i = place + way; i >= 0 && i < items.length; i += way) {
+    const at = box(i);
+    if (!at || Math.abs(at.top - from.top) < 4) continue;
+    line ??= at.top;
+    if (Math.abs(at.top - line) >= 4) break;
+    if (best === place || Math.abs(at.left - from.left) < Math.abs(box(best).left - from.left)) best = i;
+  }
+  return best;
+}

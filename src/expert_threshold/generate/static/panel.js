@@ -1,0 +1,387 @@
+// One run and what it made of the text: its tokens, the loads of its experts, and one token in full.
+
+import { Cells } from "./cells.js";
+import { make, neighbour, number, percent, plural, quoted } from "./dom.js";
+import { MEASURES, aim, fanout, step } from "./scale.js";
+
+const RULES = {
+  expert_threshold: "expert threshold",
+  expert_choice: "expert choice, by its running cutoffs",
+  token_choice: "token choice",
+  dense: "dense, no routing",
+};
+let made = 0; // panels
+
+const sigmoid = (x) => 1 / (1 + Math.exp(-x));
+
+export class Panel {
+  /** on.select(index, show) when a token is opened, on.pin() when an expert is pinned or let go of. */
+  constructor(run, on) {
+    this.run = run;
+    this.on = on;
+    this.routers = run.layers.flatMap(({ dense }, layer) => (dense ? [] : [layer]));
+    this.pinned = null; // [layer, expert]
+    this.looked = null;
+    this.#build();
+    this.clear();
+  }
+
+  #build() {
+    const { run } = this;
+    const onExpert = (layer, expert, event) => this.#onExpert(layer, expert, event);
+    const title = `panel-${++made}`;
+    this.summary = make("dl", { class: "numbers" });
+    this.error = make("p", { class: "error", role: "alert", hidden: true });
+    this.tokensBox = make("div", {
+      class: "tokens",
+      role: "listbox",
+      "aria-label": `Tokens as ${run.name} reads them`,
+      onclick: (event) => this.#onClick(event),
+      onkeydown: (event) => this.#onKey(event),
+    });
+    this.loads = new Cells(run, `Loads of ${run.name}'s experts`, onExpert);
+    this.scores = new Cells(run, `The token at ${run.name}'s experts`, onExpert);
+    this.readout = make("p", { class: "readout small" });
+    this.loadsBox = make(
+      "section",
+      { class: "loads" },
+      make("h3", {}, "Loads"),
+      make("p", { class: "muted small" }, `Bar: share of the tokens. Line: the aim, ${percent(this.target)}.`),
+      this.loads.element,
+    );
+    this.inspector = make("section", { class: "inspector", "aria-label": "The token in full" });
+    this.element = make(
+      "section",
+      { class: "panel", "aria-labelledby": title },
+      make(
+        "header",
+        {},
+        make("h2", { id: title }, run.name),
+        make("p", { class: "muted small" }, this.#about()),
+      ),
+      this.error,
+      this.summary,
+      make("div", { class: "reading" }, this.tokensBox, ...(run.experts ? [this.readout] : [])),
+      this.inspector,
+      ...(run.experts ? [this.loadsBox] : []),
+    );
+  }
+
+  get target() {
+    return this.run.experts ? this.run.experts_per_token / this.run.experts : 0;
+  }
+
+  #about() {
+    const { run } = this;
+    const shared = run.shared_experts ? ` and ${run.shared_experts} shared` : "";
+    const experts = run.experts
+      ? `${run.layers.length} layers, ${run.experts} experts, ${run.experts_per_token} per token${shared}`
+      : `${run.layers.length} layers`;
+    return `${RULES[run.rule] ?? run.rule} · ${experts} · ${run.context} tokens at once`;
+  }
+
+  // What is read.
+
+  clear() {
+    this.tokens = [];
+    this.spans = [];
+    this.starts = []; // where each token begins in the text
+    this.length = 0;
+    this.counts = this.run.layers.map(() => new Array(this.run.experts).fill(0));
+    this.ranges = this.run.layers.map(() => [Infinity, -Infinity]); // of scores
+    this.selected = null;
+    this.focused = 0;
+    this.tokensBox.replaceChildren();
+    this.fail(null);
+    this.#look();
+    this.#inspect();
+    this.#total();
+  }
+
+  add(tokens, scale) {
+    const box = this.tokensBox;
+    const atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 40;
+    for (const token of tokens) {
+      this.starts.push(this.length);
+      this.length += token.text.length;
+      const span = this.#span(token, this.tokens.length);
+      this.tokens.push(token);
+      this.spans.push(span);
+      this.#paint(span, token, scale);
+      token.layers.forEach((routed, i) => this.#count(this.routers[i], routed));
+    }
+    box.append(...this.spans.slice(-tokens.length));
+    if (atEnd && tokens.at(-1)?.written) box.scrollTop = box.scrollHeight;
+    this.#total();
+    if (this.looked ?? this.pinned) this.#look();
+  }
+
+  #count(layer, { scores, experts }) {
+    for (const expert of experts) this.counts[layer][expert]++;
+    const [low, high] = this.ranges[layer];
+    this.ranges[layer] = [Math.min(low, ...scores), Math.max(high, ...scores)];
+  }
+
+  /** One line on what went wrong, or null. */
+  fail(message) {
+    this.error.textContent = message ?? "";
+    this.error.hidden = !message;
+  }
+
+  #span(token, index) {
+    const opens = index === 0;
+    const shown = opens ? "start" : token.text || (token.finish === "stop" ? "end" : token.label);
+    const special = opens || !token.text;
+    const words = [
+      opens ? "start of the text" : quoted(token.label),
+      ...(this.run.experts ? [plural(fanout(token), "expert")] : []),
+      ...(token.loss === null ? [] : [`loss ${number(token.loss)} nats`]),
+    ];
+    const span = make("span", {
+      class: `token${special ? " special" : ""}${token.written ? " written" : ""}`,
+      role: "option",
+      tabIndex: index === 0 ? 0 : -1,
+      "aria-selected": "false",
+      "aria-label": words.join(", "),
+      "data-index": index,
+    });
+    shown.split("\n").forEach((line, i) => {
+      if (i) span.append(make("span", { class: "break" }, "↵"), "\n");
+      span.append(line);
+    });
+    return span;
+  }
+
+  // Colours.
+
+  recolour(scale) {
+    this.spans.forEach((span, i) => this.#paint(span, this.tokens[i], scale));
+  }
+
+  #paint(span, token, scale) {
+    span.dataset.step = step(MEASURES[scale.by].of(token), scale.bins);
+  }
+
+  // Experts.
+
+  #onExpert(layer, expert, event) {
+    if (event === "press") {
+      const again = this.pinned?.[0] === layer && this.pinned?.[1] === expert;
+      this.pin(again ? null : [layer, expert]);
+    } else {
+      this.looked = event === "enter" ? [layer, expert] : null;
+      this.#look();
+    }
+  }
+
+  /** Keep an expert's tokens lit: [layer, expert], or null for none. */
+  pin(place) {
+    const known = place && this.routers.includes(place[0]) && place[1] >= 0 && place[1] < this.run.experts;
+    this.pinned = known ? place : null;
+    this.#look();
+    this.on.pin();
+  }
+
+  /** Light up the tokens of the expert that is looked at, else of the pinned one. */
+  #look() {
+    const [layer, expert] = this.looked ?? this.pinned ?? [null, null];
+    const i = this.routers.indexOf(layer);
+    this.tokensBox.classList.toggle("dimmed", i >= 0);
+    this.spans.forEach((span, t) => {
+      span.classList.toggle("lit", i >= 0 && this.tokens[t].layers[i].experts.includes(expert));
+    });
+    for (const grid of [this.loads, this.scores]) grid.mark(layer, expert, !this.looked || same(this.looked, this.pinned));
+    this.readout.textContent =
+      i < 0 ? "Point at an expert to light up its tokens; press it to keep them lit." : this.#words(layer, expert);
+  }
+
+  #words(layer, expert) {
+    const took = this.counts[layer][expert];
+    const line = `Layer ${layer}, expert ${expert}: ${took} of ${plural(this.tokens.length, "token")}, ${percent(
+      took / Math.max(this.tokens.length, 1),
+    )}.`;
+    return this.selected === null ? line : `${line} This token: ${this.#verdict(layer, expert)}.`;
+  }
+
+  #total() {
+    const { tokens } = this;
+    const losses = tokens.flatMap(({ loss }) => (loss === null ? [] : [loss]));
+    const nats = losses.reduce((a, b) => a + b, 0);
+    const text = tokens.map((token) => token.text).join("");
+    const bytes = new TextEncoder().encode(text).length;
+    const sent = tokens.reduce((sum, token) => sum + fanout(token), 0);
+    const shares = this.routers.flatMap((layer) => this.counts[layer]).map((n) => n / Math.max(tokens.length, 1));
+    const entries = [["tokens", `${tokens.length}`]];
+    if (losses.length) entries.push(["nats per token", (nats / losses.length).toFixed(2)]);
+    if (losses.length && bytes) entries.push(["bits per byte", (nats / Math.LN2 / bytes).toFixed(2)]);
+    if (this.run.experts && tokens.length) {
+      const mean = sent / tokens.length / this.routers.length;
+      entries.push([`experts per token and layer, aim ${this.run.experts_per_token}`, mean.toFixed(2)]);
+    }
+    this.summary.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const high = Math.max(2 * this.target, ...shares) || 1;
+    this.loads.fill((layer, expert) => {
+      const took = this.counts[layer][expert];
+      const share = took / Math.max(tokens.length, 1);
+      const label = `layer ${layer}, expert ${expert}: ${took} of ${plural(tokens.length, "token")}, ${percent(share)}`;
+      return { bar: share / high, line: this.target / high, chosen: took > 0, label };
+    });
+  }
+
+  // One token.
+
+  #onClick(event) {
+    const token = event.target.closest(".token");
+    if (token) this.on.select(Number(token.dataset.index), true);
+  }
+
+  #onKey(event) {
+    if (!event.target.classList.contains("token")) return;
+    const place = Number(event.target.dataset.index);
+    const next = neighbour(this.spans, place, event.key);
+    if (next !== null) {
+      event.preventDefault();
+      this.focus(next);
+      if (this.selected !== null) this.on.select(next);
+    } else if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      this.on.select(place, true);
+    }
+  }
+
+  focus(index) {
+    if (!this.spans[index]) return;
+    this.#hold(index);
+    this.spans[index].focus();
+  }
+
+  #hold(index) {
+    if (this.spans[this.focused]) this.spans[this.focused].tabIndex = -1;
+    this.focused = index;
+    this.spans[index].tabIndex = 0;
+  }
+
+  /** The token that has the character at a place of the text. */
+  at(place) {
+    const found = this.starts.findIndex((start, i) => i > 0 && start + this.tokens[i].text.length > place);
+    return found < 0 ? this.tokens.length - 1 : found;
+  }
+
+  /** Open a token, or null for none; `show` scrolls to what is told of it. */
+  select(index, show = false) {
+    const known = index !== null && index >= 0 && index < this.tokens.length;
+    if (this.selected !== null) this.spans[this.selected]?.setAttribute("aria-selected", "false");
+    this.selected = known ? index : null;
+    if (known) {
+      this.#hold(index);
+      this.spans[index].setAttribute("aria-selected", "true");
+    }
+    this.#inspect();
+    this.#look();
+    if (known && show) this.inspector.scrollIntoView({ block: "nearest" });
+  }
+
+  #inspect() {
+    const token = this.selected === null ? null : this.tokens[this.selected];
+    this.loadsBox.querySelectorAll(".cell").forEach((cell) => {
+      const [layer, expert] = cell.dataset.expert.split(":").map(Number);
+      const i = this.routers.indexOf(layer);
+      cell.classList.toggle("of-token", token !== null && token.layers[i].experts.includes(expert));
+    });
+    if (token === null) {
+      const hint = "Choose a token to see its experts, its loss and what the model would rather have read.";
+      this.inspector.replaceChildren(make("p", { class: "muted" }, hint));
+      return;
+    }
+    this.scores.fill((layer, expert) => {
+      const { score, cutoff, chosen } = this.#at(layer, expert);
+      const [low, high] = this.ranges[layer];
+      const share = (value) => Math.min(Math.max((value - low) / (high - low || 1), 0), 1);
+      const label = `layer ${layer}, expert ${expert}: ${this.#verdict(layer, expert)}`;
+      return { bar: share(score), line: share(cutoff), chosen, label };
+    });
+    this.inspector.replaceChildren(...this.#heading(token), ...(this.run.experts ? this.#routing() : []));
+  }
+
+  #heading(token) {
+    const opens = this.selected === 0;
+    const title = opens ? "Start of the text" : quoted(token.label);
+    const facts = [`token ${this.selected} of ${this.tokens.length - 1}, id ${token.token}`];
+    if (token.loss !== null) facts.push(`loss ${number(token.loss)} nats`, `probability ${percent(Math.exp(-token.loss))}`);
+    if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, aim ${aim(this.run)}`);
+    const parts = [make("h3", { class: "chosen-token" }, title), make("p", { class: "facts" }, facts.join(" · "))];
+    if (token.top.length) parts.push(this.#likeliest(token));
+    return parts;
+  }
+
+  #likeliest(token) {
+    const rows = token.top.map(([id, label, probability]) => {
+      const bar = make("span", { class: "share" });
+      bar.style.setProperty("--bar", probability / token.top[0][2]);
+      const itself = id === token.token;
+      return make(
+        "li",
+        itself ? { class: "itself" } : {},
+        make("code", {}, quoted(label)),
+        make("span", { class: "track", "aria-hidden": "true" }, bar),
+        make("span", { class: "value" }, percent(probability)),
+      );
+    });
+    return make("div", {}, make("h4", {}, "Likeliest here"), make("ol", { class: "likeliest" }, ...rows));
+  }
+
+  #routing() {
+    const line =
+      this.run.rule === "token_choice"
+        ? "the lowest score that was chosen" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "")
+        : "the cutoff";
+    const table = make("details", {}, make("summary", {}, "All numbers"));
+    table.addEventListener("toggle", () => table.open && table.childElementCount === 1 && table.append(this.#table()));
+    return [
+      make("h4", {}, "Layers × experts"),
+      make("p", { class: "muted small" }, `Bar: score, from the text's lowest to its highest in the layer. Line: ${line}. Blue: chosen.`),
+      this.scores.element,
+      table,
+    ];
+  }
+
+  #table() {
+    const head = ["layer", "expert", "score", this.run.rule === "token_choice" ? "border" : "cutoff", "gate", "chosen"];
+    const rows = this.routers.flatMap((layer) =>
+      Array.from({ length: this.run.experts }, (_, expert) => {
+        const { score, cutoff, gate, chosen } = this.#at(layer, expert);
+        const cells = [layer, expert, number(score), number(cutoff), chosen ? number(gate) : "", chosen ? "yes" : ""];
+        return make("tr", chosen ? { class: "itself" } : {}, ...cells.map((cell) => make("td", {}, `${cell}`)));
+      }),
+    );
+    const names = make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)));
+    return make(
+      "div",
+      { class: "scroll", tabIndex: 0, role: "region", "aria-label": "All numbers" },
+      make("table", {}, make("thead", {}, names), make("tbody", {}, ...rows)),
+    );
+  }
+
+  /** The opened token at an expert. cutoff: what its score is compared with, in token choice by what others have. */
+  #at(layer, expert) {
+    const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
+    const { cutoffs, biases } = this.run.layers[layer];
+    const place = experts.indexOf(expert);
+    return {
+      score: scores[expert],
+      cutoff: cutoffs ? cutoffs[expert] : border - (biases ? biases[expert] : 0),
+      gate: place < 0 ? sigmoid(scores[expert]) : gates[place],
+      chosen: place >= 0,
+    };
+  }
+
+  #verdict(layer, expert) {
+    const { score, cutoff, gate, chosen } = this.#at(layer, expert);
+    const other = this.run.rule === "token_choice" ? "border" : "cutoff";
+    return `score ${number(score)}, ${other} ${number(cutoff)}, ${chosen ? `chosen, gate ${number(gate)}` : "not chosen"}`;
+  }
+}
+
+function same(a, b) {
+  return a !== null && b !== null && a[0] === b[0] && a[1] === b[1];
+}
