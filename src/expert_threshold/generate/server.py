@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import secrets
@@ -154,10 +155,20 @@ class _Gate:
             return ApiError(403, f"this server is reached as {', '.join(self.hosts)} only", code="unknown_host")
         if self.key is None or request.url.path == "/health":
             return None
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(given.strip().encode(), self.key):
+        if secrets.compare_digest(_given_key(request), self.key):
             return None
-        return ApiError(401, "wrong or no API key; send Authorization: Bearer KEY", code="invalid_api_key")
+        error = ApiError(401, "wrong or no API key; send Authorization: Bearer KEY", code="invalid_api_key")
+        error.headers = {"WWW-Authenticate": 'Bearer, Basic realm="API key as password"'}
+        return error
+
+
+def _given_key(request: Request) -> bytes:
+    """Of a program; or of a browser, which asks its user for the key when the page is refused: the password."""
+    scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
+    if scheme.lower() == "basic":
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(given, validate=True).partition(b":")[2]
+    return given.strip().encode() if scheme.lower() == "bearer" else b""
 
 
 # Handlers.
