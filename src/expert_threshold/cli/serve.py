@@ -55,6 +55,7 @@ def run(arguments: Sequence[str]) -> None:
         from ..generate.server import create_app, run_server
     except ModuleNotFoundError as error:
         raise ValueError(f"et serve needs {error.name}: pip install 'expert-threshold[serve]'") from None
+    _require_sense(options)
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
     local = is_local(options["host"])
     api_key = options["api_key"] or os.environ.get(API_KEY) or None
@@ -82,6 +83,15 @@ def run(arguments: Sequence[str]) -> None:
         who = "whoever has the key" if api_key else "anyone"
         print(f"et serve: listening at {options['host']}: {who} who reaches this machine can use it", file=sys.stderr)
     run_server(app, options["host"], options["port"])
+
+
+def _require_sense(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a number out of range."""
+    if not 0 <= options["port"] <= 65535:
+        raise ValueError(f"port={options['port']} must be from 0 to 65535; 0 takes a free one")
+    for name in ("slots", "threads"):
+        if options[name] is not None and options[name] < 1:
+            raise ValueError(f"{name}={options[name]} must be at least 1; leave it out for the default")
 
 
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:

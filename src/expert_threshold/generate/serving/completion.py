@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ...data import Tokenizer
 from ...data.tokenizer import BOS
 from ..engine import Request, Step, Text
-from .errors import ApiError, invalid
+from .errors import ApiError, invalid, shown
 from .limits import Limits
 
 MAX_TOKENS = 16
@@ -181,8 +181,7 @@ class Parser:
 def require_model(model: str, models: Sequence[str]) -> None:
     """Raise ApiError 404 unless the model is one of those here."""
     if model not in models:
-        shown = ascii(model[:60])
-        message = f"the model {shown} does not exist; here is {', '.join(models)}"
+        message = f"the model {shown(model)} does not exist; here is {', '.join(models)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
@@ -251,8 +250,8 @@ class Fields:
 
     def require_no_more(self) -> None:
         for name in self._left:
-            shown = ascii(self._prefix + name)[:60]
-            raise ApiError(400, f"unknown field {shown}", param=self._prefix + name[:60], code="unknown_field")
+            message = f"unknown field {shown(self._prefix + name)}"
+            raise ApiError(400, message, param=self._prefix + name[:60], code="unknown_field")
 
 
 class Answer:
@@ -302,14 +301,10 @@ class Choice:
         return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _logprobs(self, prompt: Sequence[Step], steps: Sequence[Step]) -> dict[str, Any]:
-        offsets = []
-        for step in prompt:
-            offsets.append(self._offset)
-            self._offset += len(step.text)
+        offsets = [self._place(step.token, len(step.text)) for step in prompt]
         for step in steps:
-            offsets.append(self._offset)
             content = b"" if step.token == self.tokenizer.bos else self.tokenizer.decode_bytes([step.token])
-            self._offset += len(self._text.push(content, final=False)[0])
+            offsets.append(self._place(step.token, len(self._text.push(content, final=False)[0])))
         every = [*prompt, *steps]
         return {
             "tokens": [self._name(step.token) for step in every],
@@ -317,6 +312,12 @@ class Choice:
             "top_logprobs": [self._top(step) for step in every],
             "text_offset": offsets,
         }
+
+    def _place(self, token: int, characters: int) -> int:
+        """Where in the text a token begins that completes so many characters: if it has whole ones, they come last."""
+        start, self._offset = self._offset, self._offset + characters
+        own = self._own(token)
+        return start if own is None else self._offset - len(own)
 
     def _top(self, step: Step) -> dict[str, float] | None:
         """The likeliest tokens and the one that came."""
@@ -327,11 +328,18 @@ class Choice:
     def _name(self, token: int) -> str:
         if token == self.tokenizer.bos:
             return BOS
+        own = self._own(token)
         content = self.tokenizer.decode_bytes([token])
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if own is None else own
+
+    def _own(self, token: int) -> str | None:
+        """A token's characters; None where it has parts of some."""
+        if token == self.tokenizer.bos:
+            return ""
         try:
-            return content.decode("utf-8")
+            return self.tokenizer.decode_bytes([token]).decode("utf-8")
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+            return None
 
 
 def models_body(models: Sequence[str], created: int) -> dict[str, Any]:

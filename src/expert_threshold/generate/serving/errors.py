@@ -27,7 +27,14 @@ class ApiError(Exception):
 
 
 def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
-    """400 for a field: its name, its value, cut where it is long, and what it must be."""
-    shown = ascii(value)
-    shown = shown if len(shown) <= 60 else f"{shown[:60]}…"
-    return ApiError(400, f"{name}={shown} {must}", param=name, code=code)
+    """400 for a field: its name, its value, and what it must be."""
+    return ApiError(400, f"{name}={shown(value)} {must}", param=name, code=code)
+
+
+def shown(value: object) -> str:
+    """A client's value as an error shows it, cut where it is long."""
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return "…"
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -1,0 +1,272 @@
+"""What /v1/completions understands, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expert_threshold.data import Tokenizer
+from expert_threshold.generate.engine import Step
+from expert_threshold.generate.serving.completion import Answer, Completion, Parser
+from expert_threshold.generate.serving.errors import ApiError
+from expert_threshold.generate.serving.limits import Limits
+from small_run import small_tokenizer
+
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def parser() -> Parser:
+    return Parser(small_tokenizer(), CONTEXT, ["small"], Limits(n=3, texts=6, stops=2, stop_characters=5))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(parser: Parser) -> Tokenizer:
+    return parser.tokenizer
+
+
+def parse(parser: Parser, **fields: Any) -> Completion:
+    return parser(json.dumps({"model": "small"} | fields).encode())
+
+
+def refusal(parser: Parser, **fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(parser, **fields)
+    return caught.value
+
+
+def test_a_text_opens_a_document_and_token_ids_are_taken_as_they_are(parser: Parser, tokenizer: Tokenizer) -> None:
+    cat, mat = tokenizer.encode("the cat"), tokenizer.encode("the mat")
+    bos = tokenizer.bos
+    assert parse(parser).prompts == ((bos,),)
+    assert parse(parser, prompt=None).prompts == ((bos,),)
+    assert parse(parser, prompt="the cat").prompts == ((bos, *cat),)
+    assert parse(parser, prompt=["the cat", "the mat"]).prompts == ((bos, *cat), (bos, *mat))
+    assert parse(parser, prompt=cat).prompts == (tuple(cat),)
+    assert parse(parser, prompt=[cat, mat]).prompts == (tuple(cat), tuple(mat))
+    assert parse(parser, prompt="the cat").opened
+    assert not parse(parser, prompt=cat).opened
+
+
+def test_each_of_n_texts_has_a_seed_of_its_own_whatever_stands_beside_it(parser: Parser) -> None:
+    requests = parse(parser, prompt=["a", "b"], n=3, seed=-1).requests
+    assert [request.seed for request in requests] == [2**63 - 1, 0, 1] * 2
+    assert [request.prompt for request in requests[::3]] == [request.prompt for request in requests[2::3]]
+    assert [request.seed for request in parse(parser, n=2).requests] == [None, None]
+
+
+def test_what_is_not_given_is_as_in_openai(parser: Parser) -> None:
+    for fields in (
+        {},
+        dict.fromkeys(("max_tokens", "n", "temperature", "top_p", "stream", "echo", "stop", "logprobs")),
+    ):
+        asked = parse(parser, **fields)
+        assert (asked.n, asked.stream, asked.logprobs) == (1, False, None)
+        request = asked.request
+        assert (request.max_tokens, request.temperature, request.top_p, request.top_k) == (16, 1.0, 1.0, None)
+        assert (request.stop, request.echo, request.tops) == ((), False, 0)
+
+
+def test_options_reach_the_engine(parser: Parser) -> None:
+    asked = parse(
+        parser, prompt="a", max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, stop="end", echo=True, logprobs=5,
+        stream=True, stream_options={"include_usage": True}, user="me", best_of=2, n=2, presence_penalty=0.0,
+    )  # fmt: skip
+    assert asked.request._replace(seed=None) == asked.request._replace(
+        max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, stop=("end",), echo=True, tops=5
+    )
+    assert (asked.stream, asked.include_usage, asked.n, asked.logprobs) == (True, True, 2, 5)
+    assert parse(parser, stop=["a", "b"]).request.stop == ("a", "b")
+    assert parse(parser, top_p=0).request.temperature == 0  # the likeliest token alone
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"model": None}, 400, "model"),
+        ({"model": 3}, 400, "model"),
+        ({"model": "\ud800" * 100}, 404, "model"),
+        ({"prompt": 3}, 400, "prompt"),
+        ({"prompt": {}}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [[]]}, 400, "prompt"),
+        ({"prompt": ["a", 1]}, 400, "prompt"),
+        ({"prompt": [1, "a"]}, 400, "prompt"),
+        ({"prompt": [True]}, 400, "prompt"),
+        ({"prompt": [1.0]}, 400, "prompt"),
+        ({"prompt": [270]}, 400, "prompt"),
+        ({"prompt": [-1]}, 400, "prompt"),
+        ({"prompt": [[1], "a"]}, 400, "prompt"),
+        ({"prompt": ["a"] * 7}, 400, "prompt"),
+        ({"prompt": ["a"] * 3, "n": 3}, 400, "n"),
+        ({"prompt": [1] * 65}, 400, "prompt"),
+        ({"prompt": [1] * 60, "max_tokens": 5}, 400, "max_tokens"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": 65}, 400, "max_tokens"),
+        ({"max_tokens": 1.5}, 400, "max_tokens"),
+        ({"max_tokens": "5"}, 400, "max_tokens"),
+        ({"max_tokens": True}, 400, "max_tokens"),
+        ({"max_tokens": 10**400}, 400, "max_tokens"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 4}, 400, "n"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"logprobs": True}, 400, "logprobs"),
+        ({"temperature": 2.1}, 400, "temperature"),
+        ({"temperature": -0.1}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"temperature": 10**400}, 400, "temperature"),
+        ({"top_p": 1.1}, 400, "top_p"),
+        ({"top_k": 0}, 400, "top_k"),
+        ({"seed": 2**63}, 400, "seed"),
+        ({"seed": 0.5}, 400, "seed"),
+        ({"stop": ""}, 400, "stop"),
+        ({"stop": ["a", "b", "c"]}, 400, "stop"),
+        ({"stop": "123456"}, 400, "stop"),
+        ({"stop": [1]}, 400, "stop"),
+        ({"echo": 1}, 400, "echo"),
+        ({"stream": "yes"}, 400, "stream"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ({"stream": True, "stream_options": []}, 400, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+        ({"best_of": 2}, 400, "best_of"),
+        ({"best_of": True}, 400, "best_of"),
+        ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"suffix": "x"}, 400, "suffix"),
+        ({"user": 1}, 400, "user"),
+        ({"temprature": 1}, 400, "temprature"),
+        ({"\ud800": 1}, 400, "\ud800"),
+    ],
+)  # fmt: skip
+def test_a_bad_field_is_named(fields: dict[str, Any], status: int, param: str, parser: Parser) -> None:
+    error = refusal(parser, **fields)
+    assert (error.status, error.param) == (status, param)
+    assert json.dumps(error.body)
+    assert "\n" not in error.message
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b'{"model": "small", "temperature": NaN}',
+        b'{"model": "small", "temperature": Infinity}', b'{"model": "small", "seed": -Infinity}',
+        b'{"model": "small", "max_tokens": ' + b"9" * 5000 + b"}", b"[" * 60_000, b'{"a":' * 10_000, b"{} {}",
+    ],
+)  # fmt: skip
+def test_a_body_that_is_no_object_of_json_is_refused(body: bytes, parser: Parser) -> None:
+    with pytest.raises(ApiError) as caught:
+        parser(body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_however_deep_a_value_is_nested_it_is_refused(parser: Parser) -> None:
+    for depth in range(800, 1100):
+        with pytest.raises(ApiError):
+            parser(b'{"model": "small", "seed": ' + b"[" * depth + b"]" * depth + b"}")
+
+
+def test_a_number_that_overflows_is_out_of_range(parser: Parser) -> None:
+    with pytest.raises(ApiError) as caught:
+        parser(b'{"model": "small", "temperature": 1e999}')
+    assert (caught.value.status, caught.value.param) == (400, "temperature")
+
+
+def test_limits_of_tokens_are_kept() -> None:
+    parser = Parser(small_tokenizer(), CONTEXT, ["small"], Limits(prompt_tokens=5, output_tokens=7))
+    assert parse(parser, prompt=[1] * 5, max_tokens=7)
+    assert refusal(parser, prompt=[1] * 6, max_tokens=7).code == "prompt_too_long"
+    assert refusal(parser, prompt=[1] * 5, max_tokens=8).param == "max_tokens"
+
+
+@pytest.mark.parametrize("name", ["body_bytes", "prompt_tokens", "n", "queue", "seconds"])
+def test_a_limit_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}=0 must be"):
+        Limits(**{name: 0})
+
+
+NAMES = st.sampled_from(
+    ["model", "prompt", "max_tokens", "n", "stream", "stream_options", "logprobs", "echo", "stop", "temperature",
+     "top_p", "top_k", "seed", "user", "best_of", "logit_bias", "suffix", "presence_penalty"]
+)  # fmt: skip
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.integers()
+    | st.floats(allow_nan=True)
+    | st.sampled_from(["small", "the cat", ""])
+    | st.text(st.characters(), max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NAMES | st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def attempt(parser: Parser, body: bytes) -> Completion | ApiError:
+    try:
+        return parser(body)
+    except ApiError as error:
+        return error
+
+
+@given(fields=st.dictionaries(NAMES | st.text(max_size=3), VALUES, max_size=6), known=st.booleans())
+@settings(max_examples=200)
+def test_whatever_is_asked_is_understood_or_refused(fields: dict[str, Any], known: bool, parser: Parser) -> None:
+    """And what is understood the engine takes, within the limits."""
+    body = json.dumps(fields | ({"model": "small"} if known else {})).encode()
+    asked = attempt(parser, body)
+    if isinstance(asked, ApiError):
+        assert 400 <= asked.status < 500
+        assert json.dumps(asked.body, allow_nan=False)
+        return
+    assert 1 <= len(asked.requests) <= 6
+    for request in asked.requests:
+        request.check(CONTEXT)
+        assert len(request.prompt) + request.max_tokens <= CONTEXT
+
+
+@given(body=st.binary(max_size=60))
+def test_whatever_bytes_come_are_refused(body: bytes, parser: Parser) -> None:
+    with pytest.raises(ApiError) as caught:
+        parser(body)
+    assert caught.value.status == 400
+
+
+# Answers.
+
+
+def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0) -> Step:
+    return Step(token, text, logprob, finish, None, ((97, -0.5), (token, logprob or 0.0)))
+
+
+def test_tokens_are_told_with_their_places_in_the_text(parser: Parser, tokenizer: Tokenizer) -> None:
+    """The steps of an é, cut in two by its bytes, and of what comes around it."""
+    asked = parse(parser, prompt="a", echo=True, logprobs=2)
+    (choice,) = Answer(asked, tokenizer).choices
+    first = choice.piece([step(tokenizer.bos, "", logprob=None), step(97, "a")], [], finished=False)
+    assert first["text"] == "a"
+    assert first["logprobs"]["tokens"] == ["a"]  # the token that opens the document was not asked for
+    steps = [step(0xC3, ""), step(0xA9, "é"), step(98, "b"), step(tokenizer.bos, "", "stop")]
+    piece = choice.piece([], steps, finished=True)
+    assert piece["text"] == "éb"
+    assert piece["finish_reason"] == "stop"
+    logprobs = piece["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9", "b", "<|bos|>"]
+    assert logprobs["text_offset"] == [1, 1, 2, 3]
+    assert logprobs["token_logprobs"] == [-1.0] * 4
+    assert logprobs["top_logprobs"][2] == {"a": -0.5, "b": -1.0}
+    assert choice.written == 4
+
+
+def test_of_token_ids_the_first_has_no_logprob(parser: Parser, tokenizer: Tokenizer) -> None:
+    asked = parse(parser, prompt=[97, 98], echo=True, logprobs=0)
+    (choice,) = Answer(asked, tokenizer).choices
+    logprobs = choice.piece([step(97, "a", logprob=None), step(98, "b")], [], finished=True)["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -1.0]
+    assert logprobs["top_logprobs"][0] is None

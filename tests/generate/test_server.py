@@ -1,0 +1,608 @@
+"""The server as clients see it: OpenAI's own, and those that are in a hurry, too many, wrong or gone."""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
+pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
+
+from expert_threshold.cli import main  # noqa: E402
+from expert_threshold.cli.serve import is_local  # noqa: E402
+from expert_threshold.data import Tokenizer  # noqa: E402
+from expert_threshold.generate import decoder, generate  # noqa: E402
+from expert_threshold.generate.serving.independence import require_independent  # noqa: E402
+from expert_threshold.generate.serving.limits import Limits  # noqa: E402
+from expert_threshold.model import GPT  # noqa: E402
+from expert_threshold.routing import ExpertChoice, Rule  # noqa: E402
+from served import PATIENCE, Served, served, until  # noqa: E402
+from small_run import RULES, small_model, small_tokenizer, write_run  # noqa: E402
+
+PROMPT = "the cat sat"
+CONTEXT = 64  # of the small model
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return small_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def server(model: GPT) -> Iterator[Served]:
+    with served(model, engine={"slots": 9, "strict": True}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[Any]:
+    with client_of(server) as client:
+        yield client
+
+
+def client_of(server: Served, key: str = "none") -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: http.client.HTTPMessage
+    text: str
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error = json.loads(self.text)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert "Traceback" not in self.text
+        return dict(error)
+
+
+def connect(server: Served) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
+
+
+def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: str) -> Answer:
+    """body: an object, or bytes as they are."""
+    connection = connect(server)
+    if body is not None:
+        headers = {"Content-Type": "application/json"} | headers
+        body = body if isinstance(body, bytes) else json.dumps(body)
+    connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
+    response = connection.getresponse()
+    answer = Answer(response.status, response.headers, response.read().decode())
+    connection.close()
+    return answer
+
+
+def complete(server: Served, **fields: Any) -> Answer:
+    return ask(server, "/v1/completions", {"model": "small", "prompt": PROMPT} | fields)
+
+
+def events(answer: Answer) -> list[Any]:
+    """Of a stream, each read as JSON but for the last."""
+    *events, last, rest = answer.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def written(model: GPT, tokenizer: Tokenizer, prompt: Any, count: int, **options: Any) -> str:
+    options = {"temperature": 0, "top_k": None} | options
+    return "".join(step.text for step in generate(model, tokenizer, prompt, max_tokens=count, **options))
+
+
+# What OpenAI's client gets.
+
+
+def test_the_model_is_listed_under_its_name(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").owned_by == "expert-threshold"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("large")
+
+
+def test_a_text_is_continued_as_by_the_engine(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    answer = client.completions.create(model="small", prompt=PROMPT, max_tokens=12, temperature=0)
+    (choice,) = answer.choices
+    assert choice.text == written(model, tokenizer, PROMPT, 12)
+    assert choice.finish_reason == "length"
+    assert choice.logprobs is None
+    read = len(tokenizer.encode(PROMPT)) + 1
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (read, 12)
+    assert answer.usage.total_tokens == read + 12
+    assert answer.object == "text_completion"
+
+
+def test_prompts_may_be_texts_and_token_ids_one_or_many(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    ids = [tokenizer.encode("the mat"), tokenizer.encode("a hat")]
+    for prompt, many in ((PROMPT, [PROMPT]), (["a", "the"], ["a", "the"]), (ids[0], ids[:1]), (ids, ids)):
+        answer = client.completions.create(model="small", prompt=prompt, max_tokens=5, temperature=0)
+        assert [c.index for c in answer.choices] == list(range(len(many)))
+        assert [c.text for c in answer.choices] == [written(model, tokenizer, each, 5) for each in many]
+
+
+def test_a_seed_writes_the_same_and_each_of_n_texts_is_another(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    options = {"model": "small", "prompt": PROMPT, "max_tokens": 10, "n": 3, "seed": 5}
+    texts = [[c.text for c in client.completions.create(**options).choices] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 3
+    assert texts[0][0] == written(model, tokenizer, PROMPT, 10, temperature=1, seed=5)
+    greedy = client.completions.create(**options, temperature=0)
+    assert len({choice.text for choice in greedy.choices}) == 1
+    few = client.completions.create(**options, top_p=0.5, extra_body={"top_k": 1})
+    assert few.choices[1].text == greedy.choices[1].text
+
+
+def test_a_stop_string_ends_a_text_and_is_not_in_it(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    whole = written(model, tokenizer, PROMPT, 20)
+    stop = whole[6:8]
+    for options in ({"stop": stop}, {"stop": ["never", stop]}):
+        (choice,) = client.completions.create(
+            model="small", prompt=PROMPT, max_tokens=20, temperature=0, **options
+        ).choices
+        assert choice.text == whole[: whole.index(stop)]
+        assert choice.finish_reason == "stop"
+
+
+def test_an_echoed_prompt_has_the_model_s_logprobs(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    """As lm-evaluation-harness asks: nothing, or one token, to write."""
+    ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    for count in (0, 1):
+        for prompt, skipped in ((PROMPT, 1), (ids, 0)):
+            (choice,) = client.completions.create(
+                model="small", prompt=prompt, max_tokens=count, echo=True, logprobs=2, temperature=0
+            ).choices
+            told = choice.logprobs
+            assert choice.text.startswith(PROMPT)
+            assert len(told.tokens) == len(told.text_offset) == len(ids) - skipped + count
+            assert "".join(told.tokens[1 - skipped : len(ids) - skipped]) == PROMPT
+            if not skipped:
+                assert (told.tokens[0], told.token_logprobs[0], told.top_logprobs[0]) == ("<|bos|>", None, None)
+            for place in range(1, len(ids)):
+                logprob, top = told.token_logprobs[place - skipped], told.top_logprobs[place - skipped]
+                assert logprob == pytest.approx(float(expected[place - 1, ids[place]]), abs=1e-4)
+                assert max(top.values()) == pytest.approx(float(expected[place - 1].max()), abs=1e-4)
+                # Equal to the last bit where the token is the likeliest, which is how the harness tells.
+                assert (logprob == max(top.values())) == (int(expected[place - 1].argmax()) == ids[place])
+
+
+def test_a_stream_has_the_same_texts_in_pieces(client: Any) -> None:
+    options = {
+        "model": "small", "prompt": ["the cat", "a"], "n": 2, "max_tokens": 12, "seed": 1, "echo": True, "logprobs": 1,
+        "stop": ["t "],
+    }  # fmt: skip
+    whole = client.completions.create(**options)
+    chunks = list(client.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+    assert {chunk.id for chunk in chunks} == {chunks[0].id}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    for expected in whole.choices:
+        pieces = [c for chunk in chunks for c in chunk.choices if c.index == expected.index]
+        assert len(pieces) > 2
+        assert "".join(piece.text for piece in pieces) == expected.text
+        assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+        assert pieces[-1].finish_reason == expected.finish_reason
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            joined = [item for piece in pieces for item in getattr(piece.logprobs, name)]
+            assert joined == getattr(expected.logprobs, name)
+
+
+def test_tokens_are_at_their_places_in_the_text(client: Any) -> None:
+    (choice,) = client.completions.create(
+        model="small", prompt="the cät, ", max_tokens=40, echo=True, logprobs=0, seed=3
+    ).choices
+    told = choice.logprobs
+    whole = [(t, o) for t, o in zip(told.tokens, told.text_offset, strict=True) if not t.startswith(("bytes:", "<|"))]
+    assert len(whole) > 10
+    for token, offset in whole:
+        assert choice.text[offset:].startswith(token)
+
+
+def test_an_error_is_what_the_client_makes_of_it(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist") as unknown:
+        client.completions.create(model="other", prompt="")
+    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError) as hot:
+        client.completions.create(model="small", prompt="", temperature=3)
+    assert hot.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="small", prompt="the cat " * 60)
+    assert long.value.code == "context_length_exceeded"
+
+
+# Alone and among others.
+
+
+def nine(server: Served) -> list[dict[str, Any]]:
+    """Fields of nine requests that differ, as greedy as they come."""
+    prompts = ["the cat", "a", "", "on the mat; the hat", "sat", "the cat sat on the mat", "hat", "of", "\n"]
+    return [
+        {"prompt": prompt, "max_tokens": 20 + i, "temperature": 0, "logprobs": 3} for i, prompt in enumerate(prompts)
+    ]
+
+
+def choices(server: Served, together: bool) -> list[dict[str, Any]]:
+    """Text and logprobs of each, in exact numbers."""
+    requests = nine(server)
+    if together:
+        with ThreadPoolExecutor(len(requests)) as pool:
+            answers = list(pool.map(lambda fields: complete(server, **fields), requests))
+    else:
+        answers = [complete(server, **fields) for fields in requests]
+    return [json.loads(answer.text)["choices"][0] for answer in answers]
+
+
+def test_in_strict_mode_an_answer_has_the_same_bits_alone_and_among_8_others(server: Served) -> None:
+    alone = choices(server, together=False)
+    assert len({choice["text"] for choice in alone}) == 9
+    assert choices(server, together=True) == alone
+
+
+def test_greedy_text_is_the_same_alone_and_among_8_others(model: GPT) -> None:
+    with served(model, engine={"slots": 9}) as server:
+        alone, together = choices(server, together=False), choices(server, together=True)
+    assert [choice["text"] for choice in alone] == [choice["text"] for choice in together]
+
+
+def pooled(rule: Any, size: int) -> Any:
+    """A layer's routing by the best tokens of the last `size` that came, whose ever they are."""
+    pools: dict[object, torch.Tensor] = {}
+
+    def route(self: Any, x: torch.Tensor, rows: object) -> decoder.Routed:
+        scores = self.moe.router(x[None]).scores[0]
+        pools[self] = torch.cat((pools.get(self, torch.zeros(size, rule.num_experts)), scores))[-max(size, len(x)) :]
+        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
+        return decoder.Routed(scores, assignment[-len(x) :])
+
+    return route
+
+
+def test_with_pools_instead_of_cutoffs_the_text_depends_on_the_company() -> None:
+    rule = ExpertChoice(4, 1, pool="batch")
+    model = small_model(rule)
+    with mock.patch.object(decoder._Layer, "route", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
+        alone, together = choices(server, together=False), choices(server, together=True)
+    assert [choice["text"] for choice in alone] != [choice["text"] for choice in together]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_every_rule_is_served_that_routes_a_token_by_itself(rule: Rule | None) -> None:
+    require_independent(small_model(rule))
+
+
+@pytest.mark.parametrize("pool", ["sequence", "batch"])
+def test_a_run_that_routes_by_pools_in_inference_is_refused(
+    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = small_model(ExpertChoice(4, 1, pool=pool))
+    run = write_run(tmp_path / "run", model)
+    in_training = functools.partial(ExpertChoice.route, training=True)
+
+    def by_pool(self: ExpertChoice, scores: Any, state: Any, **options: Any) -> Any:
+        return in_training(self, scores, state)
+
+    monkeypatch.setattr(ExpertChoice, "route", by_pool)
+    with pytest.raises(ValueError, match=r"rule ExpertChoice of layer \d routes tokens by a pool"):
+        require_independent(model)
+    assert main(["serve", str(run.path), "--port", "0"]) == 2
+    assert "serve a run whose rule routes by cutoffs" in capsys.readouterr().err
+
+
+# Limits.
+
+
+def test_a_body_may_have_so_many_bytes_and_no_more(server: Served) -> None:
+    body = json.dumps({"model": "small", "user": "u"}).encode()
+    padded = body[:-1] + b" " * (64 * 1024 - len(body)) + b"}"
+    assert ask(server, "/v1/completions", padded).status == 200
+    answer = ask(server, "/v1/completions", padded + b" ")
+    assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+
+
+def test_a_body_without_a_length_is_counted_as_it_comes(server: Served) -> None:
+    connection = connect(server)
+    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
+    connection.request("POST", "/v1/completions", iter([b" " * 30_000] * 3), headers, encode_chunked=True)
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(limits=Limits(body_seconds=0.05)) as server:
+        connection = connect(server)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Type", "application/json")
+        connection.putheader("Content-Length", "100")
+        connection.endheaders()
+        assert connection.getresponse().status == 408
+        connection.close()
+
+
+def test_what_is_wrong_with_a_request_is_told_by_its_status(server: Served) -> None:
+    path = "/v1/completions"
+    for answer, status in (
+        (ask(server, path, b"{}", **{"Content-Type": "text/plain"}), 415),
+        (ask(server, path, b"{"), 400),
+        (ask(server, path, {"model": "small", "prompt": "", "n": 9}), 400),
+        (ask(server, path, {"model": "\ud800", "prompt": ""}), 404),
+        (ask(server, path), 405),
+        (ask(server, "/v1/models", {}), 405),
+        (ask(server, "/v1/models/%ff"), 404),
+        (ask(server, "/v1/models/..%2f..%2fetc%2fpasswd"), 404),
+        (ask(server, "/nowhere"), 404),
+    ):
+        assert answer.status == status
+        assert answer.error["type"] == "invalid_request_error"
+
+
+def test_a_full_queue_answers_429_and_whoever_waits_is_served() -> None:
+    with served(limits=Limits(queue=2), held=True, engine={"slots": 1}) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(complete, server, n=n, temperature=0) for n in (1, 2)]
+        until(lambda: server.worker.unfinished == 3)
+        assert (server.worker.running, server.worker.waiting) == (1, 2)
+        for options in ({}, {"stream": True}):
+            refused = complete(server, **options)
+            assert (refused.status, refused.error["code"]) == (429, "queue_full")
+            assert refused.headers["Retry-After"] == "1"
+        server.engine.open.set()
+        assert [answer.result(PATIENCE).status for answer in waiting] == [200, 200]
+        assert complete(server).status == 200
+        assert 'et_requests_total{path="/v1/completions",status="429"} 2' in ask(server, "/metrics").text
+
+
+def test_a_request_that_takes_too_long_ends_with_503_and_frees_its_row() -> None:
+    with served(limits=Limits(seconds=0.05), held=True, engine={"slots": 1}) as server:
+        late = complete(server, n=3)
+        assert (late.status, late.error["type"], late.error["code"]) == (503, "server_error", "timeout")
+        assert late.headers["Retry-After"] == "1"
+        answer = complete(server, stream=True)
+        assert answer.status == 200  # it was too late for another
+        (event, rest) = answer.text.split("\n\n")
+        assert rest == ""
+        assert json.loads(event.removeprefix("data: "))["error"]["code"] == "timeout"
+        until(lambda: server.worker.unfinished == 0)
+        assert not server.engine.busy
+
+
+# Clients that leave.
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_leaves_frees_its_row_and_its_place_in_the_queue(stream: bool) -> None:
+    with served(held=True, engine={"slots": 1}) as server:
+        engine, worker = server.engine, server.worker
+        engine.free = 3
+        writing, waiting = connect(server), connect(server)
+        send(writing, stream=stream)
+        until(lambda: len(engine.running) == 1)
+        send(waiting, stream=stream)
+        until(lambda: len(engine.waiting) == 1)
+        leave(waiting, stream)
+        until(lambda: worker.unfinished == 1)
+        assert (len(engine.running), len(engine.waiting)) == (1, 0)
+        leave(writing, stream)
+        until(lambda: worker.unfinished == 0)
+        assert not engine.busy
+        engine.open.set()
+        assert complete(server).status == 200
+
+
+def send(connection: http.client.HTTPConnection, stream: bool) -> None:
+    body = json.dumps({"model": "small", "prompt": PROMPT, "max_tokens": 40, "stream": stream})
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+
+
+def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
+    response = connection.getresponse() if stream else None
+    connection.close()
+    if response is not None:
+        response.close()
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_row() -> None:
+    with served(held=True, engine={"slots": 1}) as server:
+        server.engine.open.set()
+        with client_of(server) as client:
+            stream = client.completions.create(model="small", prompt="", max_tokens=60, stream=True, seed=0)
+            next(iter(stream))
+            server.engine.open.clear()
+            stream.close()
+        until(lambda: server.worker.unfinished == 0)
+        until(lambda: not server.engine.busy)
+
+
+# Who may come in.
+
+
+def test_a_key_is_asked_for_on_every_route_but_health() -> None:
+    with served(api_key="sécret") as server:
+        assert ask(server, "/health").status == 200
+        for path, body in (
+            ("/v1/models", None), ("/v1/models/small", None), ("/metrics", None), ("/openapi.json", None),
+            ("/nowhere", None), ("/v1/completions", {"model": "small"}), ("/health/", None), ("//health", None),
+        ):  # fmt: skip
+            for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Basic sécret"}):
+                answer = ask(server, path, body, **headers)
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert ask(server, "/v1/models", Authorization="Bearer sécret").status == 200
+    with served(api_key="key") as server, client_of(server, "key") as client:
+        assert client.completions.create(model="small", prompt="").choices
+        with client_of(server, "other") as stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+
+
+def test_a_local_server_is_not_reached_by_another_name() -> None:
+    with served(hosts=("127.0.0.1", "[::1]")) as server:
+        assert ask(server, "/health").status == 200
+        assert ask(server, "/health", Host="[::1]:80").status == 200
+        answer = ask(server, "/v1/models", Host="evil.example:80")
+        assert (answer.status, answer.error["code"]) == (403, "unknown_host")
+    assert is_local("127.0.0.1")
+    assert is_local("::1")
+    assert is_local("localhost")
+    assert not is_local("0.0.0.0")
+    assert not is_local("example.org")
+
+
+# What the operator sees.
+
+
+def test_metrics_count_what_was_done(model: GPT, tokenizer: Tokenizer) -> None:
+    with served(model) as server:
+        for _ in range(2):
+            complete(server, max_tokens=6, temperature=0)
+        complete(server, n=0)
+        ask(server, "/favicon.ico")
+        answer = ask(server, "/metrics")
+    assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+    lines = re.findall(r"^(et_\S+) ([\d.]+)$", answer.text, re.M)
+    numbers = {name: float(number) for name, number in lines}
+    read = len(tokenizer.encode(PROMPT)) + 1
+    assert numbers['et_requests_total{path="/v1/completions",status="200"}'] == 2
+    assert numbers['et_requests_total{path="/v1/completions",status="400"}'] == 1
+    assert numbers['et_requests_total{path="other",status="404"}'] == 1
+    assert numbers["et_prompt_tokens_total"] == 2 * read
+    assert numbers["et_completion_tokens_total"] == 12
+    assert numbers["et_texts_running"] == numbers["et_texts_waiting"] == 0
+    # The last token that is written needs no forward.
+    ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]
+    steps = list(generate(model, tokenizer, ids, max_tokens=6, temperature=0, record=True))
+    with torch.no_grad():
+        routings = model(torch.tensor([[*ids, *(step.token for step in steps[:-1])]]), record=True).routings
+    taken = sum(int(routing.assignment.sum()) for routing in routings)
+    assert numbers["et_assignments_total"] == 2 * taken
+    assert numbers["et_routed_tokens_total"] == 2 * len(routings) * (read + 5)
+    assert numbers["et_experts_per_token"] == pytest.approx(taken / len(routings) / (read + 5))
+
+
+def test_a_failed_engine_is_told_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with served(held=True) as server, ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(complete, server, stream=stream) for stream in (False, True)]
+        until(lambda: server.worker.unfinished == 2)
+        with mock.patch.object(server.engine.decoder, "read", side_effect=RuntimeError("secret")):
+            server.engine.open.set()
+            whole, stream = (answer.result(PATIENCE) for answer in waiting)
+        assert (whole.status, whole.error["code"]) == (503, "engine_failed")
+        assert "engine_failed" in stream.text
+        assert "secret" not in whole.text + stream.text
+        assert complete(server).status == 503
+        assert ask(server, "/health").status == 503
+    assert "RuntimeError: secret" in caplog.text
+
+
+def test_a_failed_handler_is_told_without_its_traceback(
+    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.service, "parser", mock.Mock(side_effect=RuntimeError("secret")))
+    answer = complete(server)
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.text
+
+
+def test_a_server_that_is_stopped_ends_its_thread_in_the_middle_of_a_text() -> None:
+    with served(held=True) as server:
+        connection = connect(server)
+        send(connection, stream=True)
+        until(lambda: server.worker.unfinished == 1)
+        connection.sock.shutdown(socket.SHUT_RDWR)
+    assert not server.worker._thread.is_alive()
+    connection.close()
+
+
+def test_what_openapi_says_is_what_the_parser_takes(server: Served) -> None:
+    document = json.loads(ask(server, "/openapi.json").text)
+    assert document["openapi"] == "3.1.0"
+    fields = document["components"]["schemas"]["Request"]["properties"]
+    for name, field in fields.items():
+        for edge in ("minimum", "maximum"):
+            if name == "top_k" or edge not in field:
+                continue
+            value = field[edge]
+            assert complete(server, prompt="", **{name: value, "max_tokens": 0} | {name: value}).status in (
+                200,
+                400 if name == "max_tokens" else 200,  # for which the prompt leaves less room
+            )
+            beyond = value + (1 if edge == "maximum" else -1)
+            assert complete(server, **{name: beyond}).error["param"] == name
+    assert ask(server, "/v1/completions", {"model": "small", "new": 1}).error["code"] == "unknown_field"
+
+
+# The command.
+
+
+def test_et_serve_serves_a_run_until_it_is_interrupted(model: GPT, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "cats", model)
+    command = [sys.executable, "-m", "expert_threshold", "serve", str(run.path), "--port", "0", "--threads", "1"]
+    environment = os.environ | {"ET_API_KEY": "key"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "running on" in line)
+    found = re.search(r"http://127\.0\.0\.1:\d+", line)
+    assert found is not None
+    with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="key", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["cats"]
+        assert client.completions.create(model="cats", prompt="the", max_tokens=3).usage.completion_tokens == 3
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-queue", "0"], "queue=0 must be at least 1"),
+        (["--slots", "0"], "slots=0 must be at least 1"),
+        (["--port", "65536"], "port=65536 must be from 0 to 65535"),
+        (["--threads", "0"], "threads=0 must be at least 1"),
+    ],
+)
+def test_nonsense_is_one_line_and_2(
+    options: list[str], message: str, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", model)
+    assert main(["serve", str(run.path), *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"et serve: {message}")
+    assert error.count("\n") == 1
+
+
+def test_without_its_packages_it_is_told_how_to_get_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "expert_threshold.generate.server")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["serve", "run"]) == 2
+    assert capsys.readouterr().err == "et serve: et serve needs uvicorn: pip install 'expert-threshold[serve]'\n"
+
+
+def test_limits_are_frozen_and_told_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--max-body-bytes INT" in text
+    assert "65536" in text
+    assert replace(Limits(), n=2).n == 2

@@ -1,0 +1,103 @@
+"""A server in a thread of the test, on a port that is free."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+from unittest import mock
+
+import uvicorn
+from starlette.applications import Starlette
+
+from expert_threshold.generate.engine import Engine, Writing
+from expert_threshold.generate.server import Service, configure, create_app
+from expert_threshold.generate.serving.limits import Limits
+from expert_threshold.generate.serving.worker import Worker
+from expert_threshold.model import GPT
+from small_run import small_model, small_tokenizer
+
+PATIENCE = 60
+"""Seconds until a test that waits for something fails; nothing here takes one."""
+
+
+class Held(Engine):
+    """Makes no step while `open` is not set, but for the first `free` ones."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.open = threading.Event()
+        self.free = 0
+
+    def step(self) -> list[Writing]:
+        if self.open.is_set() or self.free:
+            self.free -= bool(self.free)
+            return super().step()
+        time.sleep(0.001)  # orders are followed meanwhile
+        return []
+
+
+class Running(uvicorn.Server):
+    """Says when it listens."""
+
+    def __init__(self, app: Starlette) -> None:
+        with mock.patch.object(uvicorn.Config, "configure_logging"):  # which is for all of the process
+            super().__init__(configure(app, "127.0.0.1", 0, grace=1))
+        self.listening = threading.Event()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    @property
+    def url(self) -> str:
+        port = self.servers[0].sockets[0].getsockname()[1]
+        return f"http://127.0.0.1:{port}"
+
+
+class Served:
+    def __init__(self, url: str, app: Starlette) -> None:
+        self.url, self.app = url, app
+
+    @property
+    def service(self) -> Service:
+        return cast(Service, self.app.state.service)
+
+    @property
+    def worker(self) -> Worker:
+        return self.service.worker
+
+    @property
+    def engine(self) -> Held:
+        return cast(Held, self.service.engine)
+
+
+@contextlib.contextmanager
+def served(
+    model: GPT | None = None, *, limits: Limits | None = None, held: bool = False, engine: Any = None, **options: Any
+) -> Iterator[Served]:
+    """A small model as "small". engine: options of the engine; options: of the app."""
+    kind = Held if held else Engine
+    app = create_app(
+        kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
+    )
+    server = Running(app)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        assert server.listening.wait(PATIENCE)
+        yield Served(server.url, app)
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
