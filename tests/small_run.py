@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from expert_threshold.data import Tokenizer
+from expert_threshold.data import Tokenizer, open_source
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -38,11 +39,22 @@ def small_model(rule: Rule | None = RULES["expert_threshold"], *, seed: int = 0,
     return model.eval()
 
 
-def write_run(path: Path, model: GPT, step: int = 4) -> RunFolder:
-    """The model's weights as a checkpoint, with a validation of it in the metrics."""
+def write_text(path: Path) -> Path:
+    """A corpus in a .jsonl file, of some 9,000 tokens of `small_tokenizer`, a tenth of them for validation."""
+    words = TEXT.split()
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(100)) for i in range(1, 31)]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
+    return path
+
+
+def write_run(path: Path, model: GPT, step: int = 4, text: Path | None = None) -> RunFolder:
+    """The model's weights as a checkpoint, with a validation of it in the metrics; text: what it was trained on."""
     run = RunFolder.create(path)
     train = {"batch_size": 2, "accumulation": 1}
     corpus = {"name": "/somewhere/corpus.jsonl", "hash": "0" * 64, "bytes": 1}
+    if text is not None:
+        opened = open_source(str(text))
+        corpus = {"name": str(text), "hash": opened.hash, "bytes": opened.bytes}
     run.write_config(
         {"model": model.config.to_dict(), "train": train, "data": {"source": corpus["name"]}, "corpus": corpus}
     )

@@ -17,14 +17,25 @@ from ..data import Corpus, DataConfig, Tokenizer, open_held_out, open_source, pa
 from ..data.domains import CODE
 from ..data.public import core_bundle
 from ..data.sources import absolute
-from ..evaluation import Baselines, ModelScorer, Results, Task, Validation, ask_core, evaluate, read_bundle
+from ..evaluation import (
+    Baselines,
+    ModelScorer,
+    Results,
+    Task,
+    Validation,
+    ask_core,
+    evaluate,
+    measure_rates,
+    read_bundle,
+)
 from ..evaluation.core import choose_rows
 from ..model import GPT
-from ..routing import ExpertChoice
+from ..routing import ExpertChoice, ExpertThreshold
 from ..runs import RunFolder, load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
+from . import rates
 from .options import Command, Option, parse
 from .side_by_side import table
 
@@ -52,6 +63,9 @@ OPTIONS = [
     Option("harness", str | None, None, "Tasks of lm-evaluation-harness to ask, as A,B."),
     Option("harness_path", str | None, None, "A folder with tasks for the harness beside its own."),
     Option("max_per_task", int | None, None, "Ask so many questions of each task at most; none is all."),
+    Option("rate", float | None, None, "Routed experts per token to aim at, from 0 to all; none is what was trained."),
+    Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
+    Option("figure", str, "RUN/rates.png", "Where the figure of --rates goes, of the first run unless given."),
     Option("json", bool, False, "Print JSON instead of a table."),
     Option("step", int | None, None, "The checkpoint to use; none is the last."),
     Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
@@ -73,6 +87,11 @@ def run(arguments: Sequence[str]) -> None:
     options = DEFAULTS | {"bundle": core_bundle()} | given
     _check(options)
     # All is looked at before the first run is evaluated.
+    if options["rates"] is not None:
+        _dial(options, None if "figure" not in given else Path(given["figure"]))
+        return
+    for path in options["run"] if options["rate"] is not None else ():
+        rates.require_cutoffs(f"--rate {options['rate']:g}", RunFolder.open(path))
     tasks = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
@@ -82,9 +101,9 @@ def run(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     results = {}
     for path, step in zip(options["run"], steps, strict=True):
-        model, tokenizer = load_model(path, step, device, dtype)
+        model, tokenizer = load_model(path, step, device, dtype, options["rate"])
         folder = RunFolder.open(path)
-        known = Results(folder.path, model, step)
+        known = Results(folder.path, model, step, options["rate"])
         evaluated = Run(folder, model, tokenizer, known, Progress(Console(stderr=True), path))
         if options["validation"]:
             evaluated.validate(options["eval_tokens"])
@@ -110,6 +129,39 @@ def run(arguments: Sequence[str]) -> None:
         print(HINT, file=sys.stderr)
 
 
+def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
+    """Measure each run's validation loss at each rate; write the numbers and the figure, and print a table."""
+    asked = rates.read_rates(options["rates"])
+    folders = {path: RunFolder.open(path) for path in options["run"]}
+    for folder in folders.values():
+        rates.require_cutoffs(f"--rates {options['rates']}", folder)
+    device = pick_device(options["device"])
+    dtype = pick_dtype(options["dtype"], device)
+    keep_freed_memory()
+    results = {}
+    for path, folder in folders.items():
+        step = folder.load_checkpoint(options["step"], parts=()).step
+        model, tokenizer = load_model(path, step, device, dtype)
+        told = Progress(Console(stderr=True), path)
+        corpus = validation_text(folder)
+        enough = None if options["eval_tokens"] is None else options["eval_tokens"] + model.config.context
+        tokens = pack(corpus, tokenizer, "validation", told.task("validation, tokenizing"), max_tokens=enough)
+        points = measure_rates(
+            model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=told.task("rates")
+        )
+        rule = model.config.rule
+        assert isinstance(rule, ExpertChoice | ExpertThreshold)
+        results[path] = rates.record(folder, step, rule, points)
+        rates.save(folder, results[path])
+    if options["json"]:
+        print(json.dumps(list(results.values())))
+    else:
+        Console().print(rates.table(results))
+    figure = figure or folders[options["run"][0]].path / rates.FIGURE
+    rates.draw(results, figure)
+    print(f"figure: {figure}", file=sys.stderr)
+
+
 # Options that are of no use unless one of others is given.
 NEEDS = {
     "tasks": ["bundle"],
@@ -118,13 +170,19 @@ NEEDS = {
     "harness_path": ["harness"],
     "text_field": ["data"],
     "eval_tokens": ["validation", "data"],
+    "figure": ["rates"],
 }
+# What --rates does not measure.
+NOT_AT_RATES = ("rate", "data", "harness", "tasks", "baselines", "max_per_task")
 
 
 def _check(options: Mapping[str, Any]) -> None:
     """Raise ValueError for options that ask for nothing, or that nothing asks for."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
         raise ValueError("--no-validation leaves nothing to do; name --data, a --bundle or a task of the --harness")
+    for name in NOT_AT_RATES if options["rates"] is not None else ():
+        if options[name] != DEFAULTS[name]:
+            raise ValueError(f"--rates {options['rates']}: measures the validation loss alone; leave --{name} out")
     for name, needed in NEEDS.items():
         flag = "--" + name.replace("_", "-")
         if options[name] != DEFAULTS[name] and not any(options[other] for other in needed):
@@ -199,19 +257,8 @@ class Run(NamedTuple):
     def validate(self, eval_tokens: int | None) -> None:
         """Measure the loss on the run's own validation text. Raises ValueError if that is gone or has changed."""
         known = self.results.read().get("validation", {})
-        if not {"corpus", "data"} <= self.folder.config.keys():
-            raise ValueError(
-                f"{self.folder.path}: no text is known that it was validated on; use --no-validation with --data"
-            )
-        before = self.folder.section("corpus")["hash"]
-        if _is_of(known, before, eval_tokens):
-            return
-        corpus = open_source(**asdict(DataConfig(**self.folder.section("data"))))
-        if corpus.hash != before:
-            raise ValueError(
-                f"{corpus.name} has changed since {self.folder.path} began; restore the text, or use --no-validation"
-            )
-        self.results.write("validation", self.losses("validation", corpus, eval_tokens))
+        if not _is_of(known, _validated_on(self.folder), eval_tokens):
+            self.results.write("validation", self.losses("validation", validation_text(self.folder), eval_tokens))
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
         """Measure the loss on what a source holds out."""
@@ -223,7 +270,7 @@ class Run(NamedTuple):
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
         """Loss and bits per byte on the corpus's validation split: causal, and for expert choice by training's pools as
         well, if the text fills one of training's batches."""
-        by_pools = isinstance(self.model.config.rule, ExpertChoice)
+        by_pools = isinstance(self.model.config.rule, ExpertChoice) and self.results.rate is None
         batch_size = self.folder.section("train")["batch_size"] if by_pools else 1
         batch = batch_size * self.model.config.context
         # Whole batches are evaluated, and the last target needs one token more.
@@ -267,6 +314,25 @@ class Run(NamedTuple):
         for name, found in harness.ask(self.model, self.tokenizer, self.progress.task, max_per_task):
             self.progress.say(f"{name}: done")
             self.results.write("harness", self.results.read()["harness"] | found)
+
+
+def _validated_on(folder: RunFolder) -> str:
+    """The hash of the run's corpus. Raises ValueError where none is known."""
+    if not {"corpus", "data"} <= folder.config.keys():
+        raise ValueError(f"{folder.path}: no text is known that it was validated on; use --no-validation with --data")
+    found: str = folder.section("corpus")["hash"]
+    return found
+
+
+def validation_text(folder: RunFolder) -> Corpus:
+    """The corpus of the run. Raises ValueError if it is gone or has changed."""
+    before = _validated_on(folder)
+    corpus = open_source(**asdict(DataConfig(**folder.section("data"))))
+    if corpus.hash != before:
+        raise ValueError(
+            f"{corpus.name} has changed since {folder.path} began; restore the text, or use --no-validation"
+        )
+    return corpus
 
 
 def _is_of(known: Mapping[str, Any], corpus: str, eval_tokens: int | None) -> bool:

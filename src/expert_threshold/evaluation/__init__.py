@@ -3,6 +3,7 @@
 from .bundle import Baselines, Task, read_bundle
 from .continuation import ModelScorer
 from .core import Answer, Question, Scorer, TaskResult, centred, evaluate_task
+from .dial import Point, measure_rates
 from .loss import Validation, evaluate
 from .results import Results, ask_core
 
@@ -10,6 +11,7 @@ __all__ = [
     "Answer",
     "Baselines",
     "ModelScorer",
+    "Point",
     "Question",
     "Results",
     "Scorer",
@@ -20,5 +22,6 @@ __all__ = [
     "centred",
     "evaluate",
     "evaluate_task",
+    "measure_rates",
     "read_bundle",
 ]

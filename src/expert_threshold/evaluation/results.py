@@ -23,10 +23,14 @@ Progress = Callable[[str], Callable[[int, int], None]]
 
 
 class Results:
-    """What was measured of one model, in sections; what the file has of another one counts for nothing."""
+    """What was measured of one model, in sections; what the file has of another one counts for nothing.
 
-    def __init__(self, folder: Path, model: GPT, step: int) -> None:
-        self.path = folder / "evaluation.json"
+    rate: that of `GPT.set_rate`; what is measured at one has a file of its own.
+    """
+
+    def __init__(self, folder: Path, model: GPT, step: int, rate: float | None = None) -> None:
+        self.path = folder / ("evaluation.json" if rate is None else f"evaluation_rate_{rate:g}.json")
+        self.rate = rate
         self._header = {
             "format": FORMAT,
             "version": VERSION,
@@ -34,7 +38,7 @@ class Results:
             "step": step,
             "weights": _hash(model),
             "dtype": str(model.compute_dtype).removeprefix("torch."),
-        }
+        } | ({} if rate is None else {"rate": rate})
 
     def read(self) -> dict[str, Any]:
         saved = read_json(self.path) if self.path.exists() else {}

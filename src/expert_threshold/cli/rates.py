@@ -1,0 +1,105 @@
+"""`et evaluate --rates`: the loss of trained models against their active compute, as table, JSON and figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from ..analysis.plain import plain
+from ..evaluation import Point
+from ..routing import ExpertChoice, ExpertThreshold
+from ..runs import RunFolder
+from ..runs.files import replacing, to_json
+
+FILE, FIGURE = "rates.json", "rates.png"
+
+
+def read_rates(text: str) -> list[float | None]:
+    """The trained cutoffs, None, and the rates of "0.25,0.5,1" behind them. Raises ValueError for other texts."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = [math.nan]
+    if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
+        raise ValueError(f"--rates {text}: expected numbers of at least 0, as in 0.25,0.5,1,2")
+    return [None, *dict.fromkeys(rates)]
+
+
+def require_cutoffs(flag: str, folder: RunFolder) -> None:
+    """Raise ValueError unless the run's rule routes by cutoffs, and so at other rates than the trained one."""
+    rule = folder.section("model")["rule"]["name"]
+    if rule not in ("expert_choice", "expert_threshold"):
+        raise ValueError(
+            f"{flag}: {folder.path} is trained by {rule}, which has no cutoffs; name a run of expert_choice or "
+            "expert_threshold"
+        )
+
+
+def record(
+    folder: RunFolder, step: int, rule: ExpertChoice | ExpertThreshold, points: Sequence[Point]
+) -> dict[str, Any]:
+    """What is written of a run, whose table and figure have the same numbers."""
+    return {
+        "run": folder.path.name,
+        "step": step,
+        "num_experts": rule.num_experts,
+        "experts_per_token": rule.experts_per_token,
+        "points": [plain(point._asdict()) for point in points],
+    }
+
+
+def save(folder: RunFolder, found: Mapping[str, Any]) -> None:
+    """Into the run's folder."""
+    with replacing(folder.path / FILE) as temporary:
+        temporary.write_text(to_json(found, indent=1) + "\n")
+
+
+def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """results: the records by the runs' paths."""
+    names = (
+        "run",
+        "rate",
+        "routed experts per token",
+        "loss",
+        "bits per byte",
+        "active parameters",
+        "MFLOPs per token",
+    )
+    shown = Table(*names, caption="MFLOPs of a forward; the trained cutoffs first")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for path, found in results.items():
+        for place, point in enumerate(found["points"]):
+            bits = point["bits_per_byte"]
+            shown.add_row(
+                Text("" if place else path, overflow="fold"),
+                "trained" if point["rate"] is None else f"{point['rate']:g}",
+                f"{point['fanout']:.3f}",
+                f"{point['loss']:.4f}",
+                "–" if bits is None else f"{bits:.4f}",
+                f"{point['params_active']:,}",
+                f"{point['flops_per_token'] / 1e6:,.2f}",
+                end_section=place + 1 == len(found["points"]),
+            )
+    return shown
+
+
+def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Write the figure. Raises ValueError where matplotlib is missing, or has no such format."""
+    from ..analysis.figures.dial import dial
+    from ..analysis.figures.style import style
+
+    names = [Path(name).name for name in results]
+    named = [
+        {"name": name if names.count(name) == 1 else path, **found}
+        for name, (path, found) in zip(names, results.items(), strict=True)
+    ]
+    with style():
+        figure = dial({"runs": named})
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:] or "png", dpi=160, facecolor="white")

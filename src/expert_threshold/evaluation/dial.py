@@ -1,0 +1,84 @@
+"""Loss against active compute: one model at several rates of routed experts per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ..data import Tokenizer, Tokens
+from ..model import GPT, flops_per_token, parameter_counts
+from .loss import evaluate
+
+
+class Point(NamedTuple):
+    """A model at one rate.
+
+    rate: as asked for, None for the trained cutoffs; fanout: routed experts per token as they came, the mean of the
+    layers, which fanouts has one by one. loss: nats per token. params_active and flops_per_token, of a forward, are
+    those at the fanout.
+    """
+
+    rate: float | None
+    fanout: float
+    fanouts: tuple[float, ...]
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    params_active: int
+    flops_per_token: int
+
+
+def measure_rates(
+    model: GPT,
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    rates: Sequence[float | None],
+    *,
+    max_tokens: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Point]:
+    """The losses of the same tokens at each rate, causally; the model keeps its own rate.
+
+    max_tokens and progress as in `evaluate`, progress over all rates. Before anything is measured, raises ValueError as
+    `GPT.check_rate` does.
+    """
+    for rate in rates:
+        model.check_rate(rate)
+    routers = [moe.router for _, moe in model.moe_layers()]
+    before = routers[0].rate
+    points = []
+    try:
+        for place, rate in enumerate(rates):
+            told = None if progress is None else _part(progress, place, len(rates))
+            model.set_rate(rate)
+            points.append(_measure(model, tokens, tokenizer, rate, max_tokens, told))
+    finally:
+        model.set_rate(before)
+    return points
+
+
+def _measure(
+    model: GPT,
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    rate: float | None,
+    max_tokens: int | None,
+    progress: Callable[[int, int], None] | None,
+) -> Point:
+    found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=progress)
+    fanouts = tuple(float(observation.fanout_mean) for observation in found.observations)
+    fanout = sum(fanouts) / len(fanouts)
+    return Point(
+        rate,
+        fanout,
+        fanouts,
+        found.loss,
+        found.bits_per_byte,
+        found.tokens,
+        parameter_counts(model.config, rate=fanout)["active"],
+        round(flops_per_token(model.config, rate=fanout) / 3),
+    )
+
+
+def _part(progress: Callable[[int, int], None], place: int, parts: int) -> Callable[[int, int], None]:
+    return lambda done, total: progress(place * total + done, parts * total)

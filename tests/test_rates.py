@@ -1,0 +1,131 @@
+"""`et evaluate --rate` and `--rates`: loss against active compute."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.cli import main
+from expert_threshold.data import open_source, pack
+from expert_threshold.evaluation import evaluate
+from expert_threshold.model import flops_per_token, parameter_counts
+from expert_threshold.runs import load_model
+from small_run import RULES, small_model, write_run, write_text
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of each rule, by its name. No test may change them."""
+    folder = tmp_path_factory.mktemp("made")
+    text = write_text(folder / "corpus.jsonl")
+    for name in ("dense", "token_choice", "expert_choice", "expert_threshold"):
+        write_run(folder / name, small_model(RULES[name]), text=text)
+    return folder
+
+
+@pytest.fixture
+def runs(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made, tmp_path / "runs"))
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("rule", ["expert_choice", "expert_threshold"])
+def test_rates_give_the_loss_at_each_of_them_as_table_json_and_figure(
+    rule: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra viz")
+    run = runs / rule
+    assert et("evaluate", run, "--rates", "0,0.5,2,4", "--dtype", "float32") == 0
+    printed = capsys.readouterr().out
+    found = read(run / "rates.json")
+    assert (run / "rates.png").read_bytes().startswith(b"\x89PNG")
+    assert not (run / "evaluation.json").exists()
+    points = found["points"]
+    assert [point["rate"] for point in points] == [None, 0, 0.5, 2, 4]
+    assert (points[1]["fanout"], points[4]["fanout"]) == (0, 4)
+    assert 0 < points[2]["fanout"] < points[3]["fanout"] < 4
+    for point in points:
+        model, tokenizer = load_model(run, rate=point["rate"])
+        tokens = pack(open_source(str(runs / "corpus.jsonl")), tokenizer, "validation")
+        expected = evaluate(model, tokens, tokenizer)
+        assert point["loss"] == pytest.approx(expected.loss, rel=1e-5)
+        assert point["tokens"] == expected.tokens
+        fanouts = [float(observation.fanout_mean) for observation in expected.observations]
+        assert point["fanouts"] == pytest.approx(fanouts, rel=1e-5)
+        assert f"{point['loss']:.4f}" in printed
+        active = parameter_counts(model.config, rate=point["fanout"])["active"]
+        assert point["params_active"] == pytest.approx(active, abs=1)
+        forward = flops_per_token(model.config, rate=point["fanout"]) / 3
+        assert point["flops_per_token"] == pytest.approx(forward, rel=1e-4)
+    all_of_them = parameter_counts(model.config)["total"]
+    assert points[4]["params_active"] == all_of_them
+
+
+def test_several_runs_share_one_table_and_the_figure_that_is_named(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra viz")
+    both = [runs / "expert_choice", runs / "expert_threshold"]
+    assert et("evaluate", *both, "--rates", "1", "--figure", runs / "both.svg", "--json") == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [found["run"] for found in printed] == ["expert_choice", "expert_threshold"]
+    assert printed == [read(run / "rates.json") for run in both]
+    drawn = (runs / "both.svg").read_text()
+    assert "expert_choice" in drawn
+    assert "routed experts per token" in drawn
+
+
+def test_what_is_measured_at_a_rate_is_kept_apart_from_what_was_trained(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs / "expert_threshold"
+    assert et("evaluate", run, "--dtype", "float32") == 0
+    trained = (run / "evaluation.json").read_text()
+    assert et("evaluate", run, "--rate", 4, "--dtype", "float32") == 0
+    assert (run / "evaluation.json").read_text() == trained
+    dialled = read(run / "evaluation_rate_4.json")
+    assert dialled["rate"] == 4
+    assert dialled["validation"]["loss"] != json.loads(trained)["validation"]["loss"]
+    assert f"{dialled['validation']['loss']:.4f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained by token_choice, which has no cutoffs; name a"),
+        (
+            "dense",
+            ["--rates", "1"],
+            "--rates 1: {run} is trained by dense, which has no cutoffs; name a run of expert_",
+        ),
+        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs; name a run of expert_"),
+        ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0, as in 0.25,0.5,1,2"),
+        ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0, as in 0.25,0.5,1,2"),
+        (
+            "expert_choice",
+            ["--rates", "1,5"],
+            "rate=5.0 must lie between 0 and num_experts=4: routed experts per token",
+        ),
+        ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1: measures the validation loss alone; leave --rate out"),
+        ("expert_choice", ["--figure", "x.png"], "--figure x.png: of no use without --rates; name one"),
+    ],
+)
+def test_rates_that_there_are_not_are_refused_in_one_line(
+    name: str, options: list[str], message: str, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("evaluate", made / name, *options) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("et evaluate: " + message.format(run=made / name))
+    assert printed.count("\n") == 1
+    assert not list(made.glob("*/rates.json"))
