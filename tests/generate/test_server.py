@@ -154,6 +154,25 @@ def test_a_seed_writes_the_same_and_each_of_n_texts_is_another(client: Any, mode
     assert few.choices[1].text == greedy.choices[1].text
 
 
+def test_a_request_may_dial_its_experts_per_token(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
+    options = {"model": "small", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    texts = [
+        client.completions.create(**options, extra_body={"rate": rate}).choices[0].text for rate in (None, 0, 2.5, 4)
+    ]
+    assert len(set(texts)) > 1
+    assert texts == [written(model, tokenizer, PROMPT, 12, rate=rate) for rate in (None, 0, 2.5, 4)]
+    with pytest.raises(openai.BadRequestError) as beyond:
+        client.completions.create(**options, extra_body={"rate": 4.5})
+    assert beyond.value.param == "rate"
+
+
+def test_a_model_without_cutoffs_has_no_dial() -> None:
+    with served(small_model(RULES["token_choice"])) as server:
+        assert complete(server, rate=None).status == 200
+        answer = complete(server, rate=1)
+        assert (answer.status, answer.error["param"], answer.error["code"]) == (400, "rate", "unsupported")
+
+
 def test_a_stop_string_ends_a_text_and_is_not_in_it(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
     whole = written(model, tokenizer, PROMPT, 20)
     stop = whole[6:8]

@@ -210,7 +210,7 @@ class Engine:
 
     What a request gets depends on nothing but itself, since a token is routed by its own scores alone; with strict=True
     to the last bit. slots: rows. capacity: tokens in each, the context unless given. The model's weights are those at
-    the beginning; it is not changed.
+    the beginning; it is not changed. dial: the largest rate that a request may ask for, None where it may ask for none.
     """
 
     def __init__(
@@ -219,6 +219,7 @@ class Engine:
         self.context = model.config.context
         self.tokenizer = tokenizer
         self._check_rate = model.check_rate
+        self.dial = _dial(model)
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
         self.waiting: deque[Writing] = deque()
         self.running: dict[int, Writing] = {}
@@ -228,10 +229,14 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> Writing:
-        """Let a request wait for a row. Raises ValueError as `Request.check` and `GPT.check_rate` do."""
+    def check(self, request: Request) -> None:
+        """Raise ValueError as `Request.check` and `GPT.check_rate` do."""
         request.check(self.context)
         self._check_rate(request.rate)
+
+    def add(self, request: Request) -> Writing:
+        """Let a request wait for a row. Raises ValueError as `check` does."""
+        self.check(request)
         writing = Writing(request, self.decoder.capacity - len(request.prompt))
         self.waiting.append(writing)
         return writing
@@ -322,6 +327,14 @@ class Engine:
         text, _ = writing.prompt_text.push(content, final=len(writing.prompt) + 1 == len(request.prompt))
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
         return Step(token, text, logprob, None, _routing(routed, i) if request.record else None, top)
+
+
+def _dial(model: GPT) -> float | None:
+    try:
+        model.check_rate(0)
+    except ValueError:
+        return None
+    return None if model.config.rule is None else model.config.rule.num_experts
 
 
 def _routing(routed: list[Routed], row: int) -> tuple[TokenRouting, ...]:

@@ -112,7 +112,7 @@ class Service:
         self.worker, self.name, self.limits = worker, name, limits
         self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
         self.created = int(time.time())
-        self.parser = Parser(self.tokenizer, self.engine.context, [name], limits)
+        self.parser = Parser(self.tokenizer, self.engine.context, [name], limits, self.engine.dial)
         self.metrics = Metrics(worker)
 
 
@@ -185,7 +185,7 @@ async def metrics(request: Request) -> Response:
 
 async def openapi(request: Request) -> Response:
     here = service(request)
-    return answer(schema(here.name, here.limits, here.engine.context, here.tokenizer.vocab_size))
+    return answer(schema(here.name, here.limits, here.engine.context, here.tokenizer.vocab_size, here.engine.dial))
 
 
 async def models(request: Request) -> Response:

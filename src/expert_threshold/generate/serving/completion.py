@@ -1,7 +1,8 @@
 """Requests and answers of /v1/completions, in OpenAI's form.
 
 Unknown fields are refused, as OpenAI does. Fields that OpenAI has and this server does not act on (`best_of`,
-`logit_bias`, `presence_penalty`, …) are refused unless they ask for nothing. `top_k` is ours. null means the default.
+`logit_bias`, `presence_penalty`, …) are refused unless they ask for nothing. null means the default. Two fields are
+ours: `top_k`, and `rate`, routed experts per token in this request's texts.
 """
 
 from __future__ import annotations
@@ -60,10 +61,15 @@ def _shift(seed: int | None, by: int) -> int | None:
 
 
 class Parser:
-    """From bodies to completions. Whatever is wrong with a body is an ApiError with a status below 500."""
+    """From bodies to completions. Whatever is wrong with a body is an ApiError with a status below 500.
 
-    def __init__(self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits) -> None:
-        self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
+    dial: the largest rate, or None for a model that has but one.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits, dial: float | None = None
+    ) -> None:
+        self.tokenizer, self.context, self.models, self.limits, self.dial = tokenizer, context, models, limits, dial
 
     def __call__(self, body: bytes) -> Completion:
         fields = Fields(read_object(body))
@@ -90,6 +96,7 @@ class Parser:
             stop=self._stop(fields),
             tops=logprobs or 0,
             echo=echo,
+            rate=self._rate(fields),
         )
         stream = fields.flag("stream")
         include_usage = self._include_usage(fields, stream)
@@ -132,6 +139,15 @@ class Parser:
                 if not 0 <= token < self.tokenizer.vocab_size:
                     raise invalid("prompt", token, f"is no token; they are 0 to {self.tokenizer.vocab_size - 1}")
         return tuple(map(tuple, value)), False
+
+    def _rate(self, fields: Fields) -> float | None:
+        if self.dial is not None:
+            return fields.optional_number("rate", 0, self.dial)
+        value = fields.take("rate")
+        if value is not None:
+            must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
+            raise invalid("rate", value, must, code="unsupported")
+        return None
 
     def _stop(self, fields: Fields) -> tuple[str, ...]:
         value = fields.take("stop")
@@ -239,9 +255,13 @@ class Fields:
         return default if value is None else value
 
     def number(self, name: str, default: float, least: float, most: float) -> float:
+        value = self.optional_number(name, least, most)
+        return default if value is None else value
+
+    def optional_number(self, name: str, least: float, most: float) -> float | None:
         value = self.take(name)
         if value is None:
-            return default
+            return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(name, value, "must be a number", code="invalid_type")
         if not (least <= value <= most and math.isfinite(value)):

@@ -11,7 +11,7 @@ from .limits import Limits
 Schema = dict[str, Any]
 
 
-def schema(model: str, limits: Limits, context: int, vocab_size: int) -> Schema:
+def schema(model: str, limits: Limits, context: int, vocab_size: int, dial: float | None) -> Schema:
     paths = {
         "/health": {"get": _operation("Whether texts can be written", {"200": _json({"type": "object"})}, "503")},
         "/metrics": {"get": _operation("Numbers for Prometheus", {"200": _content("text/plain", {"type": "string"})})},
@@ -33,7 +33,7 @@ def schema(model: str, limits: Limits, context: int, vocab_size: int) -> Schema:
                 "Error": _ERROR,
                 "Model": _MODEL,
                 "Completion": _COMPLETION,
-                "Request": request_schema(model, limits, context, vocab_size),
+                "Request": request_schema(model, limits, context, vocab_size, dial),
             },
         },
     }
@@ -51,7 +51,7 @@ def _completions() -> Schema:
     return operation | {"requestBody": {"required": True, "content": _json(_ref("Request"))["content"]}}
 
 
-def request_schema(model: str, limits: Limits, context: int, vocab_size: int) -> Schema:
+def request_schema(model: str, limits: Limits, context: int, vocab_size: int, dial: float | None) -> Schema:
     """Of what /v1/completions takes. What it cannot say: prompts times n, and prompts' tokens, have limits, too."""
     ids = _list_of(_integer(0, vocab_size - 1)) | {"minItems": 1}
     texts = {"minItems": 1, "maxItems": limits.texts}
@@ -78,8 +78,9 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int) ->
         "logprobs": _integer(0, limits.logprobs, None),
         "echo": flag,
         "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop) | {"maxItems": limits.stops}]},
-        "temperature": _number(0, 2),
-        "top_p": _number(0, 1),
+        "temperature": _number(0, 2, 1),
+        "top_p": _number(0, 1, 1),
+        "rate": {"type": "null"} if dial is None else _number(0, dial, None),
         "top_k": _integer(1, SEEDS - 1, None),
         "seed": _integer(-SEEDS, SEEDS - 1, None),
         "user": {"type": ["string", "null"]},
@@ -92,8 +93,8 @@ def _integer(least: int, most: int, default: int | None = None) -> Schema:
     return {"type": ["integer", "null"], "minimum": least, "maximum": most, "default": default}
 
 
-def _number(least: float, most: float) -> Schema:
-    return {"type": ["number", "null"], "minimum": least, "maximum": most, "default": 1}
+def _number(least: float, most: float, default: float | None) -> Schema:
+    return {"type": ["number", "null"], "minimum": least, "maximum": most, "default": default}
 
 
 def _list_of(items: Schema) -> Schema:

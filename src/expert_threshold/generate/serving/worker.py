@@ -93,9 +93,9 @@ class Worker:
         return min(self.unfinished, self.slots)
 
     def submit(self, requests: Sequence[Request]) -> Work:
-        """Let texts be written. Raises ApiError where too many wait, and ValueError as `Request.check` does."""
+        """Let texts be written. Raises ApiError where too many wait, and ValueError as `Engine.check` does."""
         for request in requests:
-            request.check(self.engine.context)
+            self.engine.check(request)
         if self.failed:
             raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
