@@ -124,6 +124,13 @@ def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing(capsys: py
     assert plan(capsys, "d12", "--dtype", "float32", "--gpus", "8")["memory"]["replicate"]["peak"] > 1.5 * peaks[0]
 
 
+def test_no_gpu_holds_less_than_one_of_a_layers_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    held = {
+        gpus: plan(capsys, "d12", "--gpus", str(gpus))["memory"]["expert_parallel"]["weights"] for gpus in (8, 16, 64)
+    }
+    assert held[8] > held[16] == held[64]
+
+
 def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for gpus, accumulation in (("1", 8), ("8", 1)):
         found = plan(capsys, "--recipe", "tc-aux", "--gpus", gpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from .optim.muon import BATCH_ELEMENTS
 from .routing import ExpertChoice, ExpertThreshold, TokenChoice, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
-"""Every GPU has all weights and its share of the optimizer's state; a share of everything; a share of the experts."""
+"""Every GPU has all weights and its share of the optimizer's state; a share of everything; a share of the experts, at
+least one."""
 
 
 def costs(config: RunConfig) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, fused: bool, l
     with torch.device("meta"):
         model = GPT(config.model)
     whole = _parameters(model)
-    held = [_held(part, layout, machine.gpus) for part in whole]
+    held = [_held(part, layout, machine.gpus, config) for part in whole]
     gradients = [FLOAT32 * count for count in held]
     moment = step.peak(gradients, accumulated=accumulation > 1, checkpointing=config.train.activation_checkpointing)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
@@ -143,9 +145,11 @@ def _parameters(model: GPT) -> list[tuple[int, int]]:
     return [(outside, 0), *((whole - part, part) for whole, part in zip(all_of_it, experts, strict=True))]
 
 
-def _held(part: tuple[int, int], layout: str, gpus: int) -> int:
+def _held(part: tuple[int, int], layout: str, gpus: int, config: RunConfig) -> int:
     """Of a part's weights, those that one GPU has."""
     others, experts = part
     if layout == "shard":
         return -(-(others + experts) // gpus)
-    return others + (-(-experts // gpus) if layout == "expert_parallel" else experts)
+    if layout == "expert_parallel" and config.model.rule is not None:
+        return others + experts // math.gcd(gpus, config.model.rule.num_experts)
+    return others + experts
