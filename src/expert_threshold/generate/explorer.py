@@ -3,7 +3,8 @@
     GET  /                 the page, of `static/`
     GET  /explorer/runs    what there is to know of each run before a text is read
     POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those written behind it, as
-                           server-sent events {"tokens": […]}, at last {"done": true} or {"error": {"message": …}}
+                           server-sent events: {"run": …} as it reads this text, many times {"tokens": […]}, at last
+                           {"done": true} or {"error": {"message": …}}
 
 What they tell reveals texts: only pages of this very server get it.
 """
@@ -45,7 +46,8 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-TOPS = 8
+INFINITE = 1e38
+TOPS = 6
 """Likeliest tokens that are told in each token's place."""
 
 
@@ -58,34 +60,47 @@ class Explored(NamedTuple):
     worker: Worker | None = None
 
 
-def describe(run: Explored) -> dict[str, Any]:
-    """A run as JSON. Of each layer the cutoffs, or the biases of loss-free token choice; a dense layer has neither."""
+def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
+    """A run as JSON. dial: whether it can be read at other rates of experts per token than as trained, which is None.
+
+    Of each layer the cutoffs at the rate, or the biases of loss-free token choice; a dense layer has neither.
+    """
     config, moes = run.model.config, dict(run.model.moe_layers())
     rule, layers = config.rule, []
     for layer in range(config.layers):
         router = moes[layer].router if layer in moes else None
-        cutoffs, biases = (None, None) if router is None else (router.cutoff, router.bias)
+        cutoffs, biases = (None, None) if router is None else (router.cutoff_at(rate), router.bias)
         layers.append({"dense": router is None, "cutoffs": _numbers(cutoffs), "biases": _numbers(biases)})
+    per_token = 0 if rule is None else rule.experts_per_token
     return {
         "name": run.name,
         "rule": config.to_dict()["rule"]["name"],
         "experts": 0 if rule is None else rule.num_experts,
-        "experts_per_token": 0 if rule is None else rule.experts_per_token,
+        "experts_per_token": per_token if rate is None else rate,
         "shared_experts": 0 if rule is None else config.shared_experts,
         "context": config.context,
         "tokenizer": run.tokenizer.hash,
+        "dial": _has_dial(run.model),
         "layers": layers,
     }
+
+
+def _has_dial(model: GPT) -> bool:
+    try:
+        model.check_rate(1)
+    except ValueError:
+        return False
+    return True
 
 
 def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
     """A recorded step as JSON. loss: nats, None of what opens the text. label: the token's own bytes, readable.
 
     top: likeliest tokens in its place as [token, label, probability]. layers: one for each layer of experts; gates: of
-    the experts it went to; border: in token choice the lowest score, bias included, that was chosen.
+    the experts it went to; border: the lowest chosen score, bias included, token choice's cutoff.
     """
     assert step.routing is not None, "only recorded steps have a routing"
-    moes = (moe for _, moe in run.model.moe_layers())
+    routers = (moe.router for _, moe in run.model.moe_layers())
     return {
         "token": step.token,
         "text": step.text,
@@ -94,19 +109,20 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
         "loss": None if step.logprob is None else _number(-step.logprob),
         "finish": step.finish,
         "top": [[token, label(run.tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
-        "layers": [_layer(run.model, moe.router.cutoff, moe.router.bias, routing)
-                   for moe, routing in zip(moes, step.routing, strict=True)],
-    }  # fmt: skip
+        "layers": [_layer(run.model, router.bias, to) for router, to in zip(routers, step.routing, strict=True)],
+    }
 
 
-def _layer(model: GPT, cutoff: Tensor | None, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
-    biased = routing.scores if bias is None else [s + b for s, b in zip(routing.scores, bias.tolist(), strict=True)]
+def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
+    """A token's routing in one layer; the rule's bias is added to what it compares alone."""
+    biases = [0.0] * len(routing.scores) if bias is None else bias.tolist()
+    chosen = [routing.scores[expert] + biases[expert] for expert in routing.experts]
     share = max(len(routing.experts), 1) if model.config.gate_norm == "fanout" else 1
     return {
         "scores": [_number(score) for score in routing.scores],
         "experts": routing.experts,
         "gates": [_number(gate / share) for gate in routing.gates],
-        "border": _number(min(biased[expert] for expert in routing.experts)) if cutoff is None else None,
+        "border": _number(min(chosen)) if chosen else None,
     }
 
 
@@ -120,8 +136,8 @@ def _numbers(values: Tensor | None) -> list[float] | None:
 
 
 def _number(value: float) -> float:
-    """To six digits: there are very many of them."""
-    return float(f"{value:.6g}")
+    """To six digits, as there are very many; JSON has no infinity, which cutoffs are where no token or all exceed."""
+    return float(f"{min(max(value, -INFINITE), INFINITE):.6g}")
 
 
 def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
@@ -133,13 +149,14 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
         raise ApiError(404, f"there is no run of that name; here is {', '.join(run.name for run in runs)}", param="run")
     if not isinstance(text, str):
         raise ApiError(400, "text must be a text", param="text", code="invalid_type")
-    context = run.model.config.context
+    context, rule = run.model.config.context, run.model.config.rule
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
     max_tokens = fields.integer("max_tokens", 0, 0, limits.output_tokens or context)
     most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
     if len(prompt) > most:
         message = f"the text has {len(prompt)} tokens, its beginning included, and {run.name} takes {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
+    rate = fields.number("rate", math.nan, 0, 0 if rule is None else rule.num_experts)
     request = Request(
         prompt,
         max_tokens,
@@ -149,8 +166,13 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
         tops=TOPS,
         echo=True,
         record=True,
+        rate=None if math.isnan(rate) else rate,
     )
     fields.require_no_more()
+    try:
+        run.model.check_rate(request.rate)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="rate") from None
     return run, request
 
 
@@ -186,6 +208,7 @@ async def events(run: Explored, work: Work, seconds: float) -> AsyncGenerator[st
     """The server-sent events of a work with one text; whatever ends the iteration ends the work."""
     try:
         with work:
+            yield _event({"run": describe(run, work.requests[0].rate)})
             async with asyncio.timeout(seconds):
                 async for update in work:
                     tokens = [token_record(run, step, written=False) for step in update.prompt]

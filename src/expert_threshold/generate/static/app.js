@@ -50,9 +50,11 @@ async function go({ write = false } = {}) {
 async function follow(panel, request, signal) {
   panel.clear();
   try {
-    for await (const tokens of read({ run: panel.run.name, ...request }, signal)) {
+    const rate = panel.run.dial && value("rate") !== null ? { rate: value("rate") } : {};
+    for await (const { run, tokens } of read({ run: panel.run.name, ...request, ...rate }, signal)) {
       if (signal.aborted) return;
-      panel.add(tokens, scale);
+      if (run) panel.begin(run);
+      if (tokens) panel.add(tokens, scale);
     }
   } catch (error) {
     if (!signal.aborted) panel.fail(error.message);
@@ -154,6 +156,7 @@ function link() {
   if (chosen) view.set("token", `${chosen.panel}:${chosen.token}`);
   panels.forEach((panel, i) => panel.pinned && view.set("expert", `${i}:${panel.pinned.join(":")}`));
   if (scale.by !== "fanout") view.set("by", scale.by);
+  if (value("rate") !== null) view.set("rate", value("rate"));
   const hidden = panels.filter((panel) => panel.element.hidden).map(({ run }) => run.name);
   if (hidden.length) view.set("without", hidden.join("\n"));
   written = `#${view}`;
@@ -164,7 +167,8 @@ function link() {
 async function restore() {
   const view = new URLSearchParams(location.hash.slice(1));
   $("text").value = view.get("text") ?? EXAMPLES.Code;
-  $("by").value = view.get("by") in MEASURES ? view.get("by") : "fanout";
+  $("by").value = Object.hasOwn(MEASURES, view.get("by")) ? view.get("by") : "fanout";
+  $("rate").value = view.get("rate") ?? "";
   const without = (view.get("without") ?? "").split("\n");
   panels.forEach((panel, i) => show(panel, i === 0 || !without.includes(panel.run.name)));
   recolour();
@@ -185,6 +189,7 @@ function show(panel, on) {
 // Setting up.
 
 function offerRuns() {
+  $("rate-option").hidden = !panels.some(({ run }) => run.dial);
   for (const { run } of panels) $("writer").append(make("option", {}, run.name));
   if (panels.length < 2) return;
   $("writer-option").hidden = false;
@@ -228,6 +233,10 @@ function listen() {
   $("by").addEventListener("change", () => {
     recolour();
     link();
+  });
+  $("rate").addEventListener("input", () => {
+    clearTimeout(timer);
+    timer = setTimeout(go, PAUSE);
   });
   $("copy").addEventListener("click", async () => {
     link();

@@ -17,9 +17,12 @@ export function percent(share) {
   return `${value >= 9.95 || value === 0 ? value.toFixed(0) : value >= 0.095 ? value.toFixed(1) : "<0.1"} %`;
 }
 
-/** Three digits, with a minus that is as wide as a digit. */
+const INFINITE = 1e38; // stands for what JSON has not
+
+/** Three digits at most, with a minus that is as wide as a digit. */
 export function number(value) {
-  return value.toPrecision(3).replace("-", "−").replace(/e\+?/, "e");
+  if (Math.abs(value) >= INFINITE) return value < 0 ? "−∞" : "∞";
+  return (Number.isInteger(value) ? `${value}` : value.toPrecision(3)).replace("-", "−").replace(/e\+?/, "e");
 }
 
 /** A token's own text for the eye, between quotes that show its spaces. */

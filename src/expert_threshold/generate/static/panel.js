@@ -18,6 +18,7 @@ export class Panel {
   /** on.select(index, show) when a token is opened, on.pin() when an expert is pinned or let go of. */
   constructor(run, on) {
     this.run = run;
+    this.now = run; // its facts for this text: another rate has other cutoffs
     this.on = on;
     this.routers = run.layers.flatMap(({ dense }, layer) => (dense ? [] : [layer]));
     this.pinned = null; // [layer, expert]
@@ -42,11 +43,12 @@ export class Panel {
     this.loads = new Cells(run, `Loads of ${run.name}'s experts`, onExpert);
     this.scores = new Cells(run, `The token at ${run.name}'s experts`, onExpert);
     this.readout = make("p", { class: "readout small" });
+    this.loadsHint = make("p", { class: "muted small" });
     this.loadsBox = make(
       "section",
       { class: "loads" },
       make("h3", {}, "Loads"),
-      make("p", { class: "muted small" }, `Bar: share of the tokens. Line: the aim, ${percent(this.target)}.`),
+      this.loadsHint,
       this.loads.element,
     );
     this.inspector = make("section", { class: "inspector", "aria-label": "The token in full" });
@@ -67,8 +69,9 @@ export class Panel {
     );
   }
 
+  /** The share of the tokens that each expert should have. */
   get target() {
-    return this.run.experts ? this.run.experts_per_token / this.run.experts : 0;
+    return this.now.experts ? this.now.experts_per_token / this.now.experts : 0;
   }
 
   #about() {
@@ -81,6 +84,12 @@ export class Panel {
   }
 
   // What is read.
+
+  /** A text is about to come, read by these facts. */
+  begin(facts) {
+    this.now = facts;
+    this.#total();
+  }
 
   clear() {
     this.tokens = [];
@@ -216,9 +225,10 @@ export class Panel {
     if (losses.length && bytes) entries.push(["bits per byte", (nats / Math.LN2 / bytes).toFixed(2)]);
     if (this.run.experts && tokens.length) {
       const mean = sent / tokens.length / this.routers.length;
-      entries.push([`experts per token and layer, aim ${this.run.experts_per_token}`, mean.toFixed(2)]);
+      entries.push([`experts per token and layer, aim ${this.now.experts_per_token}`, mean.toFixed(2)]);
     }
     this.summary.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    this.loadsHint.textContent = `Bar: share of the tokens. Line: the aim, ${percent(this.target)}.`;
     const high = Math.max(2 * this.target, ...shares) || 1;
     this.loads.fill((layer, expert) => {
       const took = this.counts[layer][expert];
@@ -308,7 +318,7 @@ export class Panel {
     const title = opens ? "Start of the text" : quoted(token.label);
     const facts = [`token ${this.selected} of ${this.tokens.length - 1}, id ${token.token}`];
     if (token.loss !== null) facts.push(`loss ${number(token.loss)} nats`, `probability ${percent(Math.exp(-token.loss))}`);
-    if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, aim ${aim(this.run)}`);
+    if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, aim ${number(aim(this.now))}`);
     const parts = [make("h3", { class: "chosen-token" }, title), make("p", { class: "facts" }, facts.join(" · "))];
     if (token.top.length) parts.push(this.#likeliest(token));
     return parts;
@@ -365,7 +375,7 @@ export class Panel {
   /** The opened token at an expert. cutoff: what its score is compared with, in token choice by what others have. */
   #at(layer, expert) {
     const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
-    const { cutoffs, biases } = this.run.layers[layer];
+    const { cutoffs, biases } = this.now.layers[layer];
     const place = experts.indexOf(expert);
     return {
       score: scores[expert],

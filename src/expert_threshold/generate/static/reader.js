@@ -21,7 +21,7 @@ export async function runs() {
   return (await (await ask("explorer/runs")).json()).runs;
 }
 
-/** Lists of tokens as they come: those of the text, and those written behind it. */
+/** What comes of a text: { run }, the run's facts for it; then { tokens }, those of the text and those written. */
 export async function* read(request, signal) {
   const response = await ask("explorer/read", {
     method: "POST",
@@ -34,10 +34,10 @@ export async function* read(request, signal) {
     const events = (rest + part).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const { tokens, error, done } = JSON.parse(event.replace(/^data: /, ""));
-      if (error) throw new Error(error.message);
-      if (done) return;
-      yield tokens;
+      const news = JSON.parse(event.replace(/^data: /, ""));
+      if (news.error) throw new Error(news.error.message);
+      if (news.done) return;
+      yield news;
     }
   }
   throw new Error("The server closed the connection before the text was whole; try again.");

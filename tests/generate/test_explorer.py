@@ -1,0 +1,360 @@
+"""The routing explorer's endpoints: they tell what the model records, and tell no one else."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
+pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+
+from expert_threshold.cli import main
+from expert_threshold.generate.engine import Engine
+from expert_threshold.generate.explorer import (
+    HEADERS,
+    STATIC,
+    Explored,
+    describe,
+    label,
+    parse,
+    require_own_page,
+    routes,
+)
+from expert_threshold.generate.serving.errors import ApiError
+from expert_threshold.generate.serving.limits import Limits
+from expert_threshold.generate.serving.worker import Worker
+from expert_threshold.model import GPT
+from served import PATIENCE, Served, served, until
+from small_run import RULES, small_model, small_tokenizer, write_run
+
+TEXT = "the cat sat on the mat"
+TOKENIZER = small_tokenizer()
+
+
+def explored(model: GPT, name: str = "small") -> Explored:
+    return Explored(name, model, TOKENIZER)
+
+
+def fetch(server: Served, path: str, content: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of GET, or of POST if there is something to send."""
+    host = urlsplit(server.url).netloc
+    connection = http.client.HTTPConnection(host, timeout=PATIENCE)
+    body = content if content is None or isinstance(content, bytes) else json.dumps(content).encode()
+    given = {"Host": host, "Content-Type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+    connection.request("GET" if body is None else "POST", path, body, given)
+    answer = connection.getresponse()
+    found = answer.status, dict(answer.getheaders()), answer.read()
+    connection.close()
+    return found
+
+
+def read(server: Served, **content: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The run's facts and the tokens of /explorer/read."""
+    status, _, body = fetch(server, "/explorer/read", {"run": "small", "text": TEXT} | content)
+    assert status == 200, body
+    events = [json.loads(event.removeprefix("data: ")) for event in body.decode().split("\n\n") if event]
+    assert events[-1] == {"done": True}
+    return events[0]["run"], [token for event in events[1:-1] for token in event["tokens"]]
+
+
+def error_of(answer: tuple[int, dict[str, str], bytes]) -> str:
+    return str(json.loads(answer[2])["error"]["message"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    model = small_model()
+    with served(model, routes=routes([explored(model)])) as server:
+        yield server
+
+
+# What is told.
+
+
+@pytest.mark.parametrize("gate_norm", [None, "fanout"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_a_text_is_told_as_the_model_records_it(rule: Any, gate_norm: Any) -> None:
+    model = small_model(rule, gate_norm=gate_norm)
+    with served(model, routes=routes([explored(model)])) as server:
+        facts, told = read(server)
+    ids = torch.tensor([[TOKENIZER.bos, *TOKENIZER.encode(TEXT)]])
+    output = model(ids, record=True)
+    assert [token["token"] for token in told] == ids[0].tolist()
+    assert "".join(token["text"] for token in told) == TEXT
+    assert not any(token["written"] for token in told)
+
+    logprobs = output.logits[0].log_softmax(-1)
+    losses = -logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    assert told[0]["loss"] is None
+    assert told[0]["top"] == []
+    torch.testing.assert_close(torch.tensor([token["loss"] for token in told[1:]]), losses, rtol=1e-4, atol=1e-5)
+    for token, before in zip(told[1:], logprobs, strict=False):
+        likeliest = torch.tensor([probability for _, _, probability in token["top"]])
+        torch.testing.assert_close(likeliest, before.exp().topk(len(likeliest)).values, rtol=1e-4, atol=1e-5)
+
+    assert [layer["dense"] for layer in facts["layers"]] == [True, rule is None, rule is None]
+    for place, (layer, moe) in enumerate(model.moe_layers()):
+        routing = output.routings[place]
+        scores, gates = routing.scores[0], routing.scores[0].sigmoid()
+        if gate_norm == "fanout":
+            gates = gates / routing.assignment[0].sum(-1, keepdim=True).clamp(min=1)
+        for t, token in enumerate(told):
+            found = token["layers"][place]
+            torch.testing.assert_close(torch.tensor(found["scores"]), scores[t], rtol=1e-4, atol=1e-4)
+            chosen = routing.assignment[0, t].nonzero()[:, 0]
+            assert found["experts"] == chosen.tolist()
+            torch.testing.assert_close(torch.tensor(found["gates"]), gates[t, chosen], rtol=1e-4, atol=1e-5)
+            cutoffs, biases = facts["layers"][layer]["cutoffs"], facts["layers"][layer]["biases"]
+            if cutoffs is not None:  # the page draws the line that decides
+                assert found["experts"] == [i for i, s in enumerate(found["scores"]) if s > cutoffs[i]]
+            else:
+                biased = [s + b for s, b in zip(found["scores"], biases or [0] * len(scores[t]), strict=True)]
+                assert found["experts"] == [i for i, s in enumerate(biased) if s >= found["border"] - 1e-5]
+        bias = moe.router.bias
+        assert (facts["layers"][layer]["biases"] is None) == (bias is None)
+
+
+def test_what_is_written_is_told_as_it_would_be_read(server: Served) -> None:
+    _, told = read(server, max_tokens=8, temperature=0, seed=1)
+    assert [token["written"] for token in told].count(True) == 8
+    assert told[-1]["finish"] == "length"
+    _, again = read(server, text="".join(token["text"] for token in told))
+    if [token["token"] for token in again] == [token["token"] for token in told]:  # else the text has other tokens
+        for one, other in zip(told, again, strict=True):
+            assert [layer["experts"] for layer in one["layers"]] == [layer["experts"] for layer in other["layers"]]
+            assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)
+
+
+def test_an_empty_text_is_its_beginning_alone(server: Served) -> None:
+    _, told = read(server, text="")
+    assert [(token["token"], token["text"], token["loss"]) for token in told] == [(TOKENIZER.bos, "", None)]
+
+
+def test_at_another_rate_the_cutoffs_told_are_those_that_decided(server: Served) -> None:
+    facts, told = read(server, rate=3)
+    assert facts["experts_per_token"] == 3
+    as_trained, _ = read(server)
+    assert facts["layers"][1]["cutoffs"] != as_trained["layers"][1]["cutoffs"]
+    for token in told:
+        for layer, found in zip(facts["layers"][1:], token["layers"], strict=True):
+            assert found["experts"] == [i for i, s in enumerate(found["scores"]) if s > layer["cutoffs"][i]]
+
+
+def test_a_run_has_a_dial_where_a_rate_can_be_asked_for() -> None:
+    has_dial = {name: describe(explored(small_model(rule)))["dial"] for name, rule in RULES.items()}
+    assert has_dial == {
+        "dense": False,
+        "token_choice": False,
+        "loss_free": False,
+        "expert_choice": True,
+        "expert_threshold": True,
+    }
+
+
+def test_a_token_that_is_part_of_a_character_is_shown_by_its_bytes(server: Served) -> None:
+    _, told = read(server, text="é")
+    assert [token["label"] for token in told[1:]] == ["\\xc3", "\\xa9"]
+    assert [token["text"] for token in told[1:]] == ["", "é"]
+    assert label(TOKENIZER, TOKENIZER.bos) == "<|bos|>"
+
+
+def test_each_run_reads_for_itself() -> None:
+    first, second = small_model(), small_model(RULES["token_choice"], seed=1)
+    worker = Worker(Engine(second, TOKENIZER), 4)
+    runs = [explored(first), Explored("other", second, TOKENIZER, worker)]
+    with served(first, routes=routes(runs), workers=[worker]) as server:
+        _, _, body = fetch(server, "/explorer/runs")
+        assert [run["name"] for run in json.loads(body)["runs"]] == ["small", "other"]
+        _, told = read(server, run="other")
+    output = second(torch.tensor([[TOKENIZER.bos, *TOKENIZER.encode(TEXT)]]), record=True)
+    expected = output.routings[0].assignment[0].sum(-1).tolist()
+    assert [len(token["layers"][0]["experts"]) for token in told] == expected
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        (b"[]", 400, "JSON object"),
+        ({"run": "large"}, 404, "no run of that name; here is small"),
+        ({"run": ["small"]}, 404, "no run"),
+        ({"text": None}, 400, "text must be a text"),
+        ({"text": "the " * 64}, 400, "tokens, its beginning included, and small takes 64; shorten it"),
+        ({"max_tokens": -1}, 400, "max_tokens=-1 must be from 0"),
+        ({"max_tokens": 1e3}, 400, "max_tokens"),
+        ({"max_tokens": 65}, 400, "max_tokens"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"seed": -1}, 400, "seed"),
+        ({"rate": 5}, 400, "rate"),
+        ({"rate": True}, 400, "rate"),
+        ({"record": True}, 400, "unknown field"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(server: Served, content: Any, status: int, says: str) -> None:
+    content = content if isinstance(content, bytes) else {"run": "small", "text": TEXT} | content
+    answer = fetch(server, "/explorer/read", content)
+    assert answer[0] == status
+    assert says in error_of(answer)
+    assert "\n" not in error_of(answer)
+
+
+def test_a_rate_without_cutoffs_is_refused_and_harms_no_one() -> None:
+    run = explored(small_model(RULES["token_choice"]))
+    with pytest.raises(ApiError, match=r"rate=1.0 needs cutoffs") as refused:
+        parse(b'{"run": "small", "text": "", "rate": 1}', [run], Limits())
+    assert refused.value.status == 400
+
+
+def test_a_body_that_is_too_large_is_refused(server: Served) -> None:
+    assert fetch(server, "/explorer/read", {"run": "small", "text": "x" * 65536})[0] == 413
+
+
+def test_limits_of_the_server_hold_here() -> None:
+    model = small_model()
+    with served(model, limits=Limits(prompt_tokens=4, output_tokens=2), routes=routes([explored(model)])) as server:
+        long = fetch(server, "/explorer/read", {"run": "small", "text": TEXT})
+        much = fetch(server, "/explorer/read", {"run": "small", "text": "", "max_tokens": 3})
+    assert (long[0], much[0]) == (400, 400)
+    assert "small takes 4" in error_of(long)
+
+
+ALLOWED = [
+    {"host": "127.0.0.1:8000"},
+    {"host": "[::1]:8000"},
+    {"host": "LOCALHOST:8000", "origin": "http://localhost:8000", "sec-fetch-site": "same-origin"},
+    {"host": "10.1.2.3"},
+    {"host": "gpu:80", "sec-fetch-site": "none"},
+]
+FOREIGN = [
+    {},
+    {"host": "evil.example:8000"},
+    {"host": "evil.example:8000", "origin": "http://evil.example:8000", "sec-fetch-site": "same-origin"},  # rebound
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "127.0.0.1@evil.example"},
+    {"host": "127.0.0.1:8000", "origin": "http://evil.example"},
+    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"},
+    {"host": "127.0.0.1:8000", "origin": "null"},
+    {"host": "127.0.0.1:8000", "sec-fetch-site": "cross-site"},
+    {"host": "127.0.0.1:8000", "sec-fetch-site": "same-site"},
+    {"host": "[::1"},
+]
+
+
+@pytest.mark.parametrize("headers", ALLOWED, ids=str)
+def test_the_servers_own_page_is_let_in(headers: dict[str, str]) -> None:
+    require_own_page(headers, ["localhost", "gpu"])
+
+
+@pytest.mark.parametrize("headers", FOREIGN, ids=str)
+def test_no_other_page_is(headers: dict[str, str]) -> None:
+    with pytest.raises(ApiError) as refused:
+        require_own_page(headers, ["localhost", "gpu"])
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("path", ["/explorer/runs", "/explorer/read"])
+def test_both_endpoints_ask_who_wants_to_know(server: Served, path: str) -> None:
+    content = None if path.endswith("runs") else {"run": "small", "text": TEXT}
+    assert fetch(server, path, content)[0] == 200
+    assert fetch(server, path, content, Host="evil.example")[0] == 403
+    assert fetch(server, path, content, Origin="http://evil.example")[0] == 403
+    assert fetch(server, path, content, Sec_Fetch_Site="cross-site")[0] == 403
+
+
+def test_a_page_of_another_site_cannot_send_a_plain_form(server: Served) -> None:
+    assert fetch(server, "/explorer/read", {"run": "small", "text": TEXT}, Content_Type="text/plain")[0] == 415
+
+
+# The page.
+
+
+def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Served) -> None:
+    for path in ["/", *(f"/static/{file.name}" for file in STATIC.iterdir())]:
+        status, headers, body = fetch(server, path)
+        assert status == 200, path
+        assert body
+        lower = {name.lower(): value for name, value in headers.items()}
+        for name, value in HEADERS.items():
+            assert lower[name.lower()] == value
+    assert "'unsafe" not in HEADERS["Content-Security-Policy"]
+
+
+def test_no_other_file_is(server: Served) -> None:
+    for path in ["", "../explorer.py", "%2e%2e%2fexplorer.py", "none.js", "%00"]:
+        assert fetch(server, f"/static/{path}")[0] == 404, path
+
+
+def test_the_page_names_no_other_host_and_puts_no_text_into_html() -> None:
+    for file in STATIC.iterdir():
+        content = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert "http" not in content.replace("httpEquiv", ""), file
+        for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+            assert way not in content, f"{file.name}: {way}"
+
+
+def test_with_a_key_a_browser_is_asked_for_it() -> None:
+    model = small_model()
+    with served(model, api_key="secret", routes=routes([explored(model)])) as server:
+        status, headers, _ = fetch(server, "/")
+        assert status == 401
+        assert "Basic" in {name.lower(): value for name, value in headers.items()}["www-authenticate"]
+        assert fetch(server, "/", Authorization="Basic OnNlY3JldA==")[0] == 200  # :secret
+        assert fetch(server, "/", Authorization="Basic OnNlY3JldHM=")[0] == 401  # :secrets
+        assert fetch(server, "/", Authorization="Basic !")[0] == 401
+        assert fetch(server, "/explorer/runs")[0] == 401
+
+
+def test_a_reader_that_leaves_frees_its_row() -> None:
+    model = small_model()
+    with served(model, held=True, routes=routes([explored(model)])) as server:
+        host = urlsplit(server.url).netloc
+        connection = http.client.HTTPConnection(host, timeout=PATIENCE)
+        body = json.dumps({"run": "small", "text": TEXT, "max_tokens": 20}).encode()
+        connection.request("POST", "/explorer/read", body, {"Content-Type": "application/json"})
+        until(lambda: server.worker.unfinished == 1)
+        connection.sock.close()
+        connection.close()
+        until(lambda: server.worker.unfinished == 0)
+
+
+# The command.
+
+
+def serve_with(*arguments: str) -> Any:
+    """The app that et serve would run."""
+    with mock.patch("expert_threshold.generate.server.run_server") as run:
+        assert main(["serve", *arguments]) == 0
+    return run.call_args.args[0]
+
+
+def paths(app: Any) -> set[str]:
+    return {route.path for route in app.routes}
+
+
+def test_the_explorer_is_there_for_this_machine_alone_unless_asked_for(tmp_path: Path) -> None:
+    run = str(write_run(tmp_path / "run", small_model()).path)
+    explorer = {"/", "/static/{file}", "/explorer/runs", "/explorer/read"}
+    assert explorer <= paths(serve_with(run))
+    assert not explorer & paths(serve_with(run, "--host", "0.0.0.0"))
+    assert explorer <= paths(serve_with(run, "--host", "0.0.0.0", "--explorer"))
+
+
+def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = str(write_run(tmp_path / "run", small_model()).path)
+    second = str(write_run(tmp_path / "other" / "run", small_model(RULES["dense"])).path)
+    with mock.patch("expert_threshold.cli.serve.routes", return_value=[]) as made:
+        serve_with(first, "--compare", second)
+    assert [run.name for run in made.call_args.args[0]] == ["run", second]
+    capsys.readouterr()
+    assert main(["serve", first, "--host", "0.0.0.0", "--compare", second]) == 2
+    assert capsys.readouterr().err.endswith("is for the explorer, which is off for others; add --explorer\n")

@@ -1,0 +1,260 @@
+"""The routing explorer's page in a browser: typed, clicked, streamed, by mouse and by keys."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
+pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+
+import browser
+from browser import Page, open_page
+from expert_threshold.generate.engine import Engine
+from expert_threshold.generate.explorer import Explored, routes
+from expert_threshold.generate.serving.worker import Worker
+from served import Served, served, until
+from small_run import RULES, small_model, small_tokenizer
+
+pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+
+TEXT = "the cat sat on the mat"
+DONE = "/(read|wrote) \\d+ tokens|Stopped/.test(document.getElementById('status').textContent)"
+TOKENS = "[...document.querySelectorAll('#panels .panel:nth-child({}) .token')]"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    tokenizer = small_tokenizer()
+    first = small_model(context=512)
+    second = small_model(RULES["token_choice"], context=512)
+    worker = Worker(Engine(second, tokenizer), 8)
+    runs = [Explored("threshold", first, tokenizer), Explored("choice", second, tokenizer, worker)]
+    with served(first, held=True, routes=routes(runs), workers=[worker]) as server:
+        server.engine.open.set()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(tab: Page, server: Served) -> Iterator[Page]:
+    """At the page, with TEXT read. Afterwards nothing may have been complained about or asked of another host."""
+    server.engine.open.set()
+    tab.events.clear()
+    tab.resize(1280, 900)
+    tab.prefer("light")
+    tab.go("about:blank")
+    tab.go(f"{server.url}/#text={TEXT.replace(' ', '+')}")
+    tab.until(f"document.getElementById('status') && {DONE}")
+    yield tab
+    assert tab.complaints() == []
+    assert [url for url in tab.requests() if not url.startswith((server.url, "about:"))] == []
+
+
+def text_of(page: Page, panel: int = 1) -> str:
+    """What the tokens of a panel say, but for the one that opens the text."""
+    told = f"{TOKENS.format(panel)}.slice(1).map((token) => token.textContent.replaceAll('↵', '')).join('')"
+    return str(page.run(told))
+
+
+def chosen(page: Page) -> list[int]:
+    """The place of the open token in each panel."""
+    found: list[int] = page.run("[...document.querySelectorAll('[aria-selected=true]')].map((t) => +t.dataset.index)")
+    return found
+
+
+def status(page: Page) -> str:
+    return str(page.run("document.getElementById('status').textContent"))
+
+
+def test_what_is_typed_is_read_by_every_run(page: Page) -> None:
+    assert text_of(page) == text_of(page, 2) == TEXT
+    page.run("document.getElementById('text').focus()")
+    page.run("document.getElementById('text').select()")
+    page.type("a hat; <b>é</b>\n\tthe end")
+    page.until(f"{TOKENS.format(2)}.map((token) => token.textContent).join('').endsWith('end') && {DONE}")
+    assert text_of(page, 2).replace("\\xc3", "") == "a hat; <b>é</b>\n\tthe end"
+    assert page.run("document.querySelector('.tokens b')") is None
+    assert "threshold read" in status(page)
+
+
+def test_tokens_are_coloured_by_their_fanout_in_light_and_dark(page: Page) -> None:
+    for scheme, way in (("light", -1), ("dark", 1)):
+        page.prefer(scheme)
+        found = page.run(f"""{TOKENS.format(1)}.map((token) => [
+            +/(\\d+) expert/.exec(token.ariaLabel)[1], getComputedStyle(token).backgroundColor])""")
+        by_fanout = [sum(map(int, re.findall(r"\d+", colour))) * way for _, colour in sorted(map(tuple, found))]
+        assert by_fanout == sorted(by_fanout)  # from the page's colour on, further and further from it
+        assert len(set(by_fanout)) > 2
+        fixed = page.run(f"new Set({TOKENS.format(2)}.map((token) => getComputedStyle(token).backgroundColor)).size")
+        assert fixed == 1  # token choice gives every token as many
+    legend = page.run("[...document.querySelectorAll('#legend li')].map((each) => each.textContent)")
+    assert legend[0].startswith("0")
+    assert legend[-1].endswith("+")
+
+
+def test_a_token_that_is_clicked_is_shown_in_full_in_every_run(page: Page) -> None:
+    page.click(".panel:nth-child(1) .token[data-index='4']")
+    assert chosen(page) == [4, 4]
+    told = page.run("[...document.querySelectorAll('.inspector')].map((each) => each.innerText)")
+    assert all("loss" in each and "Likeliest here" in each and "Layer 0" in each for each in told)
+    assert "cutoff" in told[0]
+    assert "lowest score that was chosen" in told[1]
+    taken = page.run("document.querySelectorAll('.panel:nth-child(2) .inspector .cell.chosen').length")
+    assert taken == 2 * 2  # two layers, two experts per token
+    page.run("document.querySelector('.inspector details').open = true")
+    page.until("document.querySelectorAll('.inspector tbody tr').length === 2 * 4")
+    page.click(".panel:nth-child(1) .token[data-index='4']")  # once more lets go
+    assert chosen(page) == []
+
+
+def test_an_expert_that_is_pointed_at_lights_up_its_tokens(page: Page) -> None:
+    cell = ".panel:nth-child(2) .loads [data-expert='1:2']"
+    page.hover(cell)
+    label = page.run(f'document.querySelector("{cell}").ariaLabel')
+    lit = page.run("document.querySelectorAll('.panel:nth-child(2) .lit').length")
+    assert label.startswith(f"layer 1, expert 2: {lit} of ")
+    assert lit > 0
+    page.hover("h1")
+    assert page.run("document.querySelectorAll('.lit').length") == 0
+    page.click(cell)
+    page.hover("h1")
+    assert page.run("document.querySelectorAll('.lit').length") == lit  # pinned
+    page.press("Escape")
+    page.press("Escape")
+    page.run("document.activeElement.blur()")
+    assert page.run("document.querySelectorAll('.lit').length") == 0
+
+
+def test_all_of_it_works_by_keys(page: Page) -> None:
+    page.run("document.querySelector('.token').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft", "Enter"):
+        page.press(key)
+    assert chosen(page) == [1, 1]
+    page.press("ArrowRight")  # with a token open, moving opens the next
+    assert chosen(page) == [2, 2]
+    page.press("End")
+    last = page.run("document.activeElement.dataset.index")
+    assert chosen(page) == [int(last)] * 2
+    page.press("Escape")
+    assert chosen(page) == []
+    assert page.run("document.querySelectorAll('.tokens')[0].querySelectorAll('[tabindex=\"0\"]').length") == 1
+    page.run("document.querySelector('.loads .cell').focus()")
+    page.press("ArrowRight")
+    page.press("Enter")
+    assert page.run("document.activeElement.getAttribute('aria-pressed')") == "true"
+
+
+def test_everything_has_a_name_for_who_does_not_see_it(page: Page) -> None:
+    page.click(".token[data-index='4']")
+    nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+    asked = {"button", "option", "listbox", "textbox", "combobox", "checkbox", "spinbutton", "ListBoxOption"}
+    for node in nodes:
+        if not node.get("ignored") and node["role"]["value"] in asked:
+            assert node["name"]["value"], node
+    roles = [node["role"]["value"] for node in nodes if not node.get("ignored")]
+    assert roles.count("listbox") >= 2
+    assert "status" in roles
+    assert page.run("document.querySelector('#error').role") == "alert"
+
+
+def test_what_the_model_writes_arrives_token_by_token_and_can_be_stopped(page: Page, server: Served) -> None:
+    server.engine.open.clear()
+    page.run("document.getElementById('max_tokens').value = 300")
+    page.click("#write")
+    page.until("!document.getElementById('stop').hidden")
+    until(lambda: server.worker.unfinished == 1)
+    server.engine.open.set()
+    page.until("document.querySelectorAll('.written').length > 0")
+    page.press("Escape")
+    page.until(DONE)
+    until(lambda: server.worker.unfinished == 0)
+    assert page.run("document.getElementById('stop').hidden")
+    assert page.run("document.getElementById('text').value").startswith(TEXT)
+
+
+def test_what_was_written_is_read_by_the_other_run(page: Page) -> None:
+    page.run("document.getElementById('max_tokens').value = 5")
+    page.run("document.getElementById('seed').value = 1")
+    page.click("#write")
+    page.until(f"/wrote/.test(document.getElementById('status').textContent) && {DONE}")
+    made = page.run("document.querySelectorAll('.panel:nth-child(1) .written').length")
+    assert 1 <= made <= 5
+    assert f"threshold wrote {made} tokens" in status(page)
+    assert page.run("document.querySelectorAll('.panel:nth-child(2) .written').length") == 0
+    assert page.run("document.getElementById('text').value").startswith(TEXT)
+
+
+def test_a_link_carries_the_view_and_not_to_the_server(page: Page, server: Served) -> None:
+    page.click(".token[data-index='3']")
+    page.run("document.querySelector('.loads [data-expert=\"2:1\"]').click()")
+    page.run("document.getElementById('by').value = 'loss'")
+    page.run("document.getElementById('by').dispatchEvent(new Event('change'))")
+    link = page.run("location.href")
+    assert "the+cat" in link.split("#")[1]
+    page.go("about:blank")
+    page.go(link)
+    page.until("document.querySelector('[aria-selected=true]') && document.querySelector('[aria-pressed=true]')")
+    assert chosen(page) == [3, 3]
+    assert page.run("document.querySelector('[aria-pressed=true]').dataset.expert") == "2:1"
+    assert page.run("document.getElementById('by').value") == "loss"
+    assert all("cat" not in url.split("#")[0] for url in page.requests())
+
+
+def test_a_link_from_elsewhere_may_say_anything(page: Page, server: Served) -> None:
+    page.go("about:blank")
+    page.go(f"{server.url}/#text=<img src=x onerror=alert(1)>&token=9:x&expert=0:99:99&by=__proto__&rate=no&without=a")
+    page.until(f"document.getElementById('status') && {DONE}")
+    assert text_of(page) == "<img src=x onerror=alert(1)>"
+    assert page.run("document.images.length") == 0
+    assert chosen(page) == []
+
+
+def test_examples_are_one_click_away(page: Page) -> None:
+    count = page.run("document.querySelectorAll('#examples button').length")
+    assert count == 3
+    for i in range(count):
+        page.click(f"#examples button:nth-of-type({i + 1})")
+        page.until(f"{DONE} && document.querySelectorAll('.panel:nth-child(2) .token').length > 60")
+        shown = page.run("document.getElementById('text').value")
+        assert text_of(page).replace("\n", "") == shown.replace("\n", "")
+
+
+def test_experts_per_token_can_be_dialled(page: Page) -> None:
+    page.run("document.getElementById('rate').focus()")
+    page.type("0")
+    page.until(f"{DONE} && document.querySelector('.numbers').innerText.includes('aim 0')")
+    assert page.run(f"{TOKENS.format(1)}.every((token) => token.ariaLabel.includes('0 experts'))")
+    assert page.run(f"{TOKENS.format(2)}.every((token) => token.ariaLabel.includes('4 experts'))")  # has no dial
+
+
+def test_a_run_can_be_hidden_but_not_the_last(page: Page) -> None:
+    page.click("#runs label:nth-child(1) input")
+    assert page.run("document.querySelectorAll('.panel:not([hidden])').length") == 1
+    page.click("#runs label:nth-child(2) input")
+    assert page.run("document.querySelectorAll('.panel:not([hidden])').length") == 1
+    page.until(DONE)
+
+
+def test_an_error_is_one_clear_line(page: Page) -> None:
+    page.run("document.getElementById('text').value = 'x'.repeat(600)")
+    page.run("document.getElementById('text').dispatchEvent(new Event('input'))")
+    shown = "[...document.querySelectorAll('.panel .error:not([hidden])')].map((each) => each.textContent)"
+    page.until(f"{shown}.length === 2")
+    assert page.run(shown)[1].endswith("and choice takes 512; shorten it")
+    # That the browser logs the status of a refused request is no complaint of the page.
+    page.events = [each for each in page.events if each.get("params", {}).get("entry", {}).get("source") != "network"]
+
+
+@pytest.mark.parametrize("width", [320, 360, 768])
+def test_nothing_is_wider_than_a_phone(page: Page, width: int) -> None:
+    page.resize(width, 740, phone=True)
+    page.click(".token[data-index='4']")
+    assert page.run("document.documentElement.scrollWidth") == width
