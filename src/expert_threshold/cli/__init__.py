@@ -29,6 +29,8 @@ COMMANDS = {
     "recipes": Entry("recipes", "list the paper's runs and what it reports of each"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
     "leakage": Entry("leakage", "tell how much of the future expert choice can tell, and does"),
+    "calibrate": Entry("calibrate", "measure cutoffs for a trained model, at any rate, without training"),
+    "upcycle": Entry("upcycle", "make a dense run the start of a Mixture-of-Experts one"),
     "export": Entry("export", "write a trained model as a folder for Hugging Face transformers"),
     "import": Entry("import_", "make a run folder of such a folder, fine-tuned or not"),
 }

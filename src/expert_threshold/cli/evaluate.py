@@ -91,7 +91,7 @@ def run(arguments: Sequence[str]) -> None:
         _dial(options, None if "figure" not in given else Path(given["figure"]))
         return
     for path in options["run"] if options["rate"] is not None else ():
-        rates.require_cutoffs(f"--rate {options['rate']:g}", RunFolder.open(path))
+        rates.require_cutoffs(RunFolder.open(path), f"--rate {options['rate']:g}: ")
     tasks = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
@@ -134,7 +134,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     asked = rates.read_rates(options["rates"])
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
-        rates.require_cutoffs(f"--rates {options['rates']}", folder)
+        rates.require_cutoffs(folder, f"--rates {options['rates']}: ")
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()

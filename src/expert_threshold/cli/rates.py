@@ -30,12 +30,12 @@ def read_rates(text: str) -> list[float | None]:
     return [None, *dict.fromkeys(rates)]
 
 
-def require_cutoffs(flag: str, folder: RunFolder) -> None:
-    """Raise ValueError unless the run's rule routes by cutoffs, and so at other rates than the trained one."""
+def require_cutoffs(folder: RunFolder, flag: str = "") -> None:
+    """Raise ValueError, which begins with the flag, unless the run's rule routes by cutoffs, and so at any rate."""
     rule = folder.section("model")["rule"]["name"]
     if rule not in ("expert_choice", "expert_threshold"):
         raise ValueError(
-            f"{flag}: {folder.path} is trained by {rule}, which has no cutoffs; name a run of expert_choice or "
+            f"{flag}{folder.path} is trained by {rule}, which has no cutoffs; name a run of expert_choice or "
             "expert_threshold"
         )
 

@@ -104,6 +104,16 @@ class Router(nn.Module):
         for old, new in zip(self.state, self.rule.update(self.state, observation), strict=True):
             old.copy_(new)
 
+    @torch.no_grad()
+    def set_cutoffs(self, observation: Observation) -> None:
+        """Take the mean cutoffs and the sketch of what was seen, in place; as if seen in every step so far."""
+        state = self.state
+        assert isinstance(state, CutoffState)
+        state.mean.copy_(observation.batch_cutoff)
+        state.weight.fill_(1)
+        state.sketch.copy_(observation.batch_sketch)
+        state.sketch_weight.fill_(1)
+
     def reset_state(self) -> None:
         """The state before the first step, in place."""
         for old, new in zip(self.state, self.rule.init(), strict=True):

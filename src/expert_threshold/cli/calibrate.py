@@ -1,0 +1,133 @@
+"""`et calibrate`: cutoffs for a trained model from a stream of text, without training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..data import Loader, open_source, pack
+from ..evaluation import Validation, evaluate
+from ..model.calibrate import calibrate
+from ..routing import ExpertChoice, ExpertThreshold
+from ..runs import RunFolder, load_model
+from ..runs.derive import derive, require_free
+from ..train.config import DeviceName, DtypeName
+from ..train.device import keep_freed_memory, pick_device, pick_dtype
+from .evaluate import Progress, validation_text
+from .options import Command, Option, parse
+from .rates import require_cutoffs
+
+OPTIONS = [
+    Option("run", str, None, "The folder of the run to calibrate; it stays as it is.", positional=True, required=True),
+    Option("to", str, None, "The run folder to make, with the new cutoffs.", required=True),
+    Option("data", str, "RUN's", "Text to calibrate on, as et train takes it; the loss is of what it holds out."),
+    Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
+    Option("tokens", int, 262_144, "Tokens to calibrate on, in whole batches."),
+    Option("batch_size", int, 64, "Sequences of a batch: the pool in which the k-th largest score is measured."),
+    Option("experts_per_token", float | None, None, "Routed experts per token from now on; none is as trained."),
+    Option("eval_tokens", int | None, None, "Tokens to measure the loss on at most; none is all."),
+    Option("step", int | None, None, "The checkpoint to use; none is the last."),
+    Option("seed", int, 0, "Decides which rows of the text are read, and in which order."),
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
+    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+]
+DESCRIPTION = (
+    "Measure cutoffs for a model of expert choice or expert threshold, and a sketch of its scores for --rate, in one "
+    "pass over text and without training; and its loss before and after, on text that is held out."
+)
+FILE = "calibration.json"
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Write the new run folder, and print the losses."""
+    given = parse(Command("et calibrate", DESCRIPTION, {"calibrate": OPTIONS}), arguments)
+    options = {option.name: option.default for option in OPTIONS} | given
+    source = RunFolder.open(options["run"])
+    require_cutoffs(source)
+    require_free(options["to"])
+    for name in ("tokens", "batch_size", "eval_tokens"):
+        if options[name] is not None and options[name] < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: must be at least 1")
+    device = pick_device(options["device"])
+    keep_freed_memory()
+    saved = source.load_checkpoint(options["step"], parts=("model",))
+    model, tokenizer = load_model(source.path, saved.step, device, pick_dtype(options["dtype"], device))
+    trained = model.config.rule
+    assert isinstance(trained, ExpertChoice | ExpertThreshold)
+    rule = trained
+    if options["experts_per_token"] is not None:
+        rule = replace(trained, experts_per_token=options["experts_per_token"])
+    corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
+
+    told = Progress(Console(stderr=True), options["run"])
+    held_out = pack(corpus, tokenizer, "validation", told.task("tokenizing text for the loss"))
+    tokens = (
+        pack(corpus, tokenizer, "train", told.task("tokenizing"))
+        if corpus.parts is None
+        else corpus.parts("train", tokenizer)
+    )
+    loader = Loader(tokens, options["batch_size"], model.config.context, options["seed"])
+    batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
+
+    def measure(what: str, **how: Any) -> Validation:
+        progress = told.task(what)
+        return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
+
+    found = {}
+    pooled = source.section("train").get("batch_size", 1)
+    if isinstance(trained, ExpertChoice) and len(held_out) > pooled * model.config.context:
+        found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
+    found["cutoffs before"] = measure("loss before")
+    counted = told.task("calibrating")
+    calibrate(
+        model,
+        islice(loader, batches),
+        experts_per_token=rule.experts_per_token,
+        progress=lambda done: counted(done, batches),
+    )
+    found["cutoffs after"] = measure("loss after")
+
+    new = {name: value.cpu() for name, value in model.state_dict().items() if ".router.state_" in name}
+    results = {name: _numbers(validation) for name, validation in found.items()}
+    facts = {
+        "tokens": batches * options["batch_size"] * model.config.context,
+        "batch_size": options["batch_size"],
+        "experts_per_token": rule.experts_per_token,
+        "seed": options["seed"],
+        "text": corpus.hash,
+        "losses": results,
+    }
+    derive(
+        source,
+        options["to"],
+        saved.step,
+        saved.tensors["model"] | new,
+        model=replace(model.config, rule=rule).to_dict(),
+        files={FILE: facts},
+    )
+    Console().print(_table(results))
+    print(f"next: et evaluate {options['to']} --rates 0.25,0.5,1,2")
+
+
+def _numbers(found: Validation) -> dict[str, Any]:
+    """JSON has no NaN."""
+    fanouts = [float(observation.fanout_mean) for observation in found.observations]
+    bits = found.bits_per_byte if math.isfinite(found.bits_per_byte) else None
+    fanout = sum(fanouts) / len(fanouts)
+    return {"loss": found.loss, "bits_per_byte": bits, "fanout": fanout, "tokens": found.tokens}
+
+
+def _table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    shown = Table("routing by", "loss", "bits per byte", "routed experts per token", "tokens")
+    for column in shown.columns[1:]:
+        column.justify = "right"
+    for name, found in results.items():
+        bits = "–" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
+        shown.add_row(name, f"{found['loss']:.4f}", bits, f"{found['fanout']:.3f}", f"{found['tokens']:,}")
+    return shown

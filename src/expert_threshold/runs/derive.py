@@ -1,0 +1,54 @@
+"""A run folder made of another one without training: weights alone, to be used or to be begun from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .files import replace_file, to_json
+from .folder import RunFolder
+
+
+def require_free(to: str | Path, option: str = "--to") -> None:
+    """Raise ValueError if something is there already: no run is ever written over."""
+    path = Path(to)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{option} {to}: already exists; name another folder")
+
+
+def derive(
+    source: RunFolder,
+    to: str | Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    *,
+    model: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunFolder:
+    """Write a run with the source's configuration and tokenizer but this model, whole or not at all.
+
+    model: its section of the configuration; files: further JSON objects by name. The source is not touched. Raises
+    ValueError if `to` holds something, OSError where the disk is full.
+    """
+    require_free(to)
+    to = Path(to)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{to.name}-", dir=to.parent))
+    try:
+        run = RunFolder(temporary)
+        run.write_config({**source.config, "model": dict(model), "init_from": str(source.path.resolve())})
+        run.write_tokenizer(source.tokenizer())
+        run.save_checkpoint(step, {"model": weights}, {})
+        for name, content in (files or {}).items():
+            replace_file(temporary / name, (to_json(content, indent=2) + "\n").encode())
+        temporary.chmod(0o755)
+        os.replace(temporary, to)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return RunFolder.open(to)

@@ -1,0 +1,159 @@
+"""`et calibrate`: cutoffs for a model that has none, or others, from text and without training."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold.cli import main
+from expert_threshold.data import open_source, pack
+from expert_threshold.evaluation import evaluate
+from expert_threshold.model import GPT
+from expert_threshold.model.calibrate import calibrate
+from expert_threshold.routing.sketch import sketch
+from expert_threshold.runs import RunFolder, load_model
+from small_run import RULES, small_model, write_run, write_text
+
+BY_CUTOFF = ("expert_choice", "expert_threshold")
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def forget(model: GPT) -> GPT:
+    """As if it had been trained without running means."""
+    for _, moe in model.moe_layers():
+        moe.router.reset_state()
+    return model
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of each rule, those with cutoffs without any. No test may change them."""
+    folder = tmp_path_factory.mktemp("made")
+    text = write_text(folder / "corpus.jsonl")
+    for name in ("dense", "token_choice", *BY_CUTOFF):
+        write_run(folder / name, forget(small_model(RULES[name])), text=text)
+    return folder
+
+
+def tokens_of(seed: int) -> torch.Tensor:
+    return torch.randint(270, (8, 64), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", BY_CUTOFF)
+def test_cutoffs_are_the_mean_of_the_pools_k_th_largest_scores(name: str) -> None:
+    model = small_model(RULES[name])
+    weights = {n: value.clone() for n, value in model.named_parameters()}
+    steps = [int(moe.router.state.step) for _, moe in model.moe_layers()]
+    batches = [tokens_of(1), tokens_of(2)]
+    calibrate(model, ((tokens, tokens) for tokens in batches), experts_per_token=2)
+    assert not model.training
+    assert [moe.router.rule for _, moe in model.moe_layers()] == [RULES[name]] * 2
+    assert all(torch.equal(weights[n], value) for n, value in model.named_parameters())
+    assert [int(moe.router.state.step) for _, moe in model.moe_layers()] == steps
+    scores = [model(tokens, record=True).routings[0].scores.flatten(0, 1) for tokens in batches]  # nothing routed below
+    kth = [s.sort(0, descending=True).values[8 * 64 * 2 // 4 - 1] for s in scores]
+    router = model.moe_layers()[0][1].router
+    torch.testing.assert_close(router.cutoff, (kth[0] + kth[1]) / 2)
+    torch.testing.assert_close(router.state.sketch, (sketch(scores[0]) + sketch(scores[1])) / 2)
+
+
+@pytest.mark.parametrize("name", BY_CUTOFF)
+def test_a_model_without_cutoffs_gets_them_and_the_trained_run_stays_as_it_was(
+    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.read_bytes() for path in sorted((made / name).rglob("*")) if path.is_file()}
+    out = tmp_path / "new"
+    options = ["--tokens", 4096, "--batch-size", 16, "--dtype", "float32"]
+    assert et("calibrate", made / name, "--to", out, *options) == 0
+    printed = capsys.readouterr().out
+    assert {path: path.read_bytes() for path in sorted((made / name).rglob("*")) if path.is_file()} == before
+    facts = json.loads((out / "calibration.json").read_text())
+    model, tokenizer = load_model(out)
+    tokens = pack(open_source(str(made / "corpus.jsonl")), tokenizer, "validation")
+    found = evaluate(model, tokens, tokenizer)
+    old = evaluate(load_model(made / name)[0], tokens, tokenizer)
+    assert facts["losses"]["cutoffs before"]["loss"] == pytest.approx(old.loss, rel=1e-5)
+    assert facts["losses"]["cutoffs after"]["loss"] == pytest.approx(found.loss, rel=1e-5)
+    assert ("training pools" in facts["losses"]) == (name == "expert_choice")
+    assert f"{found.loss:.4f}" in printed
+    for observation in found.observations:
+        assert 0.7 < float(observation.fanout_mean) < 1.4
+    assert facts["losses"]["cutoffs before"]["fanout"] > 1.5  # all cutoffs were 0
+    model.set_rate(2)
+    saved, source = (RunFolder.open(path).load_checkpoint(4).tensors["model"] for path in (out, made / name))
+    changed = {key for key, value in saved.items() if not torch.equal(value, source[key])}
+    assert changed
+    assert all(".router.state_" in key for key in changed)
+    assert not any(path.name.startswith(".tmp-") for path in tmp_path.iterdir())
+
+
+def test_another_rate_becomes_the_model_s_own(made: Path, tmp_path: Path) -> None:
+    options = ["--tokens", 4096, "--batch-size", 16, "--experts-per-token", 2.5, "--dtype", "float32"]
+    assert et("calibrate", made / "expert_choice", "--to", tmp_path / "new", *options) == 0
+    model, tokenizer = load_model(tmp_path / "new")
+    assert model.config.rule is not None
+    assert model.config.rule.experts_per_token == 2.5
+    tokens = pack(open_source(str(made / "corpus.jsonl")), tokenizer, "validation")
+    for observation in evaluate(model, tokens, tokenizer).observations:
+        assert 2.1 < float(observation.fanout_mean) < 2.9
+
+
+def test_calibrating_twice_gives_the_same(made: Path, tmp_path: Path) -> None:
+    found = []
+    for name in ("one", "two"):
+        options = ["--tokens", 2048, "--batch-size", 8, "--dtype", "float32"]
+        assert et("calibrate", made / "expert_threshold", "--to", tmp_path / name, *options) == 0
+        found.append(RunFolder.open(tmp_path / name).load_checkpoint().tensors["model"])
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+
+
+def test_the_text_of_another_source_can_be_used(made: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(made / "expert_choice", tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    del config["data"], config["corpus"]
+    (run / "config.json").write_text(json.dumps(config))
+    options: list[Any] = ["--to", tmp_path / "new", "--tokens", 1024, "--batch-size", 8]
+    assert et("calibrate", run, *options) == 2
+    assert et("calibrate", run, *options, "--data", made / "corpus.jsonl") == 0
+
+
+def test_without_a_batch_there_is_nothing_to_measure() -> None:
+    model = small_model()
+    cutoffs = model.moe_layers()[0][1].router.cutoff
+    with pytest.raises(ValueError, match="no text to calibrate on"):
+        calibrate(model, [])
+    assert torch.equal(model.moe_layers()[0][1].router.cutoff, cutoffs)
+    with pytest.raises(ValueError, match="k = ⌊2 · 1 / 4⌋ = 0"):
+        calibrate(model, [(tokens_of(0)[:1, :2], tokens_of(0)[:1, :2])])
+    assert isinstance(model.moe_layers()[0][1].router.rule, type(RULES["expert_threshold"]))
+    assert not model.training
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("token_choice", [], "et calibrate: {run} is trained by token_choice, which has no cutoffs; name a run of"),
+        ("dense", [], "et calibrate: {run} is trained by dense, which has no cutoffs; name a run of"),
+        ("expert_choice", ["--tokens", "0"], "--tokens 0: must be at least 1"),
+        ("expert_choice", ["--experts-per-token", "5"], "experts_per_token=5.0 must be a number above 0 and at most"),
+        ("expert_choice", ["--to", "{made}"], "--to {made}: already exists; name another folder"),
+        ("expert_choice", ["--batch-size", "1", "--experts-per-token", "0.01"], "pool of 64 tokens: k = "),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused_in_one_line_and_nothing_is_left(
+    name: str, options: list[str], message: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [option.format(made=made) for option in options]
+    to = [] if "--to" in options else ["--to", tmp_path / "new"]
+    assert et("calibrate", made / name, *to, *options) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert message.format(run=made / name, made=made) in printed[-1]
+    assert not any(tmp_path.iterdir())

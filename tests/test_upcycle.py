@@ -1,0 +1,139 @@
+"""`et upcycle`: a dense run becomes the start of a Mixture-of-Experts one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_threshold.cli import main
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.model.upcycle import upcycle, upcycled_config
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import load_model
+from small_run import small_model, write_run, write_text
+
+RULES: dict[str, Rule] = {
+    "token_choice": TokenChoice(4, 2),
+    "expert_choice": ExpertChoice(4, 1),
+    "expert_threshold": ExpertThreshold(4, 1.5, warmup_steps=2),
+}
+TOKENS = torch.randint(270, (4, 64), generator=torch.Generator().manual_seed(3))
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def dense(**changes: object) -> GPT:
+    return small_model(None, **changes)
+
+
+def made_of(model: GPT, rule: Rule, *, seed: int = 0, **options: int) -> GPT:
+    return upcycle(model, upcycled_config(model.config, rule, **options), torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_new_model_computes_what_the_dense_one_does(rule: Rule, training: bool, activation: str) -> None:
+    before = dense(activation=activation).train(training)
+    after = made_of(before, rule)
+    assert after.training == training
+    assert len(after.moe_layers()) == 2
+    routed = after(TOKENS).observations
+    torch.testing.assert_close(after(TOKENS).logits, before(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    if training:
+        assert all(observation.load.sum() > 0 for observation in routed)
+
+
+@pytest.mark.parametrize("rate", [0, 1, 4])
+def test_it_does_so_at_every_rate(rate: float) -> None:
+    before = dense()
+    after = made_of(before, RULES["expert_threshold"])
+    after.train()
+    after.update_rules(after(TOKENS).observations)
+    after.eval().set_rate(rate)
+    torch.testing.assert_close(after(TOKENS).logits, before(TOKENS).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_begin_with_different_units_of_the_dense_layer_and_without_an_output() -> None:
+    before = dense(activation="swiglu")
+    after = made_of(before, RULES["expert_threshold"])
+    again, other = made_of(before, RULES["expert_threshold"]), made_of(before, RULES["expert_threshold"], seed=1)
+    for layer, moe in after.moe_layers():
+        feed_forward = before.blocks[layer].feed_forward
+        rows = {tuple(row.tolist()): i for i, row in enumerate(feed_forward.up.weight)}
+        units = [[rows[tuple(row.tolist())] for row in expert] for expert in moe.experts.up]
+        assert len({tuple(sorted(each)) for each in units}) == 4
+        for expert, each in enumerate(units):
+            assert torch.equal(moe.experts.gate[expert], feed_forward.gate.weight[each])
+        assert not moe.experts.down.any()
+        assert torch.equal(moe.experts.up, again.blocks[layer].moe.experts.up)
+        assert not torch.equal(moe.experts.up, other.blocks[layer].moe.experts.up)
+
+
+def test_experts_learn_at_once() -> None:
+    after = made_of(dense(), RULES["expert_threshold"]).train()
+    after(TOKENS, TOKENS.roll(-1, 1)).loss.backward()
+    for _, moe in after.moe_layers():
+        assert moe.experts.down.grad.abs().amax((1, 2)).min() > 0
+
+
+def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
+    config = dense().config
+    with pytest.raises(ValueError, match="d_expert=24 must divide d_feed_forward=64"):
+        upcycled_config(config, RULES["expert_choice"], d_expert=24)
+    with pytest.raises(ValueError, match="dense_layers=3 must be from 0 to below layers=3"):
+        upcycled_config(config, RULES["expert_choice"], dense_layers=3)
+    with pytest.raises(ValueError, match="experts already"):
+        upcycled_config(small_model().config, RULES["expert_choice"])
+    assert upcycled_config(config, RULES["expert_choice"], dense_layers=0).shared_experts == 4
+    assert GPTConfig.from_dict(upcycled_config(config, RULES["expert_choice"]).to_dict()).d_expert == 16
+
+
+def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write_text(tmp_path / "corpus.jsonl")
+    small = ["--data", text, "--batch-size", 4, "--threads", 1, "--dtype", "float32", "--eval-every", 6]
+    sizes = ["--vocab-size", 270, "--context", 64]
+    dense_run, start, moe_run = (tmp_path / name for name in ("dense", "start", "moe"))
+    assert et("train", "tiny", *small, *sizes, "--rule", "dense", "--steps", 6, "--out", dense_run) == 0
+    before = {path: path.read_bytes() for path in dense_run.rglob("*") if path.is_file()}
+    assert et("upcycle", dense_run, "--to", start, "--num-experts", 4) == 0
+    assert {path: path.read_bytes() for path in dense_run.rglob("*") if path.is_file()} == before
+    tokens = TOKENS[:, :64]
+    old, new = (load_model(run)[0] for run in (dense_run, start))
+    torch.testing.assert_close(new(tokens).logits, old(tokens).logits, rtol=1e-5, atol=1e-5)
+    options = ["--steps", 12, "--warmup-steps", 4, "--log-every", 1, "--out", moe_run]
+    assert et("train", "tiny", "--init-from", start, *small, *options) == 0
+    lines = {
+        run: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (dense_run, moe_run)
+    }
+    losses = [line["loss"] for line in lines[moe_run] if line["split"] == "train"]
+    validated = {run: [line["loss"] for line in lines[run] if line["split"] == "validation"] for run in lines}
+    assert losses[0] < lines[dense_run][0]["loss"]  # what was learned is there
+    assert validated[moe_run][-1] < validated[dense_run][-1]
+    trained = load_model(moe_run)[0]
+    assert all(moe.experts.down.any() for _, moe in trained.moe_layers())
+    trained.set_rate(2)
+    capsys.readouterr()
+
+
+def test_what_cannot_be_upcycled_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "experts", small_model())
+    write_run(tmp_path / "dense", dense())
+    for run, options, message in (
+        ("experts", [], f"{tmp_path / 'experts'} has experts already; name a run that was trained with --rule dense"),
+        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists; name another folder"),
+        ("dense", ["--num-experts", "0"], "num_experts=0 must be a whole number of at least 1"),
+        ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),
+    ):
+        to = [] if "--to" in options else ["--to", tmp_path / "new"]
+        assert et("upcycle", tmp_path / run, *to, *options) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith(f"et upcycle: {message}")
+        assert printed.count("\n") == 1
+        assert not (tmp_path / "new").exists()
