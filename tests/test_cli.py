@@ -23,6 +23,7 @@ import torch
 
 from expert_threshold.cli import COMMANDS, main
 from expert_threshold.cli import analyze as analyze_command
+from expert_threshold.cli import calibrate as calibrate_command
 from expert_threshold.cli import compare as compare_command
 from expert_threshold.cli import evaluate as evaluate_command
 from expert_threshold.cli import export as export_command
@@ -33,6 +34,7 @@ from expert_threshold.cli import plan as plan_command
 from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import serve as serve_command
 from expert_threshold.cli import train as train_command
+from expert_threshold.cli import upcycle as upcycle_command
 from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, RunConfig, resolve
@@ -50,6 +52,8 @@ OPTIONS: dict[str, list[Option]] = {
     "evaluate": evaluate_command.OPTIONS,
     "analyze": analyze_command.OPTIONS,
     "leakage": leakage_command.OPTIONS,
+    "calibrate": calibrate_command.OPTIONS,
+    "upcycle": upcycle_command.OPTIONS,
     "export": export_command.OPTIONS,
     "serve": [*serve_command.OPTIONS, *serve_command.LIMITS],
     "import": import_command.OPTIONS,
