@@ -149,14 +149,15 @@ def test_at_another_rate_the_cutoffs_told_are_those_that_decided(server: Served)
 
 
 def test_a_run_has_a_dial_where_a_rate_can_be_asked_for() -> None:
-    has_dial = {name: describe(explored(small_model(rule)))["dial"] for name, rule in RULES.items()}
-    assert has_dial == {
-        "dense": False,
-        "token_choice": False,
-        "loss_free": False,
-        "expert_choice": True,
-        "expert_threshold": True,
-    }
+    dials = {name: describe(explored(small_model(rule)))["dial"] for name, rule in RULES.items()}
+    none = dict.fromkeys(RULES)
+    assert dials == none | {"expert_choice": 4, "expert_threshold": 4}
+
+
+def test_at_rates_of_none_and_all_the_cutoffs_are_told_all_the_same(server: Served) -> None:
+    for rate in (0, 4):
+        _, told = read(server, rate=rate)
+        assert {len(layer["experts"]) for token in told for layer in token["layers"]} == {rate}
 
 
 def test_a_token_that_is_part_of_a_character_is_shown_by_its_bytes(server: Served) -> None:

@@ -219,7 +219,7 @@ class Engine:
         self.context = model.config.context
         self.tokenizer = tokenizer
         self._check_rate = model.check_rate
-        self.dial = _dial(model)
+        self.dial = largest_rate(model)
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
         self.waiting: deque[Writing] = deque()
         self.running: dict[int, Writing] = {}
@@ -329,7 +329,8 @@ class Engine:
         return Step(token, text, logprob, None, _routing(routed, i) if request.record else None, top)
 
 
-def _dial(model: GPT) -> float | None:
+def largest_rate(model: GPT) -> float | None:
+    """None where the model has but the rate it was trained for."""
     try:
         model.check_rate(0)
     except ValueError:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..data import Tokenizer
 from ..model import GPT
-from .engine import Request, Step, TokenRouting
+from .engine import Request, Step, TokenRouting, largest_rate
 from .serving.completion import Fields, read_object
 from .serving.errors import ApiError
 from .serving.limits import Limits
@@ -61,7 +61,7 @@ class Explored(NamedTuple):
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
-    """A run as JSON. dial: whether it can be read at other rates of experts per token than as trained, which is None.
+    """A run as JSON. dial: the largest rate of experts per token it can be read at, None where that is as trained.
 
     Of each layer the cutoffs at the rate, or the biases of loss-free token choice; a dense layer has neither.
     """
@@ -80,17 +80,9 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
         "shared_experts": 0 if rule is None else config.shared_experts,
         "context": config.context,
         "tokenizer": run.tokenizer.hash,
-        "dial": _has_dial(run.model),
+        "dial": largest_rate(run.model),
         "layers": layers,
     }
-
-
-def _has_dial(model: GPT) -> bool:
-    try:
-        model.check_rate(1)
-    except ValueError:
-        return False
-    return True
 
 
 def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
@@ -149,14 +141,13 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
         raise ApiError(404, f"there is no run of that name; here is {', '.join(run.name for run in runs)}", param="run")
     if not isinstance(text, str):
         raise ApiError(400, "text must be a text", param="text", code="invalid_type")
-    context, rule = run.model.config.context, run.model.config.rule
+    context = run.model.config.context
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
     max_tokens = fields.integer("max_tokens", 0, 0, limits.output_tokens or context)
     most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
     if len(prompt) > most:
         message = f"the text has {len(prompt)} tokens, its beginning included, and {run.name} takes {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
-    rate = fields.number("rate", math.nan, 0, 0 if rule is None else rule.num_experts)
     request = Request(
         prompt,
         max_tokens,
@@ -166,7 +157,7 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
         tops=TOPS,
         echo=True,
         record=True,
-        rate=None if math.isnan(rate) else rate,
+        rate=fields.optional_number("rate", 0, math.inf),
     )
     fields.require_no_more()
     try:

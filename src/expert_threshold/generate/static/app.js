@@ -11,7 +11,7 @@ const PAUSE = 350; // milliseconds without a key before the text is read
 
 let panels = [];
 let scale = null; // { by, bins }
-let asked = null; // what ends the requests on their way
+let asked = null; // the requests on their way: { controller, keep }, keep being the token that was open before
 let timer = null;
 let written = location.hash; // the link as we made it
 
@@ -20,9 +20,10 @@ let written = location.hash; // the link as we made it
 /** Let every shown run read the text; first, if asked to, let one of them write on. */
 async function go({ write = false } = {}) {
   clearTimeout(timer);
-  asked?.abort();
-  const mine = (asked = new AbortController());
-  const keep = write ? null : selection();
+  const keep = write ? null : (selection() ?? asked?.keep ?? null);
+  asked?.controller.abort();
+  const mine = (asked = { controller: new AbortController(), keep });
+  const { signal } = mine.controller;
   tell(write ? "Writing…" : "Reading…");
   fail(null);
   busy(write);
@@ -30,11 +31,11 @@ async function go({ write = false } = {}) {
     const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
     const text = $("text").value;
     if (write) {
-      await follow(writer, { text, ...options() }, mine.signal);
+      await follow(writer, { text, ...options() }, signal);
       $("text").value = spoken(writer);
     }
     const others = shown().filter((panel) => !write || panel !== writer);
-    await Promise.all(others.map((panel) => follow(panel, { text: $("text").value }, mine.signal)));
+    await Promise.all(others.map((panel) => follow(panel, { text: $("text").value }, signal)));
     if (mine === asked) tell(outcome(write ? writer : null));
   } finally {
     if (mine === asked) {
@@ -87,7 +88,7 @@ function outcome(writer) {
 
 function stop() {
   if (!asked) return;
-  asked.abort();
+  asked.controller.abort();
   asked = null;
   const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
   $("text").value = spoken(writer);
@@ -155,7 +156,7 @@ function link() {
   const chosen = selection();
   if (chosen) view.set("token", `${chosen.panel}:${chosen.token}`);
   panels.forEach((panel, i) => panel.pinned && view.set("expert", `${i}:${panel.pinned.join(":")}`));
-  if (scale.by !== "fanout") view.set("by", scale.by);
+  view.set("by", scale.by);
   if (value("rate") !== null) view.set("rate", value("rate"));
   const hidden = panels.filter((panel) => panel.element.hidden).map(({ run }) => run.name);
   if (hidden.length) view.set("without", hidden.join("\n"));
@@ -167,7 +168,8 @@ function link() {
 async function restore() {
   const view = new URLSearchParams(location.hash.slice(1));
   $("text").value = view.get("text") ?? EXAMPLES.Code;
-  $("by").value = Object.hasOwn(MEASURES, view.get("by")) ? view.get("by") : "fanout";
+  const plain = panels.some(({ run }) => run.experts) ? "fanout" : "loss";
+  $("by").value = Object.hasOwn(MEASURES, view.get("by")) ? view.get("by") : plain;
   $("rate").value = view.get("rate") ?? "";
   const without = (view.get("without") ?? "").split("\n");
   panels.forEach((panel, i) => show(panel, i === 0 || !without.includes(panel.run.name)));
