@@ -66,7 +66,7 @@ def gradients(trainer: Trainer) -> dict[str, Tensor]:
     """Of the first step, which is not made."""
     found: dict[str, Tensor] = {}
 
-    def keep(step: int, steps: int) -> None:
+    def keep(*_: object) -> None:
         found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
 
     trainer.optimizers.step = keep  # type: ignore[method-assign]

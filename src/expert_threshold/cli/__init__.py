@@ -70,11 +70,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
-        ours = isinstance(error, ValueError | OSError) or is_out_of_memory(error)
-        if not ours or os.environ.get("ET_DEBUG") == "1":
+        if not is_users(error):
             raise
-        print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+        print(f"{prog}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def is_users(error: BaseException) -> bool:
+    """Whether one line tells all there is to know, and no traceback is wanted."""
+    ours = isinstance(error, ValueError | OSError) or (isinstance(error, Exception) and is_out_of_memory(error))
+    return ours and os.environ.get("ET_DEBUG") != "1"
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -121,7 +126,7 @@ def _help() -> str:
     )
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     if not isinstance(error, ValueError | OSError):
         return "out of memory; use a smaller model, or a machine or a device with more of it"
     if isinstance(error, OSError) and error.strerror:

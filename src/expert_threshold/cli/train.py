@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +26,14 @@ from ..plan import costs
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult, train
-from ..train.checks import FREE_ON_RESUME
+from ..train.checks import FREE_ON_RESUME, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
+from ..train.meeting import Fault, Meeting, from_first, meet, restarts
 from ..train.pace import tokens_within
-from . import is_out_of_memory
+from ..train.parallel import is_lost_rank, launch, mesh_sizes
+from ..train.saving import LostSaveError
+from . import USAGE_ERROR, is_out_of_memory, is_users, one_line
 from .options import Option
 from .run_options import parse_run, preset_of, resolve_run
 
@@ -35,6 +41,7 @@ OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
     Option("resume", str, None, "Go on with the run in this folder; all other options are read from there."),
     Option("init_from", str, None, "Begin with the model, the weights and the tokenizer of this run."),
+    Option("nproc", int | None, None, "Processes to train in on this machine, one for each GPU; for more, torchrun."),
     Option("minutes", float | None, None, "Train for about so long, instead of --steps, by the speed measured first."),
 ]
 
@@ -44,37 +51,91 @@ SAMPLE_TOKENS = 96
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Train as the arguments say."""
+    """Train as the arguments say, as one rank if a launcher has started several."""
+    meeting = meet()
+    if meeting is None:
+        _run(arguments, None, [])
+        return
+    folders: list[RunFolder] = []
+    try:
+        _run(arguments, meeting, folders)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        remedy = f"to go on: et train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
+        code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
+        os._exit(code)  # threads of a broken connection must not keep this process
+
+
+def _fault(error: BaseException) -> Fault | None:
+    """Of this rank; None where it has lost another one, or was told to stop."""
+    if isinstance(error, KeyboardInterrupt | LostSaveError) or is_lost_rank(error):
+        return None
+    if is_users(error):
+        return Fault(one_line(error), USAGE_ERROR)
+    traceback.print_exception(error)
+    return Fault(" ".join(f"{type(error).__name__}: {error}".split()), 1)
+
+
+def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFolder]) -> None:
+    """folders: gets the run's, once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
+    processes = given.pop("nproc", None)
+    if processes is not None and meeting is None:
+        _launch(arguments, given, processes)
+        return
     keep_freed_memory()
-    console = Console()
-    if "resume" in given:
-        folder = RunFolder.open(given["resume"])
-        config = _resumed(folder, given)
-        console.print(introduce(config), highlight=False, soft_wrap=True)
-        result = train_run(folder, config, console, resume=True)
+    leads = meeting is None or meeting.rank == 0
+    console = Console(quiet=not leads)
+    out = given.get("out", _default_out(given)) if "resume" not in given else given["resume"]
+    again = restarts() > 0 and Path(out, "config.json").is_file()
+    if "resume" in given or again:
+        folder = RunFolder.open(out)
+        folders.append(folder)
+        config = RunConfig.from_dict(folder.config) if again else _resumed(folder, given)
+        console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
+        result = train_run(folder, config, console, resume=True, meeting=meeting)
     else:
         config = resolve_run(given)
-        name = given.get("recipe") or rule_name(config.model.rule)
-        path = given.get("out", f"runs/{preset_of(given)}-{name}")
         init_from = Path(given["init_from"]) if "init_from" in given else None
-        folder = RunFolder.create(path)
+        folder = RunFolder(Path(from_first(meeting, lambda: str(RunFolder.create(out).path))))
+        folders.append(folder)
         try:
             if given.get("minutes") is not None:
-                config = _within_minutes(given, config, console)
-            console.print(introduce(config), highlight=False, soft_wrap=True)
-            result = train_run(folder, config, console, init_from=init_from)
+                config = _within_minutes(given, config, console, meeting)
+            console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
+            result = train_run(folder, config, console, init_from=init_from, meeting=meeting)
         except BaseException:
-            with contextlib.suppress(OSError):
-                folder.path.rmdir()  # goes only if nothing was written yet
+            if leads:
+                with contextlib.suppress(OSError):
+                    folder.path.rmdir()  # goes only if nothing was written yet
             raise
-    if result.finished:
+    if result.finished and leads:
         console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
 
 
-def _within_minutes(given: dict[str, Any], config: RunConfig, console: Console) -> RunConfig:
+def _default_out(given: dict[str, Any]) -> str:
+    name = given.get("recipe") or rule_name(resolve_run(given).model.rule)
+    return f"runs/{preset_of(given)}-{name}"
+
+
+def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
+    """The same command in so many processes, refused before they start where that can be known."""
+    if processes < 1:
+        raise ValueError(f"nproc={processes} must be at least 1")
+    config = _resumed(RunFolder.open(given["resume"]), given) if "resume" in given else resolve_run(given)
+    mesh_sizes(processes, config.train.expert_parallel)
+    require_trainable(config.model, config.train, processes)
+    code = launch(["train", *arguments], processes)
+    if code:
+        raise SystemExit(code)
+
+
+def _within_minutes(given: dict[str, Any], config: RunConfig, console: Console, meeting: Meeting | None) -> RunConfig:
     """The configuration with the tokens that can be trained on in the time. Raises ValueError for nonsense."""
     minutes = given["minutes"]
+    if meeting is not None:
+        raise ValueError(f"minutes={minutes}: the speed of several ranks is not measured first; give --steps")
     for other in ("steps", "tokens"):
         if given.get(other) is not None:
             raise ValueError(
@@ -99,6 +160,9 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
             "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
             "or a smaller model"
         ) from error
+    meeting = options.get("meeting")
+    if meeting is not None and meeting.rank > 0:
+        return result
     try:
         write_report(folder)
     except Exception as error:  # whatever it is, the run itself is whole
@@ -109,7 +173,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
 
 def _resumed(folder: RunFolder, given: dict[str, Any]) -> RunConfig:
     """The run's own configuration, but for what may change. Raises ValueError naming any other option that is given."""
-    changes = {name: value for name, value in given.items() if name != "resume"}
+    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
             flag = "PRESET" if name == "preset" else "--" + name.replace("_", "-")
@@ -121,8 +185,9 @@ def _resumed(folder: RunFolder, given: dict[str, Any]) -> RunConfig:
     return replace(config, train=replace(config.train, **changes))
 
 
-def introduce(config: RunConfig) -> str:
+def introduce(config: RunConfig, meeting: Meeting | None = None) -> str:
     """What is about to be trained, on what. Raises ValueError if the device is not there."""
+    ranks = "" if meeting is None else f", {counted(meeting.ranks, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
     experts = "" if rule is None else f" among {rule.num_experts} experts, {rule.experts_per_token:g} per token"
@@ -133,7 +198,7 @@ def introduce(config: RunConfig) -> str:
         f"model: {short(cost['params_total'])} parameters, {short(cost['params_active'])} active; "
         f"rule {cost['rule']}{experts}\n"
         f"training: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = {short(cost['tokens'])} tokens, "
-        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}"
+        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}{ranks}"
     )
 
 

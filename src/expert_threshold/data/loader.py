@@ -104,6 +104,10 @@ class _Rows:
     def __len__(self) -> int:
         return len(self._order)
 
+    def targets(self, first: int, last: int) -> int:
+        """Tokens that follow in the rows `first` to `last`, which are not IGNORED."""
+        return int(np.minimum(self._starts[-1] - self._order[first:last] * self._context, self._context).sum())
+
     def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """Rows `first` to `last` of this block's order, each with the token that follows it; IGNORED past the end."""
         rows = np.full((last - first, self._context + 1), IGNORED, np.int64)
@@ -161,6 +165,7 @@ class Loader(Iterator[Batch]):
         assert context > 0
         assert 0 <= rank < ranks
         self.position = position
+        self.targets = 0  # of the last batch, all ranks' together, without those that are IGNORED
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
@@ -182,7 +187,7 @@ class Loader(Iterator[Batch]):
     def __next__(self) -> Batch:
         first, last, whole = (i * self._batch_size for i in (self._rank, self._rank + 1, self._ranks))
         seen, parts, position = 0, [], self.position
-        empty = 0
+        empty = targets = 0
         while seen < whole:
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
@@ -192,9 +197,10 @@ class Loader(Iterator[Batch]):
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
                 parts.append(rows.read(position.row + mine.start, position.row + mine.stop))
+            targets += rows.targets(position.row, position.row + taken)
             seen += taken
             position = self._after(position, taken, rows)
-        self.position = position
+        self.position, self.targets = position, targets
         ids = torch.from_numpy(np.concatenate(parts))
         return Batch(ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous())
 

@@ -1,6 +1,6 @@
 """The language model."""
 
-from ..moe import Observation, Routing
+from ..moe import Observation, Routing, Rule, chooses_on_rank
 from .attention import Cache
 from .gpt import GPT, GPTConfig, Output
 from .presets import PRESETS, flops_per_token, parameter_counts
@@ -15,7 +15,9 @@ __all__ = [
     "Observation",
     "Output",
     "Routing",
+    "Rule",
     "Score",
+    "chooses_on_rank",
     "common_prefix",
     "crop",
     "flops_per_token",

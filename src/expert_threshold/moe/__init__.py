@@ -1,6 +1,15 @@
 """The Mixture-of-Experts layer and the ways to compute it; with what its users need of the routing rules."""
 
-from ..routing import RULES, ExpertThreshold, Observation, Routing, Rule, rule_from_dict, rule_to_dict
+from ..routing import (
+    RULES,
+    ExpertThreshold,
+    Observation,
+    Routing,
+    Rule,
+    chooses_on_rank,
+    rule_from_dict,
+    rule_to_dict,
+)
 from .dispatch import DISPATCHES
 from .experts import ActivationName, Experts, FeedForward, Linear
 from .follow import Follower, follow
@@ -23,6 +32,7 @@ __all__ = [
     "Routing",
     "Rule",
     "check_options",
+    "chooses_on_rank",
     "follow",
     "rule_from_dict",
     "rule_to_dict",

@@ -28,6 +28,10 @@ class Slice(NamedTuple):
     stop: int
     shape: tuple[int, ...]  # of the whole
 
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.shape[0]
+
     def of(self, whole: Tensor) -> Tensor:
         """This part, a view."""
         return whole[self.start : self.stop]
@@ -43,6 +47,9 @@ class Shares(Protocol):
 
     named: dict[str, Tensor]
     slices: dict[str, Slice]
+
+    def owned(self) -> dict[str, tuple[Tensor, Slice]]:
+        """The weights that this rank has to save: each is owned by exactly one."""
 
     def last_backward(self) -> None:
         """The next backward is the last before a step: gradients that are complete may leave."""
@@ -64,6 +71,9 @@ class Unshared:
         self.named = dict(parameters)
         self.slices = {name: whole(parameter) for name, parameter in parameters.items()}
 
+    def owned(self) -> dict[str, tuple[Tensor, Slice]]:
+        return _places(self)
+
     def last_backward(self) -> None:
         pass
 
@@ -76,6 +86,10 @@ class Unshared:
     def finish(self) -> None:
         for parameter in self.named.values():
             parameter.grad = None
+
+
+def _places(shares: Shares) -> dict[str, tuple[Tensor, Slice]]:
+    return {name: (tensor, shares.slices[name]) for name, tensor in shares.named.items()}
 
 
 class Member(NamedTuple):
@@ -164,6 +178,9 @@ class Replicated:
             self._bucket_of |= dict.fromkeys(bucket.owned, bucket)
             for member in bucket.members:
                 member.parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._arrived(number))
+
+    def owned(self) -> dict[str, tuple[Tensor, Slice]]:
+        return _places(self)
 
     def last_backward(self) -> None:
         self._armed, self._reduced = True, 0

@@ -50,6 +50,13 @@ RULES: dict[str, type[Rule]] = {
 }
 
 
+def chooses_on_rank(rule: Rule) -> bool:
+    """Whether what the rule chooses or loses in training depends on one rank's whole micro-batch, and on no other's."""
+    if isinstance(rule, TokenChoice):
+        return rule.balance == "aux"
+    return isinstance(rule, ExpertChoice | ExpertThreshold) and rule.pool not in ("sequence", "global")
+
+
 def rule_name(rule: Rule | None) -> str:
     """The rule's name in the table; None is 'dense', a model without routed experts."""
     if rule is None:

@@ -5,11 +5,16 @@
       state.json              whatever is no tensor
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
+
+Where several ranks have saved, each has written files of its own, `model_of_rank_0.safetensors`, in parallel. They hold
+tensors, or parts of them that lie along the first dimension: then the file's metadata say where. Whoever reads gets
+whole tensors, so that any number of ranks goes on from what any other has saved.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -17,8 +22,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from .files import read_json, sync_folder, to_json, write_synced
@@ -27,12 +33,28 @@ FORMAT = "expert-threshold checkpoint"
 VERSION = 1
 _TEMPORARY = ".tmp-"
 _FILE_NAME = re.compile(r"state\.json|[a-z0-9_]+\.safetensors")
+_OF_RANK = re.compile(r"(_of_rank_\d+)?\.safetensors$")
+_PLACES = "places"
 _FOLDER_NAME = re.compile(r"step_(\d{6,})")
+
+
+class Part(NamedTuple):
+    """Some of a tensor: its places from `start` on, along the first dimension."""
+
+    tensor: Tensor
+    start: int
+    shape: tuple[int, ...]  # of the whole
+
+
+Tensors = Mapping[str, Mapping[str, Tensor | Part]]
+"""What is saved: part -> name -> tensor, or of one rank of several some of it."""
+Fingerprints = dict[str, dict[str, Any]]
+"""Size and sha256 of each file."""
 
 
 class Checkpoint(NamedTuple):
     step: int
-    tensors: dict[str, dict[str, Tensor]]  # part -> name -> tensor, on the CPU
+    tensors: dict[str, Any]  # part -> name -> tensor, those that were read on the CPU
     state: dict[str, Any]
 
 
@@ -48,11 +70,24 @@ def saved_steps(parent: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def write(parent: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -> None:
     """Saves a checkpoint so that at any time, also when killed, it is there whole or not at all.
 
     A step that is already there whole stays as it is: a run has one state per step. `OSError` (a full disk) and every
     other exception leave all earlier checkpoints as they were.
+    """
+    temporary = begin(parent, step)
+    if temporary is None:
+        return
+    try:
+        commit(parent, step, write_files(temporary, tensors), state)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def begin(parent: Path, step: int) -> Path | None:
+    """An empty folder for the files of a checkpoint; None where that step is there whole. Removes what was left over
+    by those that were never committed.
     """
     if not parent.exists():
         parent.mkdir()
@@ -63,26 +98,40 @@ def write(parent: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], 
     if target.exists():
         try:
             verify(target)
-            return
+            return None
         except ValueError:
             shutil.rmtree(target)
-    temporary = parent / f"{_TEMPORARY}{target.name}"
-    try:
-        temporary.mkdir()
-        write_synced(temporary / "state.json", to_json(state, indent=1).encode())
-        for part, named in tensors.items():
-            assert _FILE_NAME.fullmatch(f"{part}.safetensors"), part
-            _write_tensors(temporary / f"{part}.safetensors", named)
-            # safetensors makes files that their owner alone can read.
-            shutil.copymode(temporary / "state.json", temporary / f"{part}.safetensors")
-        files = {path.name: _fingerprint(path) for path in sorted(temporary.iterdir())}
-        manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
-        write_synced(temporary / "manifest.json", to_json(manifest, indent=1).encode())
-        sync_folder(temporary)
-        os.replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    temporary = _temporary(parent, step)
+    temporary.mkdir()
+    return temporary
+
+
+def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
+    """Writes a file for each part; rank: of several, which all write to the folder at once. May run in any thread."""
+    names = []
+    for part, named in tensors.items():
+        names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
+        assert _FILE_NAME.fullmatch(names[-1]), part
+        _write_tensors(temporary / names[-1], named)
+    return {name: _fingerprint(temporary / name) for name in sorted(names)}
+
+
+def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any]) -> None:
+    """Makes the files that all ranks have written, with these fingerprints, the checkpoint of `step`."""
+    temporary = _temporary(parent, step)
+    write_synced(temporary / "state.json", to_json(state, indent=1).encode())
+    for name in files:  # safetensors makes files that their owner alone can read
+        shutil.copymode(temporary / "state.json", temporary / name)
+    files = {**files, "state.json": _fingerprint(temporary / "state.json")}
+    manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(sorted(files.items()))}
+    write_synced(temporary / "manifest.json", to_json(manifest, indent=1).encode())
+    sync_folder(temporary)
+    os.replace(temporary, folder_of(parent, step))
     sync_folder(parent)
+
+
+def _temporary(parent: Path, step: int) -> Path:
+    return parent / f"{_TEMPORARY}{folder_of(parent, step).name}"
 
 
 def prune(parent: Path, keep: int, newest: int) -> None:
@@ -103,14 +152,16 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
     """
     folder = folder_of(parent, step)
     try:
-        names = [name for name in _listed(folder) if parts is None or name.removesuffix(".safetensors") in parts]
-        missing = set(parts or ()) - {name.removesuffix(".safetensors") for name in names}
+        names = [name for name in _listed(folder) if parts is None or _part_of(name) in parts]
+        missing = set(parts or ()) - set(map(_part_of, names))
         if missing:
             raise ValueError(f"{folder}: holds no {', '.join(sorted(missing))}")
         verify(folder, {*names, "state.json"})
         state = read_json(folder / "state.json")
+        files = [name for name in names if name != "state.json"]
         tensors = {
-            name.removesuffix(".safetensors"): load_file(folder / name) for name in names if name != "state.json"
+            part: _read_tensors([folder / name for name in files if _part_of(name) == part])
+            for part in dict.fromkeys(map(_part_of, files))
         }
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{error}; {_remedy(parent, step)}") from error
@@ -163,9 +214,20 @@ def _remedy(parent: Path, step: int) -> str:
     return "no earlier checkpoint is whole: restore this one from a copy, or train again with another --out"
 
 
-def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
+def _part_of(file: str) -> str:
+    return _OF_RANK.sub("", file)
+
+
+def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
+    parts = {name: part for name, part in named.items() if isinstance(part, Part)}
+    tensors = {name: part.tensor if isinstance(part, Part) else part for name, part in named.items()}
+    places = {name: [part.start, *part.shape] for name, part in parts.items()}
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in named.items()}, path)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            path,
+            {_PLACES: json.dumps(places)} if places else None,
+        )
     except SafetensorError as error:  # how safetensors reports a full disk
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
@@ -173,6 +235,29 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor]) -> None:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
+    """Of all ranks' files of a part. Raises ValueError where a tensor is not whole."""
+    tensors: dict[str, Tensor] = {}
+    missing: dict[str, int] = {}
+    for path in paths:
+        with safe_open(path, "pt") as file:
+            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
+            for name in file.keys():  # noqa: SIM118  no mapping
+                tensor = file.get_tensor(name)
+                if name not in places:
+                    tensors[name] = tensor
+                    continue
+                start, *shape = places[name]
+                if name not in tensors:
+                    tensors[name], missing[name] = torch.empty(shape, dtype=tensor.dtype), shape[0]
+                tensors[name][start : start + len(tensor)] = tensor
+                missing[name] -= len(tensor)
+    for name, places_left in missing.items():
+        if places_left:
+            raise ValueError(f"{paths[0].parent}: {name} is not whole: files of a rank are missing")
+    return tensors
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:

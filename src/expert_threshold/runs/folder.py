@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..data import Tokenizer
 from . import checkpoint
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Fingerprints, Tensors
 from .files import read_json, replace_file, replacing, to_json
 from .lock import LOCK, exclusive, is_vacant
 from .metrics import Metrics
@@ -30,12 +28,12 @@ def read_tokenizer(path: Path) -> Tokenizer:
 class RunFolder:
     """The files of one run.
 
-        config.json             the whole resolved configuration
-        metrics.jsonl           one JSON object a line
-        tokenizer.json
-        checkpoints/step_000100/
-        samples/
-        report.html
+    config.json             the whole resolved configuration
+    metrics.jsonl           one JSON object a line
+    tokenizer.json
+    checkpoints/step_000100/
+    samples/
+    report.html
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,7 +133,7 @@ class RunFolder:
     def save_checkpoint(
         self,
         step: int,
-        tensors: Mapping[str, Mapping[str, Tensor]],
+        tensors: Tensors,
         state: Mapping[str, Any],
         keep: int | None = None,
     ) -> None:
@@ -147,6 +145,22 @@ class RunFolder:
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must stay; None keeps all")
         checkpoint.write(self._checkpoints, step, tensors, state)
+        if keep is not None:
+            checkpoint.prune(self._checkpoints, keep, newest=step)
+
+    def begin_checkpoint(self, step: int) -> Path | None:
+        """Where several ranks are to write their files of a checkpoint; None where that step is saved already."""
+        return checkpoint.begin(self._checkpoints, step)
+
+    def write_files(self, temporary: Path, tensors: Tensors, rank: int) -> Fingerprints:
+        """Writes this rank's files there; of any thread."""
+        return checkpoint.write_files(temporary, tensors, rank)
+
+    def commit_checkpoint(
+        self, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None
+    ) -> None:
+        """Makes the files that ranks have written one checkpoint; `keep` as `save_checkpoint` says."""
+        checkpoint.commit(self._checkpoints, step, files, state)
         if keep is not None:
             checkpoint.prune(self._checkpoints, keep, newest=step)
 

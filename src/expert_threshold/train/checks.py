@@ -12,7 +12,7 @@ from ..data.tokenizer import require_vocab_size
 from ..model import GPTConfig
 from ..runs import RunFolder
 from .config import TrainConfig
-from .device import pick_device
+from .parallel import portion_of
 from .track import require_tracker
 
 # What may differ when a run is resumed, since it does not change what is learned.
@@ -23,13 +23,12 @@ FREE_ON_RESUME = {
 }  # fmt: skip
 
 
-def require_trainable(model: GPTConfig, config: TrainConfig) -> None:
-    """Raise ValueError for options that no text can be trained with, or not on this machine."""
-    pick_device(config.device)
+def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
+    """Raise ValueError for options that no text can be trained with, or not on this machine or so many ranks."""
     if config.threads is not None:
         _require_few(config.threads)
     require_vocab_size(model.vocab_size)
-    require_pools_fit(model, config)
+    require_pools_fit(model, config, ranks)
     require_tracker(config.track)
 
 
@@ -40,11 +39,13 @@ def _require_few(threads: int) -> None:
         raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
 
 
-def require_pools_fit(model: GPTConfig, config: TrainConfig) -> None:
+def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
+    portion = portion_of(config, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
+        sequences = config.batch_size if portion.one_mean else portion.batch_size
         with torch.device("meta"):  # shapes alone decide, whatever their size
-            scores = torch.zeros(config.batch_size, model.context, model.rule.num_experts)
+            scores = torch.zeros(sequences, model.context, model.rule.num_experts)
             model.rule.route(scores, model.rule.init(), training=True)
 
 

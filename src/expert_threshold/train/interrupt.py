@@ -14,10 +14,13 @@ NOTICE = b"\nfinishing this step and saving; once more quits at once\n"
 class Interrupt:
     """While entered, SIGINT and SIGTERM raise KeyboardInterrupt; with `deferred` set the first only sets `requested`.
 
+    quiet: say nothing.
+
     Python tells the main thread alone of signals; in another one nothing is installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
         self.deferred = False
         self.requested = False
         self._previous: dict[int, Any] = {}
@@ -36,4 +39,5 @@ class Interrupt:
         if self.requested or not self.deferred:
             raise KeyboardInterrupt
         self.requested = True
-        os.write(2, NOTICE)  # print is not to be called in the middle of a print
+        if not self.quiet:
+            os.write(2, NOTICE)  # print is not to be called in the middle of a print

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,13 @@ from ..runs.files import damage_told, replace_file
 from .config import TrainConfig
 from .interrupt import Interrupt
 from .log import Display, Title
+from .meeting import Meeting, from_first
+from .parallel import Parallel, joined
 from .prepare import Prepared, prepare
 from .records import core_record, train_record, validation_record
+from .saving import Saver
 from .track import Tracker, flatten, tracking
-from .trainer import SKIPS_IN_A_ROW, random_state, restore_random_state
+from .trainer import SKIPS_IN_A_ROW, Ballot, random_state, restore_random_state, vote
 
 Sample = Callable[[GPT, Tokenizer, int], str]
 """Text written by the model after a step; what makes it is handed in."""
@@ -50,11 +53,13 @@ def train(
     sample: Sample | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
+    meeting: Meeting | None = None,
 ) -> TrainResult:
     """Train in a folder that was created for it or, with `resume`, go on from its last checkpoint.
 
     init_from: a run whose weights and tokenizer to begin with. sample: writes text every `sample_every` steps.
-    console: where progress is shown; None is nowhere. title: opens its lines about steps.
+    console: where progress is shown; None is nowhere. title: opens its lines about steps. meeting: the ranks that train
+    together, each calling this alike; the first alone prints and writes what all know.
     On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
     the run or the machine, and after ten steps in a row whose loss was not finite; OSError where the disk is full.
     Earlier checkpoints are never harmed.
@@ -65,21 +70,51 @@ def train(
         )
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} begins another run; leave it out to resume {folder.path}")
-    with folder.lock(), Interrupt() as interrupt, Display(console, title) as display:
-        prepared = prepare(folder, model, data, optim, config, resume, init_from, display)
+    leads = meeting is None or meeting.rank == 0
+    display = Display(console if leads else None, title)
+    with (
+        _locked(folder, meeting),
+        Interrupt(quiet=not leads) as interrupt,
+        display,
+        joined(meeting, config) as parallel,
+    ):
+        prepared = prepare(folder, model, data, optim, config, resume, init_from, display, parallel)
         step = prepared.trainer.step
-        with tracking(config.track, folder, prepared.record, step) as tracker:
-            folder.write_config(prepared.record)
-            if step == 0:
-                folder.write_tokenizer(prepared.tokenizer)
-            folder.metrics.truncate_after(step)
-            run = _Run(folder, prepared, config, sample, display, tracker)
+        with tracking(config.track if leads else "none", folder, prepared.record, step) as tracker:
+            parallel.from_first(lambda: _begin(folder, prepared, step))
+            run = _Run(folder, prepared, config, sample, display, tracker, parallel)
             run.tell_skipped_text(prepared.skipped)
             interrupt.deferred = True
             try:
                 return run.run(interrupt)
             finally:
-                prepared.trainer.loader.close()
+                run.close()
+
+
+@contextmanager
+def _locked(folder: RunFolder, meeting: Meeting | None) -> Iterator[None]:
+    """The folder, held by the first rank for all; refused on all where it is on that one."""
+    with ExitStack() as stack:
+        from_first(meeting, lambda: stack.enter_context(folder.lock()))
+        yield
+
+
+def _begin(folder: RunFolder, prepared: Prepared, step: int) -> None:
+    folder.write_config(prepared.record)
+    if step == 0:
+        folder.write_tokenizer(prepared.tokenizer)
+    folder.metrics.truncate_after(step)
+
+
+def _done(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
+    """Of the metrics: the validations, the steps at which CORE was asked, the dead experts that were told."""
+    records = folder.metrics.read()
+    with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
+        return (
+            [[r["step"], r["loss"], r["bits_per_byte"]] for r in records if r["split"] == "validation"],
+            [r["step"] for r in records if r["split"] == "core"],
+            [[r["layer"], r["expert"]] for r in records if r.get("event") == "dead_expert"],
+        )
 
 
 class _StoppedError(Exception):
@@ -97,8 +132,11 @@ class _Run:
         sample: Sample | None,
         display: Display,
         tracker: Tracker | None,
+        parallel: Parallel,
     ) -> None:
         self.folder = folder
+        self.parallel = parallel
+        self.saver = Saver(folder, parallel, config.keep_checkpoints)
         self.trainer = prepared.trainer
         self.tokenizer = prepared.tokenizer
         self.validation = prepared.validation
@@ -107,32 +145,48 @@ class _Run:
         self.sample = sample
         self.display = display
         self.tracker = tracker
-        records = folder.metrics.read()
-        with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
-            self.validated = {r["step"]: (r["loss"], r["bits_per_byte"]) for r in records if r["split"] == "validation"}
-            self.asked = {r["step"] for r in records if r["split"] == "core"}
-            self.dead = {(r["layer"], r["expert"]) for r in records if r.get("event") == "dead_expert"}
+        validated, asked, dead = parallel.from_first(lambda: _done(folder))
+        self.validated: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validated}
+        self.asked = set(asked)
+        self.dead = set(map(tuple, dead))
 
     def run(self, interrupt: Interrupt) -> TrainResult:
         trainer, steps = self.trainer, self.config.steps
+        trainer.ballot = lambda: self.saver.ballot(interrupt.requested)
         self.display.begin(trainer.step, steps)
         if trainer.step > 0:
             self.look(interrupt)  # whatever a stop right after saving has left undone
-        while trainer.step < steps and not interrupt.requested:
+        while trainer.step < steps and not self.is_stopped(interrupt):
             self.advance()
             if self.is_due(self.config.checkpoint_every) or trainer.step == steps or self.is_core_pending():
                 self.save()
-            if not interrupt.requested:
+            if not self.is_stopped(interrupt):
                 self.look(interrupt)
         pending = self.is_validation_pending() or self.is_sample_pending() or self.is_core_pending()
         done = trainer.step == steps and not pending
         if not done:
             self.save()
+        self.saver.finish(self.vote)
+        if not done:
             self.display.say(
                 f"stopped at step {trainer.step} of {steps}; to go on: et train --resume {self.folder.path}"
             )
         loss, bits_per_byte = self.validated[max(self.validated)] if self.validated else (None, None)
         return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.trainer.loader.close()
+        self.saver.close()
+
+    def vote(self, ballot: Ballot) -> Ballot:
+        """All ranks' votes, outside of a step."""
+        group = self.parallel.world
+        return ballot if group is None else vote(ballot, group, self.parallel.device)
+
+    def is_stopped(self, interrupt: Interrupt) -> bool:
+        """Whether a signal has asked for it; of several ranks, any one in time for the last step's votes."""
+        return interrupt.requested if self.parallel.world is None else self.trainer.votes.stop > 0
 
     def is_due(self, every: int | None) -> bool:
         return every is not None and (self.trainer.step % every == 0 or self.trainer.step == self.config.steps)
@@ -140,7 +194,9 @@ class _Run:
     def advance(self) -> None:
         """One step, and its line of metrics where one is due."""
         trainer = self.trainer
-        if not trainer.advance():
+        made = trainer.advance()
+        self.saver.heed(trainer.votes)
+        if not made:
             self.tell_skipped()
         self.tell_skipped_text(trainer.loader.take_skipped())
         interval = trainer.take_interval() if self.is_due(self.config.log_every) else None
@@ -154,7 +210,7 @@ class _Run:
             }
             self.write("train", record)
             self.display.record(trainer.step, record)
-            self.tell_dead_experts(record, int(interval.seen.micro_batches) // self.config.accumulation)
+            self.tell_dead_experts(record, round(float(interval.seen.micro_batches)) // self.config.accumulation)
         self.display.step(trainer.step)
 
     def tell_skipped(self) -> None:
@@ -188,8 +244,8 @@ class _Run:
                     )
 
     def save(self) -> None:
-        _, tensors, state = self.trainer.checkpoint()
-        self.folder.save_checkpoint(self.trainer.step, tensors, state, keep=self.config.keep_checkpoints)
+        self.saver.finish(self.vote)
+        self.saver.begin(self.trainer.checkpoint())
 
     def look(self, interrupt: Interrupt) -> None:
         """Validate, sample and ask CORE where that is due and not done yet."""
@@ -202,6 +258,7 @@ class _Run:
                 self.tokenizer,
                 batch_size=self.config.batch_size,
                 max_tokens=self.config.eval_tokens,
+                group=self.parallel.world,
                 progress=self.display.task("validating"),
             )
             self.write("validation", validation_record(trainer.model, validation))
@@ -211,20 +268,22 @@ class _Run:
                 f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte",
             )
         if self.is_sample_pending():
-            assert self.sample is not None
-            random = random_state(trainer.device)
-            text = self.sample(trainer.model, self.tokenizer, trainer.step)
-            restore_random_state(random, trainer.device)
-            trainer.model.train()
-            self.folder.samples.mkdir(exist_ok=True)
-            replace_file(self.sample_path, text.encode())
+            self.parallel.from_first(self.write_sample)
+        if self.is_core_pending() and self.parallel.from_first(lambda: self.ask_core(interrupt)):
+            self.asked.add(trainer.step)
 
-        if self.is_core_pending():
-            with suppress(_StoppedError):
-                self.ask_core(interrupt)
+    def write_sample(self) -> None:
+        assert self.sample is not None
+        trainer = self.trainer
+        random = random_state(trainer.device)
+        text = self.sample(trainer.model, self.tokenizer, trainer.step)
+        restore_random_state(random, trainer.device)
+        trainer.model.train()
+        self.folder.samples.mkdir(exist_ok=True)
+        replace_file(self.sample_path, text.encode())
 
-    def ask_core(self, interrupt: Interrupt) -> None:
-        """Raises _StoppedError where that is asked for; what was answered until then is in evaluation.json."""
+    def ask_core(self, interrupt: Interrupt) -> bool:
+        """False where a signal came before the end; what was answered until then is in evaluation.json."""
 
         def progress(task: str) -> Callable[[int, int], None]:
             tell = self.display.task(f"CORE, {task}")
@@ -237,17 +296,20 @@ class _Run:
             return told
 
         trainer = self.trainer
-        core = ask_core(
-            Results(self.folder.path, trainer.model, trainer.step),
-            self.core,
-            ModelScorer(trainer.model, self.tokenizer),
-            progress,
-            max_per_task=self.config.core_max_per_task,
-        )
+        try:
+            core = ask_core(
+                Results(self.folder.path, trainer.model, trainer.step),
+                self.core,
+                ModelScorer(trainer.model, self.tokenizer),
+                progress,
+                max_per_task=self.config.core_max_per_task,
+            )
+        except _StoppedError:
+            return False
         record = core_record(core)
         self.write("core", record)
-        self.asked.add(trainer.step)
         self.display.measured(trainer.step, f"CORE {record['metric']:.4f}")
+        return True
 
     def is_core_pending(self) -> bool:
         step = self.trainer.step
@@ -258,13 +320,15 @@ class _Run:
         return self.is_due(self.config.eval_every) and self.trainer.step not in self.validated
 
     def is_sample_pending(self) -> bool:
-        return self.is_due(self.config.sample_every) and not self.sample_path.exists()
+        return self.is_due(self.config.sample_every) and not self.parallel.from_first(self.sample_path.exists)
 
     @property
     def sample_path(self) -> Path:
         return self.folder.samples / f"step_{self.trainer.step:06d}.txt"
 
     def write(self, split: str, record: dict[str, Any]) -> None:
+        if not self.parallel.leads:
+            return
         self.folder.metrics.append({"step": self.trainer.step, "split": split} | record)
         if self.tracker is not None:
             self.tracker.log(self.trainer.step, flatten(record, split))

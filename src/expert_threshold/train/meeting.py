@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -18,6 +18,13 @@ from torch.distributed.rendezvous import rendezvous
 
 GRACE = 5.0  # seconds that ranks wait for each other's word before they end
 LONG = timedelta(days=7)  # the first rank may train a tokenizer, or ask CORE
+
+
+class Fault(NamedTuple):
+    """Why a rank ends, in a line, and with which exit code."""
+
+    text: str
+    code: int
 
 
 class Meeting:
@@ -33,40 +40,51 @@ class Meeting:
         self._count = 0
 
     def from_first(self, make: Callable[[], Any]) -> Any:
-        """What `make` returns on rank 0, on every rank; all ranks call this in the same order."""
+        """What `make` returns on rank 0, on every rank; all ranks call this in the same order.
+
+        Raises ValueError on every rank where it does on rank 0, or OSError there.
+        """
         self._count += 1
         key = f"value/{self._count}"
         if self.rank == 0:
-            value = make()
-            self._store.set(key, json.dumps(value))
+            try:
+                value = make()
+            except (ValueError, OSError) as error:
+                self._store.set(key, json.dumps({"error": str(error)}))
+                raise
+            self._store.set(key, json.dumps({"value": value}))
             return value
         self._store.wait([key], LONG)
-        return json.loads(self._store.get(key))
+        said = json.loads(self._store.get(key))
+        if "error" in said:
+            raise ValueError(said["error"])
+        return said["value"]
 
-    def end(self, fault: str | None, tell: Callable[[str], None]) -> None:
-        """Let one rank tell what ended this launch: rank 0 if it has a fault, else the first that has.
+    def end(self, fault: Fault | None, remedy: str, tell: Callable[[str], None]) -> int:
+        """Let one rank tell what ended this launch, rank 0 if it has a fault itself; returns the exit code.
 
-        fault: this rank's own, None where it only lost another one.
+        fault: this rank's own, None where it only lost another one. remedy: what to do about a lost rank.
         """
         if fault is not None:
-            self._store.set(f"fault/{self.rank}", fault)
+            self._store.set(f"fault/{self.rank}", json.dumps(fault))
             if self.rank == 0:
-                self._tell(fault, tell)
+                self._tell(fault.text, tell)
             elif not self._is_told(GRACE):
-                self._tell(f"rank {self.rank}: {fault}", tell)
+                self._tell(f"rank {self.rank}: {fault.text}", tell)
             self._part()
-            return
+            return fault.code
         self._store.set(f"alive/{self.rank}", "")
-        if self._is_told(GRACE):
-            return
-        missing = self._without("alive")
-        faults = self._with("fault")
+        told = self._is_told(GRACE)
+        faults, missing = self._with("fault"), self._without("alive")
         if faults:
-            self._tell(f"rank {faults[0]}: {self._store.get(f'fault/{faults[0]}').decode()}", tell)
-        elif missing:
-            names = ", ".join(map(str, missing))
-            word = "rank" if len(missing) == 1 else "ranks"
-            self._tell(f"{word} {names} of {self.ranks} ended or no longer answered", tell)
+            first = Fault(*json.loads(self._store.get(f"fault/{faults[0]}")))
+            if not told:
+                self._tell(f"rank {faults[0]}: {first.text}", tell)
+            return first.code
+        if not told:
+            names = f"{'ranks' if len(missing) > 1 else 'rank'} {', '.join(map(str, missing))} of {self.ranks}"
+            self._tell(f"{names} ended or no longer answered; {remedy}" if missing else "interrupted", tell)
+        return 1
 
     def _tell(self, text: str, tell: Callable[[str], None]) -> None:
         if self._store.add("tellers", 1) == 1:
@@ -106,6 +124,11 @@ def meet() -> Meeting | None:
     store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return Meeting(store, rank, ranks, local_rank, local_ranks)
+
+
+def from_first(meeting: Meeting | None, make: Callable[[], Any]) -> Any:
+    """`Meeting.from_first`; where this process is alone, what it makes."""
+    return make() if meeting is None else meeting.from_first(make)
 
 
 def restarts() -> int:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..model import Rule, chooses_on_rank
 from .config import TrainConfig
 from .device import pick_device
-from .meeting import Meeting
+from .meeting import Meeting, from_first
 
 DP, EP = "dp", "ep"
 CPU = torch.device("cpu")
@@ -43,6 +46,10 @@ class Parallel:
         """Whether this is the rank that prints and writes what all know."""
         return self.rank == 0
 
+    def from_first(self, make: Callable[[], Any]) -> Any:
+        """What `make` returns on the first rank, as JSON keeps it; all ranks call this in the same order."""
+        return from_first(self.meeting, make)
+
     @property
     def ep(self) -> dist.ProcessGroup | None:
         """The ranks that hold a layer's experts together; None where each holds them all."""
@@ -62,6 +69,42 @@ def mesh_sizes(ranks: int, expert_parallel: int) -> tuple[int, int]:
             f"{expert_parallel}, or give --expert-parallel 1"
         )
     return ranks // expert_parallel, expert_parallel
+
+
+class Portion(NamedTuple):
+    """A rank's part of a step: micro-batches of so many sequences, and how many.
+
+    sharers: ranks that share a micro-batch. one_mean: whether its loss is one mean over their tokens; else each forms
+    its own, as micro-batches do.
+    """
+
+    batch_size: int
+    accumulation: int
+    sharers: int = 1
+    one_mean: bool = False
+
+
+def portion_of(config: TrainConfig, rule: Rule | None, ranks: int) -> Portion:
+    """What each rank gets of a step, so that ranks change nothing: they share the sequences of each micro-batch.
+
+    Where tokens compete on one rank only, that would change pools: ranks get whole micro-batches if there are enough.
+    Raises ValueError where neither divides.
+    """
+    batch_size, accumulation = config.batch_size, config.accumulation
+    on_rank = rule is not None and chooses_on_rank(rule)
+    if ranks == 1 or (on_rank and accumulation % ranks == 0):
+        return Portion(batch_size, accumulation // ranks)
+    if ranks > batch_size:
+        raise ValueError(
+            f"{ranks} ranks are more than the {batch_size} sequences of a micro-batch; launch fewer, or give a larger "
+            "--batch-size"
+        )
+    if batch_size % ranks:
+        raise ValueError(
+            f"batch_size={batch_size} sequences do not divide by {ranks} ranks; give a multiple of {ranks}, or launch "
+            "a number of ranks that divides it"
+        )
+    return Portion(batch_size // ranks, accumulation, ranks, one_mean=not on_rank)
 
 
 def local_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
@@ -106,6 +149,14 @@ def joined(meeting: Meeting | None, config: TrainConfig) -> Iterator[Parallel]:
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
     yield Parallel(meeting.rank, meeting.ranks, meeting.local_ranks, device, dist.group.WORLD, line, mesh, meeting)
     dist.destroy_process_group()  # after an error others may still wait for this rank: its end is what tells them
+
+
+LOST = re.compile("gloo|nccl|connection|timed out|socket|broken pipe|recv|heartbeat", re.IGNORECASE)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether that is what a collective raises when another rank has ended, or does not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +26,11 @@ from ..runs import Checkpoint, RunFolder
 from ..runs.files import damage_told
 from .checks import require_same_corpus, require_trainable, require_unchanged
 from .config import TrainConfig
-from .device import pick_device, pick_dtype
+from .device import pick_dtype
+from .layout import lay_out
 from .log import Display
-from .trainer import Trainer
+from .parallel import Parallel, Portion, portion_of
+from .trainer import Trainer, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
 """Of the text, from its beginning, that a tokenizer is trained on."""
@@ -51,10 +54,11 @@ def prepare(
     resume: bool,
     init_from: Path | None,
     display: Display,
+    parallel: Parallel,
 ) -> Prepared:
     """A trainer before its first step or, with `resume`, after the last saved. Raises ValueError as `train` does."""
-    require_trainable(model, config)
-    device = pick_device(config.device)
+    require_trainable(model, config, parallel.ranks)
+    device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     record = _record(model, data, optim, config, device, init_from)
@@ -62,7 +66,7 @@ def prepare(
         require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
     core = _read_core(config)
-    saved, source = _beginning(folder, record, resume)
+    saved, source = _beginning(folder, record, resume, parallel)
 
     corpus = open_source(**asdict(data))
     display.say(corpus.describe())
@@ -71,19 +75,27 @@ def prepare(
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
     gpt = _model(model, config, device, source)
+    if saved is not None:
+        load_weights(gpt, saved)
     new = saved is None and source is None
-    tokenizer = _new_tokenizer(corpus, model.vocab_size, display) if new else (source or folder).tokenizer()
+    tokenizer = _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
     validation = _validation(corpus, tokenizer, config, model.context, display)
-    loader = _loader(corpus, tokenizer, data, config, model.context, display)
-    trainer = Trainer(gpt, make_optimizers(gpt.named_parameters(), optim, model.d_model), loader, config)
+    portion = portion_of(config, model.rule, parallel.ranks)
+    loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, portion)
+    shares = lay_out(gpt, optim, config, parallel)
+    optimizers = make_optimizers(shares.named.items(), optim, model.d_model)
+    trainer = Trainer(gpt, optimizers, loader, config, parallel=parallel, portion=portion, shares=shares)
     if saved is not None:
         trainer.restore(saved)
     return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
 
 
-def _beginning(folder: RunFolder, record: dict[str, Any], resume: bool) -> tuple[Checkpoint | None, RunFolder | None]:
+def _beginning(
+    folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
+) -> tuple[Checkpoint | None, RunFolder | None]:
     """What to go on from: this run's last checkpoint, or another run's weights and tokenizer; None of both for none."""
-    saved = folder.load_checkpoint() if resume and folder.checkpoints() else None
+    step = parallel.from_first(folder.latest_checkpoint) if resume else None
+    saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
             f"{folder.path}: holds weights alone, of step {saved.step}; "
@@ -118,7 +130,14 @@ def _validation(
 
 
 def _loader(
-    corpus: Corpus, tokenizer: Tokenizer, data: DataConfig, config: TrainConfig, context: int, display: Display
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    config: TrainConfig,
+    context: int,
+    display: Display,
+    parallel: Parallel,
+    portion: Portion,
 ) -> Loader:
     tokens: Tokens | Parts
     if corpus.parts is not None:
@@ -126,7 +145,17 @@ def _loader(
     else:
         tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
     threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
-    return Loader(tokens, config.batch_size, context, config.seed, threads=threads, skip_damaged=data.skip_damaged)
+    return Loader(
+        tokens,
+        portion.batch_size,
+        context,
+        config.seed,
+        parallel.rank,
+        parallel.ranks,
+        threads=max(1, threads // parallel.local_ranks),
+        group=parallel.world,
+        skip_damaged=data.skip_damaged,
+    )
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
@@ -148,7 +177,7 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
     return tasks
 
 
-def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokenizer:
+def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
     """What lies beside the text, if it is of that size; else one that is trained on its beginning."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
@@ -159,8 +188,22 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display) -> Tokeniz
             f"give --vocab-size {beside.vocab_size}"
         )
     display.say(f"training a tokenizer of {vocab_size} tokens")
-    text = corpus.beginning(TOKENIZER_CHARACTERS, display.task("reading text for the tokenizer"))
-    return Tokenizer.train(text, vocab_size)
+
+    def train() -> Tokenizer:
+        text = corpus.beginning(TOKENIZER_CHARACTERS, display.task("reading text for the tokenizer"))
+        return Tokenizer.train(text, vocab_size)
+
+    if parallel.world is None:
+        return train()
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "tokenizer.json"
+
+        def trained() -> str:
+            train().save(path)
+            return path.read_text(encoding="utf-8")
+
+        path.write_text(parallel.from_first(trained), encoding="utf-8")
+        return Tokenizer.load(path)
 
 
 def _record(

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Loader, Position
 from ..model import GPT, Observation
-from ..optim import Optimizers
-from ..runs import Checkpoint
+from ..optim import Optimizers, Shares, Slice, Unshared
+from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
 from .config import TrainConfig
+from .parallel import Parallel, Portion
 
 SKIPS_IN_A_ROW = 10
 """So many steps without a finite loss end a run."""
@@ -58,14 +61,41 @@ class Interval(NamedTuple):
     tokens_per_second: float
 
 
-class Trainer:
-    """A model in training. `step` counts the steps made, skipped ones included; `seconds` are those spent on them."""
+class Ballot(NamedTuple):
+    """What a rank tells the others at every step, and how many of them said so."""
 
-    def __init__(self, model: GPT, optimizers: Optimizers, loader: Loader, config: TrainConfig) -> None:
+    stop: int = 0  # a signal has asked for it
+    busy: int = 0  # with saving a checkpoint
+    written: int = 0  # its files are
+    failed: int = 0  # they cannot be
+
+
+class Trainer:
+    """A model in training. `step` counts the steps made, skipped ones included; `seconds` are those spent on them.
+
+    loader: of this rank. portion: of this rank, all by default. shares: what this rank moves, all by default.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        optimizers: Optimizers,
+        loader: Loader,
+        config: TrainConfig,
+        *,
+        parallel: Parallel = Parallel(),  # noqa: B008  a frozen record
+        portion: Portion | None = None,
+        shares: Shares | None = None,
+    ) -> None:
         self.model = model
         self.optimizers = optimizers
         self.loader = loader
         self.config = config
+        self.parallel = parallel
+        self.portion = portion or Portion(config.batch_size, config.accumulation)
+        self.shares = shares or Unshared(dict(model.named_parameters()))
+        self.ballot: Callable[[], Ballot] = Ballot
+        self.votes = Ballot()  # of all ranks, at the last step
         self.device = model.embed.weight.device
         self.step = 0
         self.tokens = 0
@@ -83,16 +113,20 @@ class Trainer:
         A skipped step leaves weights, optimizer and rules as they were; its batch is used up.
         """
         start = time.perf_counter()
-        seen = self._micro_batch()
-        for _ in range(self.config.accumulation - 1):
-            seen = seen + self._micro_batch()
-        finite = seen.loss.isfinite() & self.optimizers.grad_norm().isfinite()
+        seen = self._micro_batches()
+        self.shares.collect()
+        norm = self.optimizers.grad_norm()
+        if self.parallel.world is None:
+            self.votes = self.ballot()
+        else:
+            seen, norm, self.votes = over_ranks(seen, norm, self.ballot(), self.parallel.world)
+        finite = seen.loss.isfinite() & norm.isfinite()
         made = bool(finite)  # the one wait for the device in a step
         if made:
-            self.optimizers.step(self.step, self.config.steps)
+            self.optimizers.step(self.step, self.config.steps, norm, self.shares.publish)
             self.model.update_rules(seen.observations)
             self._seen = seen if self._seen is None else self._seen + seen
-        self.optimizers.zero_grad()
+        self.shares.finish()
         self.step += 1
         self.skipped += not made
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
@@ -103,15 +137,34 @@ class Trainer:
         self.seconds += seconds
         self._interval_seconds += seconds
 
+    def _micro_batches(self) -> Seen:
+        """The gradients of this rank's micro-batches, added up."""
+        last = self.portion.accumulation - 1
+        seen: Seen | None = None
+        for number in range(last + 1):
+            if number == last:
+                self.shares.last_backward()
+            new = self._micro_batch()
+            seen = new if seen is None else seen + new
+        assert seen is not None
+        return seen
+
     def _micro_batch(self) -> Seen:
-        """Add the gradients of the next batch, 1/accumulation of its mean loss, to those there are."""
+        """Add the gradients of the next batch, its share of the step's mean loss, to those there are."""
         batch = next(self.loader)
-        self.tokens += batch.targets.numel()
-        self._interval_tokens += batch.targets.numel()
+        tokens = batch.targets.numel() * self.parallel.ranks
+        self.tokens += tokens
+        self._interval_tokens += tokens
         output = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
-        (output.loss / self.config.accumulation).backward()
-        loss = output.loss.detach()
-        return Seen(torch.ones_like(loss), loss, output.cross_entropy.detach(), output.observations)
+        ranks = self.portion.sharers
+        loss, cross_entropy = output.loss, output.cross_entropy
+        if self.portion.one_mean:  # over the targets of all who share the micro-batch, however many are this rank's
+            weight = int((batch.targets >= 0).sum()) * ranks / max(self.loader.targets, 1)
+            if weight != 1:
+                loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
+        (loss / (self.portion.accumulation * self.parallel.ranks)).backward()
+        loss = loss.detach() / ranks
+        return Seen(torch.ones_like(loss) / ranks, loss, cross_entropy.detach() / ranks, output.observations)
 
     def take_interval(self) -> Interval | None:
         """What was seen since the last call; None where no step was made."""
@@ -127,18 +180,23 @@ class Trainer:
         return interval
 
     def checkpoint(self) -> Checkpoint:
-        """Everything; weights and moments are not copied."""
+        """This rank's part of everything, which is all of it where there is no other; weights and moments not copied.
+
+        What all ranks have alike is in the first one's part.
+        """
         optimizer = self.optimizers.state_dict()
         seen = {} if self._seen is None else self._seen.tensors()
+        moments = _parts(
+            {name: (tensor, self.shares.slices[parameter_of(name)]) for name, tensor in optimizer.tensors.items()}
+        )
+        alike: dict[str, Mapping[str, Tensor | Part]] = {
+            # Of one micro-batch some share memory, as loss and cross-entropy do, which safetensors refuses.
+            "interval": {name: tensor.clone() for name, tensor in seen.items()},
+            "random": random_state(self.device),
+        }
         return Checkpoint(
             self.step,
-            {
-                "model": self.model.state_dict(),
-                "optimizer": optimizer.tensors,
-                # Of one micro-batch some share memory, as loss and cross-entropy do, which safetensors refuses.
-                "interval": {name: tensor.clone() for name, tensor in seen.items()},
-                "random": random_state(self.device),
-            },
+            {"model": self._weights(), "optimizer": moments} | (alike if self.parallel.leads else {}),
             {
                 "position": asdict(self.loader.position),
                 "optimizer": optimizer.counters,
@@ -151,17 +209,26 @@ class Trainer:
             },
         )
 
+    def _weights(self) -> dict[str, Tensor | Part]:
+        """What this rank owns of the parameters; on the first rank what none owns, too: buffers."""
+        owned = self.shares.owned()
+        return _parts(owned) | {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
+            if self.parallel.leads and name not in owned
+        }
+
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint. Raises ValueError if it is of another model, or lacks something."""
+        """Go on from a checkpoint whose weights the model has already. Raises ValueError if it lacks something."""
         with damage_told(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
             self._restore(saved)
 
     def _restore(self, saved: Checkpoint) -> None:
-        try:
-            self.model.load_state_dict(saved.tensors["model"])
-        except RuntimeError as error:
-            raise ValueError(f"does not fit config.json: {' '.join(str(error).split())}") from error
-        self.optimizers.load_state_dict(saved.tensors["optimizer"], saved.state["optimizer"])
+        moments = self.optimizers.state_dict().tensors
+        self.optimizers.load_state_dict(
+            {name: self._mine(name, tensor, moments) for name, tensor in saved.tensors["optimizer"].items()},
+            saved.state["optimizer"],
+        )
         seen = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
         layers = len(self.model.moe_layers())
         # Observations older than sketches begin anew: of the next line of metrics, not of what is learned.
@@ -176,6 +243,58 @@ class Trainer:
         self._interval_seconds = saved.state["interval_seconds"]
         self.skipped = saved.state["skipped"]
         self.skipped_in_a_row = saved.state["skipped_in_a_row"]
+
+    def _mine(self, name: str, saved: Tensor, mine: Mapping[str, Tensor]) -> Tensor:
+        """Of the whole of a moment what this rank has; as it is where it does not fit, which is refused elsewhere."""
+        where: Slice | None = self.shares.slices.get(parameter_of(name))
+        if where is None or tuple(saved.shape) != where.shape or name not in mine:
+            return saved
+        return where.of(saved).reshape(mine[name].shape)
+
+
+def _parts(places: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
+    """As they are saved: those that there are, rows in the shape of the whole, and where they lie."""
+    parts: dict[str, Tensor | Part] = {}
+    for name, (tensor, where) in places.items():
+        if where.is_whole:
+            parts[name] = tensor.view(where.shape)
+        elif where.stop > where.start:
+            parts[name] = Part(tensor.view(where.stop - where.start, *where.shape[1:]), where.start, where.shape)
+    return parts
+
+
+def load_weights(model: GPT, saved: Checkpoint) -> None:
+    """Those of a checkpoint, into a whole model. Raises ValueError where they do not fit."""
+    with damage_told(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+        try:
+            model.load_state_dict(saved.tensors["model"])
+        except RuntimeError as error:
+            raise ValueError(f"does not fit config.json: {' '.join(str(error).split())}") from error
+
+
+def parameter_of(moment: str) -> str:
+    """The parameter whose moment has that name, `muon.blocks.0.….momentum`."""
+    return moment.split(".", 1)[1].rsplit(".", 1)[0]
+
+
+def vote(ballot: Ballot, group: dist.ProcessGroup, device: torch.device) -> Ballot:
+    """How many ranks said so."""
+    votes = torch.tensor(ballot, device=device)
+    dist.all_reduce(votes, group=group)
+    return Ballot(*votes.tolist())
+
+
+def over_ranks(seen: Seen, norm: Tensor, ballot: Ballot, group: dist.ProcessGroup) -> tuple[Seen, Tensor, Ballot]:
+    """Sums of all ranks, and the norm of all their gradients; one all-reduce of a few numbers."""
+    named = seen.tensors() | {"norm": norm.double().square(), "ballot": torch.tensor(ballot, device=norm.device)}
+    flat = torch.cat([tensor.double().flatten() for tensor in named.values()])
+    dist.all_reduce(flat, group=group)
+    sums = flat.split([tensor.numel() for tensor in named.values()])
+    total = {
+        name: part.view(tensor.shape).to(tensor.dtype) for (name, tensor), part in zip(named.items(), sums, strict=True)
+    }
+    votes = Ballot(*map(int, total.pop("ballot").tolist()))
+    return Seen.from_tensors(total, len(seen.observations)), total["norm"].sqrt().to(norm.dtype), votes
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -1,0 +1,131 @@
+"""One rank of the tests across ranks, see `ranks.run_on_ranks`: runs of several ranks are compared with runs of one."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import FileStore
+
+from expert_threshold.data import DataConfig
+from expert_threshold.optim import OptimConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig, train
+from expert_threshold.train.meeting import Meeting
+from train.conftest import tiny
+
+STEPS = 20
+# Newton-Schulz in bfloat16, and a division by the size of gradients next to 0, would make much of rounding.
+OPTIM = OptimConfig(ns_dtype="float32", eps=1e-3, adamw_warmup_steps=5, momentum_warmup_steps=5)
+CONFIG = TrainConfig(
+    steps=STEPS, batch_size=4, accumulation=2, log_every=1, eval_every=10, checkpoint_every=None, threads=1,
+    dtype="float32", timeout=60,
+)  # fmt: skip
+
+
+def global_rules() -> dict[str, Rule | None]:
+    """Whose runs do not depend on how a batch is shared out."""
+    return {
+        "dense": None,
+        "token_choice": TokenChoice(4, 1),
+        "global_aux": TokenChoice(4, 1, balance="global_aux"),
+        "loss_free": TokenChoice(4, 2, balance="loss_free"),
+        "expert_choice": ExpertChoice(4, 1, pool="global"),
+        "expert_choice_sequence": ExpertChoice(4, 1, pool="sequence"),
+        "expert_threshold": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9),
+    }
+
+
+def local_rules() -> dict[str, Rule]:
+    """Whose tokens compete with those of their micro-batch, which is one rank's."""
+    return {
+        "aux": TokenChoice(4, 1, balance="aux"),
+        "expert_choice_batch": ExpertChoice(4, 1, pool="batch"),
+        "expert_threshold_batch": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9, pool="batch"),
+    }
+
+
+def text() -> str:
+    """Documents of random letters: equal tokens in equal contexts would have equal scores, and bits decide whose turn
+    it is where an expert takes one of them."""
+    chance = random.Random(0)
+    letters = [chr(code) for code in range(33, 127)]
+    texts = ["".join(chance.choices(letters, k=chance.randint(20, 200))) for _ in range(40)]
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+
+
+def run(
+    path: Path, corpus: Path, rule: Rule | None, config: TrainConfig, meeting: Meeting | None, **options: Any
+) -> RunFolder:
+    """Train there from the beginning or, if it exists, from its last checkpoint."""
+    folder = RunFolder(path)
+    resume = (path / "config.json").exists()
+    if meeting is None or meeting.rank == 0:
+        path.mkdir(exist_ok=True)
+    train(folder, tiny(rule), DataConfig(str(corpus)), OPTIM, config, resume=resume, meeting=meeting, **options)
+    return folder
+
+
+def assert_same(one: RunFolder, other: RunFolder, tolerance: float) -> None:
+    """Losses of every step, validations, weights, moments and rules."""
+    for a, b in zip(one.metrics.read(), other.metrics.read(), strict=True):
+        assert (a["step"], a["split"]) == (b["step"], b["split"])
+        assert abs(a.get("loss", 0) - b.get("loss", 0)) < tolerance, (
+            one.path,
+            a["step"],
+            a["split"],
+            a["loss"],
+            b["loss"],
+        )
+    mine, theirs = one.load_checkpoint(), other.load_checkpoint()
+    assert mine.state["position"] == theirs.state["position"]
+    assert (mine.step, mine.state["tokens"]) == (theirs.step, theirs.state["tokens"])
+    for part in ("model", "optimizer"):
+        assert mine.tensors[part].keys() == theirs.tensors[part].keys()
+        for name, tensor in mine.tensors[part].items():
+            if name.endswith("state_sketch"):  # of each forward, and no part of training
+                continue
+            torch.testing.assert_close(
+                tensor,
+                theirs.tensors[part][name],
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, name=name: f"{one.path} {name}: {text}",
+            )
+
+
+def main() -> None:
+    rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).parent
+    torch.set_num_threads(1)
+    corpus = folder / "corpus.jsonl"
+    count = 0
+
+    def meeting() -> Meeting:
+        nonlocal count
+        count += 1
+        return Meeting(FileStore(str(folder / f"store{count}"), ranks), rank, ranks, rank, ranks)
+
+    cases = {name: (rule, CONFIG, CONFIG) for name, rule in global_rules().items()}
+    # Where a rank's micro-batch is the pool, one process gets micro-batches of that size.
+    split = replace(CONFIG, accumulation=1)
+    alone = replace(CONFIG, batch_size=CONFIG.batch_size // ranks, accumulation=ranks)
+    cases |= {name: (rule, split, alone) for name, rule in local_rules().items()}
+    whole = replace(CONFIG, accumulation=ranks)
+    cases["whole_micro_batches"] = (ExpertChoice(4, 1, pool="batch"), whole, whole)
+    if ranks > 2:
+        cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
+    for name, (rule, config, _) in cases.items():
+        run(folder / name, corpus, rule, config, meeting())
+    for name, (rule, _, config) in list(cases.items())[rank::ranks]:
+        one = run(folder / f"{name}_alone", corpus, rule, config, None)
+        assert_same(RunFolder(folder / name), one, 2e-5)
+
+
+if __name__ == "__main__":
+    main()
