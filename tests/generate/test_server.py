@@ -496,6 +496,7 @@ def test_metrics_count_what_was_done(model: GPT, tokenizer: Tokenizer) -> None:
             complete(server, max_tokens=6, temperature=0)
         complete(server, n=0)
         ask(server, "/favicon.ico")
+        ask(server, "/v1/models/large")
         answer = ask(server, "/metrics")
     assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
     lines = re.findall(r"^(et_\S+) ([\d.]+)$", answer.text, re.M)
@@ -504,6 +505,7 @@ def test_metrics_count_what_was_done(model: GPT, tokenizer: Tokenizer) -> None:
     assert numbers['et_requests_total{path="/v1/completions",status="200"}'] == 2
     assert numbers['et_requests_total{path="/v1/completions",status="400"}'] == 1
     assert numbers['et_requests_total{path="other",status="404"}'] == 1
+    assert numbers['et_requests_total{path="/v1/models/{model}",status="404"}'] == 1
     assert numbers["et_prompt_tokens_total"] == 2 * read
     assert numbers["et_completion_tokens_total"] == 12
     assert numbers["et_texts_running"] == numbers["et_texts_waiting"] == 0

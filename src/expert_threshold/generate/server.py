@@ -8,7 +8,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -78,7 +78,7 @@ def create_app(
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
     here = Service(worker, name, limits)
-    paths = [route.path for route in own]
+    paths = {route.endpoint: route.path for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
     app.state.service = here
     return app
@@ -122,7 +122,7 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Lets through who has the key and comes by a name that is allowed; counts requests, by paths that are known."""
+    """Lets through who has the key and comes by a name that is allowed; counts requests by the paths of routes."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Gate:
         api_key: str | None,
         hosts: Sequence[str] | None,
         metrics: Metrics,
-        paths: Sequence[str],
+        paths: Mapping[Any, str],
     ) -> None:
         self.app, self.hosts, self.metrics, self.paths = app, hosts, metrics, paths
         self.key = None if api_key is None else api_key.encode()
@@ -139,10 +139,9 @@ class _Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        path = scope["path"] if scope["path"] in self.paths else "other"
-
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                path = self.paths.get(scope.get("endpoint"), "other")
                 self.metrics.requests[path, message["status"]] += 1
             await send(message)
 

@@ -45,7 +45,7 @@ def _operation(summary: str, responses: Schema, *errors: str) -> Schema:
 
 
 def _completions() -> Schema:
-    whole, events = _json(_ref("Completion")), _content("text/event-stream", {"type": "string"})
+    whole, events = _json(_ref("Completion")), _content("text/event-stream", {})
     done = whole | {"content": whole["content"] | events["content"]}
     operation = _operation("Continue texts", {"200": done}, "400", "404", "408", "413", "415", "429", "500", "503")
     return operation | {"requestBody": {"required": True, "content": _json(_ref("Request"))["content"]}}

@@ -1,0 +1,256 @@
+"""Campaigns of minutes against `et serve` in a process of its own: whatever comes, no 5xx and no growth of memory.
+
+ET_SOAK, 1 unless set, scales how long they are.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
+
+from small_run import small_model, write_run
+
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux's /proc"),
+]
+
+SHARE = float(os.environ.get("ET_SOAK", "1"))
+FUZZED = round(5_000 * SHARE)  # by each of schemathesis and hypothesis
+SECONDS = 240 * SHARE
+CLIENTS = 16
+QUEUE = 6
+GROWTH = 24  # MB that memory may differ by between a warm server and one at the end of a campaign
+JSON = {"Content-Type": "application/json"}
+
+
+class Process:
+    """`et serve` of a small run."""
+
+    def __init__(self, run: Path) -> None:
+        command = [sys.executable, "-m", "expert_threshold", "serve", str(run), "--port", "0", "--threads", "1"]
+        # In bfloat16 logits are often equal but for rounding, which without --strict depends on who shares the batch.
+        limits = ["--dtype", "float32", "--slots", "4", "--max-queue", str(QUEUE), "--max-body-seconds", "2"]
+        self.log = run.parent / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen([*command, *limits], stderr=log)
+        found = None
+        while found is None and self.process.poll() is None:
+            time.sleep(0.1)
+            found = re.search(r"http://(127\.0\.0\.1:\d+)", self.log.read_text())
+        assert found is not None, self.log.read_text()
+        self.address = found[1]
+
+    def ask(self, path: str, body: bytes | None = None, headers: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(self.address, timeout=60)
+        try:
+            connection.request("GET" if body is None else "POST", path, body, JSON if headers is None else headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def metrics(self) -> dict[str, float]:
+        text = self.ask("/metrics")[1].decode()
+        return {name: float(number) for name, number in re.findall(r"^(et_\S+) (\S+)$", text, re.M)}
+
+    def statuses(self) -> Counter[int]:
+        counts: Counter[int] = Counter()
+        for name, number in self.metrics().items():
+            if status := re.search(r'status="(\d+)"', name):
+                counts[int(status[1])] += round(number)
+        return counts
+
+    def megabytes(self) -> float:
+        """Resident; without what a page of text or a map of a file takes."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"RssAnon:\s+(\d+) kB", text)
+        assert found is not None
+        return int(found[1]) / 1024
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(60) == 0
+        assert "Traceback" not in self.log.read_text()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Process]:
+    server = Process(write_run(tmp_path / "small", small_model()).path)
+    try:
+        warm_up(server)
+        yield server
+        server.stop()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def warm_up(server: Process) -> None:
+    """Until memory is what work needs: all slots and long texts, and some hundred refusals."""
+    for i in range(60):
+        good = {"model": "small", "prompt": "the cat", "max_tokens": 40, "n": 4, "logprobs": 5, "echo": True}
+        server.ask("/v1/completions", json.dumps(good if i % 3 == 0 else good | {"n": "x" * 1000}).encode())
+
+
+def quiet(server: Process) -> dict[str, float]:
+    """The metrics once nothing is being written."""
+    while (metrics := server.metrics())["et_texts_running"]:
+        time.sleep(0.1)
+    return metrics
+
+
+def report(title: str, server: Process, before: float) -> None:
+    """For the eye, under `pytest -s`; and the memory that may not have grown."""
+    after = server.megabytes()
+    print(f"\n{title}: {dict(sorted(server.statuses().items()))}; {before:.1f} MB before, {after:.1f} MB after")
+    assert after - before < GROWTH
+
+
+def test_requests_of_schemathesis_meet_no_5xx_and_no_growth(server: Process, tmp_path: Path) -> None:
+    """By the document that the server gives of itself: valid and invalid ones, on every operation."""
+    pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install -e '.[soak]'")
+    before, count = server.megabytes(), sum(server.statuses().values())
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"http://{server.address}/openapi.json"]
+    options = ["--checks", f"{checks},negative_data_rejection", "--mode", "all", "--phases", "coverage,fuzzing"]
+    seed = 0
+    while sum(server.statuses().values()) - count < FUZZED:
+        seed += 1
+        more = ["--max-examples", str(max(20, round(400 * SHARE))), "--seed", str(seed)]
+        done = subprocess.run([*command, *options, *more], capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert done.returncode == 0, done.stdout
+    assert not [status for status in server.statuses() if status >= 500]
+    quiet(server)
+    report("schemathesis", server, before)
+
+
+NAMES = ["model", "prompt", "max_tokens", "n", "stream", "stream_options", "logprobs", "echo", "stop", "temperature"]
+NAMES += ["top_p", "top_k", "seed", "rate", "user", "best_of", "logit_bias", "suffix", "presence_penalty"]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 70)
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["small", "the cat sat", "", "a" * 500])
+    | st.text(st.characters(), max_size=12),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), VALUES, max_size=5)
+BODIES = st.one_of(
+    FIELDS.map(lambda fields: json.dumps({"model": "small"} | fields).encode()),
+    st.fixed_dictionaries(
+        {"model": st.just("small")},
+        optional={
+            "prompt": st.text(max_size=30) | st.lists(st.integers(0, 269), min_size=1, max_size=20),
+            "max_tokens": st.integers(0, 30),
+            "n": st.integers(1, 4),
+            "temperature": st.floats(0, 2),
+            "top_p": st.floats(0, 1),
+            "rate": st.floats(0, 4),
+            "stop": st.text(min_size=1, max_size=3),
+            "stream": st.booleans(),
+            "echo": st.booleans(),
+            "logprobs": st.integers(0, 20),
+        },
+    ).map(lambda fields: json.dumps(fields).encode()),
+    VALUES.map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=200),
+    st.integers(1, 70_000).map(lambda depth: b"[" * depth),
+)
+HEADERS = st.sampled_from([JSON] * 8 + [{}, {"Content-Type": "text/plain"}, JSON | {"Authorization": "Bearer é"}])
+PATHS = st.sampled_from(["/v1/completions"] * 8 + ["/v1/models", "/v1/models/%00", "/explorer/read", "/health", "/x"])
+
+
+def test_requests_of_hypothesis_meet_no_5xx_and_no_growth(server: Process) -> None:
+    before, seen = server.megabytes(), Counter[int]()
+
+    @given(body=BODIES, path=PATHS, headers=HEADERS)
+    @settings(max_examples=FUZZED, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck))
+    def ask(body: bytes, path: str, headers: dict[str, str]) -> None:
+        status, answer = server.ask(path, body, headers)
+        seen[status] += 1
+        assert status < 500, (path, headers, body, answer)
+        if status >= 400:
+            assert set(json.loads(answer)) == {"error"}
+
+    ask()
+    assert sum(seen.values()) >= FUZZED
+    assert seen[200] > FUZZED / 20
+    quiet(server)
+    report("hypothesis", server, before)
+
+
+def test_16_clients_of_all_kinds_are_served_for_minutes_from_a_bounded_queue(server: Process) -> None:
+    """Some stream, some leave early, some ask for much; one asks the same again and again and gets the same."""
+    end = time.monotonic() + SECONDS
+    answers, waiting, same = Counter[int](), [], set()
+
+    def client(number: int) -> None:
+        chance = random.Random(number)
+        while time.monotonic() < end:
+            body: dict[str, Any] = {"model": "small", "prompt": "the cat", "max_tokens": 30, "temperature": 0}
+            if number:
+                body |= {
+                    "prompt": "the hat " * chance.randint(0, 10),
+                    "max_tokens": chance.randint(0, 30),
+                    "n": chance.choice([1, 1, 1, 2, 4]),
+                    "temperature": 1,
+                    "stream": chance.random() < 0.5,
+                    "logprobs": chance.choice([None, 5]),
+                }
+            connection = http.client.HTTPConnection(server.address, timeout=120)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body), JSON)
+                if number and chance.random() < 0.2:  # leaves without an answer
+                    continue
+                response = connection.getresponse()
+                answers[response.status] += 1
+                content = response.read(chance.choice([1, 100])) if chance.random() < 0.1 else response.read()
+                if number == 0 and response.status == 200 and response.isclosed():
+                    same.add(json.loads(content)["choices"][0]["text"])
+                if response.status == 429:
+                    time.sleep(chance.random() / 5)
+            finally:
+                connection.close()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(SECONDS / 4)
+    before = server.megabytes()
+    while time.monotonic() < end:
+        waiting.append(server.metrics()["et_texts_waiting"])
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    assert set(answers) == {200, 429}
+    assert max(waiting) == QUEUE
+    assert len(same) == 1
+    metrics = quiet(server)
+    assert metrics["et_texts_waiting"] == 0
+    print(
+        f"\n{CLIENTS} clients: {metrics['et_completion_tokens_total']:.0f} tokens, {dict(answers)} in {SECONDS:.0f} s"
+    )
+    report(f"{CLIENTS} clients", server, before)
