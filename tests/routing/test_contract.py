@@ -57,6 +57,7 @@ CASES: dict[str, Rule] = {
     "expert threshold, fractional": ExpertThreshold(EXPERTS, 0.7, warmup_steps=0, capacity_slack=0.25),
     "expert threshold, sequence": ExpertThreshold(EXPERTS, 1, warmup_steps=0, pool="sequence"),
     "expert threshold, 96 tokens": ExpertThreshold(EXPERTS, 1, warmup_steps=0, pool=96),
+    "expert threshold, trend": ExpertThreshold(EXPERTS, 1, warmup_steps=2, decay=0.5, estimator="trend"),
     "expert threshold, not debiased": ExpertThreshold(EXPERTS, 1, warmup_steps=0, decay=0.9, debias=False),
 }
 TOKEN_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, TokenChoice)}

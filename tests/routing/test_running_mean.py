@@ -153,3 +153,38 @@ def test_bounds_act_in_training_alone(training: bool) -> None:
     state = rule.init()._replace(mean=mean, weight=torch.tensor(1.0), step=torch.tensor(5))
     load = rule.route(make_scores(0), state, training=training).observation.load
     assert load[:2].tolist() == ([12, 4] if training else [24, 0])
+
+
+def drifting(rule: ExpertThreshold, steps: int, drift: float) -> tuple[Tensor, Tensor]:
+    """The cutoff after steps in which equal scores all rose by `drift`, and the next batch's."""
+    state = rule.init()
+    for step in range(steps):
+        scores = make_scores(0) + drift * step
+        state = rule.update(state, rule.route(scores, state, training=True).observation)
+    return cutoff(state), rule.route(make_scores(0) + drift * steps, state, training=True).observation.batch_cutoff
+
+
+def test_a_trend_keeps_up_with_scores_that_drift_where_the_mean_lags_behind() -> None:
+    mean, batch = drifting(ExpertThreshold(EXPERTS, decay=0.8), 200, 0.1)
+    torch.testing.assert_close(batch - mean, torch.full((EXPERTS,), 0.1 / (1 - 0.8)), rtol=1e-3, atol=1e-3)
+    trend, batch = drifting(ExpertThreshold(EXPERTS, decay=0.8, estimator="trend"), 200, 0.1)
+    torch.testing.assert_close(trend, batch, rtol=1e-4, atol=1e-4)
+
+
+def test_a_trend_starts_at_the_first_batch_and_stays_at_equal_cutoffs() -> None:
+    for steps in (1, 2, 500):
+        trend, batch = drifting(ExpertThreshold(EXPERTS, decay=0.9, estimator="trend"), steps, 0)
+        torch.testing.assert_close(trend, batch, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trend_is_critically_damped() -> None:
+    """After a jump of the scores from 0 to 1 the error is that of a double root r = √β: rⁿ − n (1 − r) rⁿ⁻¹."""
+    rule = ExpertThreshold(EXPERTS, decay=0.64, estimator="trend")
+    state, r = rule.init(), 0.8
+    for step in range(12):
+        batch = rule.route(make_scores(0) + min(step, 1), state, training=True).observation
+        if step:
+            n = step - 1
+            expected = torch.full((EXPERTS,), r**n - n * (1 - r) * r ** (n - 1))
+            torch.testing.assert_close(batch.batch_cutoff - cutoff(state), expected, rtol=1e-4, atol=1e-4)
+        state = rule.update(state, batch)

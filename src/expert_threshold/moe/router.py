@@ -111,6 +111,7 @@ class Router(nn.Module):
         assert isinstance(state, CutoffState)
         state.mean.copy_(observation.batch_cutoff)
         state.weight.fill_(1)
+        state.slope.zero_()
         state.sketch.copy_(observation.batch_sketch)
         state.sketch_weight.fill_(1)
 
@@ -130,9 +131,9 @@ class Router(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A state that was saved before sketches were kept has none."""
+        """A state that was saved before sketches and slopes were kept has none."""
         if f"{prefix}state_mean" in state_dict:
             first = self.rule.init()
-            for name in ("sketch", "sketch_weight"):
+            for name in ("sketch", "sketch_weight", "slope"):
                 state_dict.setdefault(f"{prefix}state_{name}", getattr(first, name))
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +15,7 @@ from .pools import (
     Pool,
     bounds,
     cutoff,
+    follow_trend,
     form_pools,
     init_cutoff,
     route_by_cut,
@@ -21,6 +23,8 @@ from .pools import (
     update_cutoff,
 )
 from .selection import clamp, kth_largest
+
+Estimator = Literal["mean", "trend"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,9 @@ class ExpertThreshold:
     pool: Pool = "global"
     # Correct the running mean for its start at 0; the paper's formula to the letter does not.
     debias: bool = True
+    # How cutoffs follow those of batches: mean is the paper's running mean; trend is a running mean and slope, which
+    # does not lag behind scores that drift, as they do in short runs.
+    estimator: Estimator = "mean"
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
@@ -58,6 +65,9 @@ class ExpertThreshold:
             self.capacity_slack,
             "must be at least 0; None switches the bounds off",
         )
+        require(self.estimator in get_args(Estimator), "estimator", self.estimator, "is unknown; use 'mean' or 'trend'")
+        unbiased = self.debias or self.estimator == "mean"
+        require(unbiased, "debias", self.debias, "is for estimator='mean'; a trend has no bias to leave in")
 
     def init(self) -> CutoffState:
         return init_cutoff(self.num_experts, self.debias)
@@ -77,4 +87,6 @@ class ExpertThreshold:
         return route_by_cut(scores, pools, cut, k=k, kth=kth, cutoff=c)
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
+        if self.estimator == "trend":
+            return follow_trend(state, observation, self.decay)
         return update_cutoff(state, observation, self.decay, self.debias)

@@ -21,25 +21,27 @@ Pool = Literal["sequence", "batch", "global"] | int
 
 
 class CutoffState(NamedTuple):
-    """Running mean of the batch cutoffs, debiased like Adam's moments: the cutoff is mean / weight."""
+    """Running mean of the batch cutoffs, debiased like Adam's moments: the cutoff is mean / weight + slope."""
 
     mean: Tensor  # (experts,) float32
     weight: Tensor  # () float32, the share of the mean that is made of data; 1 when not debiased
     step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
     sketch: Tensor  # (levels, experts) float32, running mean of the batch sketches, always debiased
     sketch_weight: Tensor  # () float32, its weight; 0 where there is none, as in runs older than sketches
+    slope: Tensor  # (experts,) float32, what the mean is expected to move by until the next step; 0 but for a trend
 
 
 def init_cutoff(num_experts: int, debias: bool) -> CutoffState:
     """Before the first update the cutoff is 0."""
     nothing = torch.zeros(LEVELS, num_experts, dtype=torch.float32)
     weight = torch.tensor(0.0 if debias else 1.0, dtype=torch.float32)
-    return CutoffState(nothing[0].clone(), weight, torch.tensor(0), nothing, torch.tensor(0.0, dtype=torch.float32))
+    mean, slope, sketch_weight = nothing[0].clone(), nothing[0].clone(), torch.tensor(0.0, dtype=torch.float32)
+    return CutoffState(mean, weight, torch.tensor(0), nothing, sketch_weight, slope)
 
 
 def cutoff(state: CutoffState) -> Tensor:
     """The number scores are compared with, (experts,)."""
-    return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
+    return torch.where(state.weight > 0, state.mean / state.weight, 0.0) + state.slope
 
 
 def dial(state: CutoffState, rate: float) -> CutoffState:
@@ -53,7 +55,7 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
     if state.sketch_weight == 0:
         raise ValueError(f"rate={rate} needs a sketch of scores, which older runs have not; make one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
-    return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight))
+    return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
 
 
 @torch.no_grad()
@@ -67,8 +69,28 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
     weight = decay * state.weight + (1 - decay) if debias else state.weight
     sketch = decay * state.sketch + (1 - decay) * observation.batch_sketch
     sketch_weight = decay * state.sketch_weight + (1 - decay)
-    new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight)
+    new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight, state.slope)
     return CutoffState(*(a.where(seen, b) for a, b in zip(new, state, strict=True)))
+
+
+@torch.no_grad()
+def follow_trend(state: CutoffState, observation: Observation, decay: float) -> CutoffState:
+    """Brown's double exponential smoothing in the place of the running mean, which lags β / (1−β) steps behind scores
+    that drift.
+
+    With c the cutoff and b the batch's: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s, with the share
+    g = (1−√β) / (1+√β) of the slope that is critical damping: what a jump left of the error falls like n √β ⁿ.
+    """
+    updated = update_cutoff(state, observation, decay, debias=True)
+    started, seen = state.weight > 0, observation.pools > 0
+    forecast = cutoff(state).where(started, observation.batch_cutoff)
+    level = forecast + (1 - decay) * (observation.batch_cutoff - forecast)
+    slope = state.slope + (level - state.mean - state.slope) * ((1 - decay**0.5) / (1 + decay**0.5))
+    return updated._replace(
+        mean=level.where(seen, state.mean),
+        weight=torch.ones_like(state.weight).where(seen, state.weight),
+        slope=slope.where(seen & started, state.slope),
+    )
 
 
 class Pools(NamedTuple):
