@@ -37,7 +37,7 @@ os.dup2(theirs, 3)
 os.dup2(ours, 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
-PATIENCE = 30  # seconds
+PATIENCE = 60  # seconds
 KEYS = {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Enter": 13, "Escape": 27, "End": 35}
 
 

@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
@@ -37,6 +39,7 @@ from small_run import RULES, small_model, small_tokenizer, write_run
 
 TEXT = "the cat sat on the mat"
 TOKENIZER = small_tokenizer()
+MODEL, PLAIN = small_model(), small_model(None)
 
 
 def explored(model: GPT, name: str = "small") -> Explored:
@@ -207,6 +210,26 @@ def test_nonsense_is_refused_in_one_line(server: Served, content: Any, status: i
     assert answer[0] == status
     assert says in error_of(answer)
     assert "\n" not in error_of(answer)
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers())
+NAMES = ["run", "text", "max_tokens", "temperature", "top_k", "seed", "rate"]
+
+
+@given(st.dictionaries(st.sampled_from([*NAMES, "stop"]), VALUES), st.sampled_from(["small", "plain"]))
+@example({"text": "\ud800 half a character"}, "small")
+@example({"temperature": 1e-300, "max_tokens": 1, "seed": 2**63 - 1}, "small")
+def test_whatever_is_sent_is_read_or_refused(fields: dict[str, Any], name: str) -> None:
+    body = json.dumps({"run": name, "text": TEXT} | fields).encode()
+    runs = [explored(MODEL), explored(PLAIN, "plain")]
+    error = None
+    try:
+        run, request = parse(body, runs, Limits())
+        request.check(run.model.config.context)
+        run.model.check_rate(request.rate)
+    except ApiError as refused:
+        error = refused
+    assert error is None or (400 <= error.status < 500 and "\n" not in error.message)
 
 
 def test_a_rate_without_cutoffs_is_refused_and_harms_no_one() -> None:

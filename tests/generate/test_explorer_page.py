@@ -100,6 +100,28 @@ def test_tokens_are_coloured_by_their_fanout_in_light_and_dark(page: Page) -> No
     assert legend[-1].endswith("+")
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_every_colour(page: Page, scheme: str) -> None:
+    page.prefer(scheme)
+    shown = ".swatch, .muted, .primary, .readout, .quiet, dt, label"
+    found = page.run(f"[...document.querySelectorAll('{shown}')]" + """.map((each) => {
+        let ground = each;
+        while (getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)') ground = ground.parentElement;
+        return [each.textContent, getComputedStyle(each).color, getComputedStyle(ground).backgroundColor];
+    })""")
+    assert len(found) > 15
+    for text, *colours in found:
+        low, high = sorted(luminance(colour) for colour in colours)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, (text, colours)  # WCAG 2.2, 1.4.3
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of "rgb(r, g, b)"."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
 def test_a_token_that_is_clicked_is_shown_in_full_in_every_run(page: Page) -> None:
     page.click(".panel:nth-child(1) .token[data-index='4']")
     assert chosen(page) == [4, 4]
@@ -173,9 +195,11 @@ def test_what_the_model_writes_arrives_token_by_token_and_can_be_stopped(page: P
     until(lambda: server.worker.unfinished == 1)
     server.engine.open.set()
     page.until("document.querySelectorAll('.written').length > 0")
+    server.engine.open.clear()
     page.press("Escape")
+    until(lambda: not any(each.request.max_tokens for each in list(server.engine.running.values())))
+    server.engine.open.set()
     page.until(DONE)
-    until(lambda: server.worker.unfinished == 0)
     assert page.run("document.getElementById('stop').hidden")
     assert page.run("document.getElementById('text').value").startswith(TEXT)
 
