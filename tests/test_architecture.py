@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},
     "generate": {"runs", "model", "data"},
-    "train": {"runs", "model", "optim", "data", "evaluation"},
+    "train": {"runs", "model", "moe", "optim", "data", "evaluation"},
     "analysis": {"runs", "model", "data", "routing", "evaluation", "generate"},
     "integrations": {"runs", "model", "moe", "generate"},
     "recipes": {"optim"},

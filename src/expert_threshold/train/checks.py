@@ -10,9 +10,11 @@ import torch
 from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..model import GPTConfig
+from ..moe.dispatch.expert_parallel import require_even_split
 from ..runs import RunFolder
 from .config import TrainConfig
-from .parallel import portion_of
+from .device import pick_device
+from .parallel import mesh_sizes, portion_of
 from .track import require_tracker
 
 # What may differ when a run is resumed, since it does not change what is learned.
@@ -25,8 +27,12 @@ FREE_ON_RESUME = {
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Raise ValueError for options that no text can be trained with, or not on this machine or so many ranks."""
+    pick_device(config.device)
     if config.threads is not None:
         _require_few(config.threads)
+    mesh_sizes(ranks, config.expert_parallel)
+    if model.rule is not None:
+        require_even_split(model.rule.num_experts, config.expert_parallel)
     require_vocab_size(model.vocab_size)
     require_pools_fit(model, config, ranks)
     require_tracker(config.track)

@@ -13,7 +13,7 @@ from ..data import DataConfig, Tokenizer
 from ..evaluation import ModelScorer, Results, ask_core, evaluate
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
-from ..runs import RunFolder
+from ..runs import RunFolder, load_model
 from ..runs.files import damage_told, replace_file
 from .config import TrainConfig
 from .interrupt import Interrupt
@@ -158,7 +158,7 @@ class _Run:
             self.look(interrupt)  # whatever a stop right after saving has left undone
         while trainer.step < steps and not self.is_stopped(interrupt):
             self.advance()
-            if self.is_due(self.config.checkpoint_every) or trainer.step == steps or self.is_core_pending():
+            if self.is_due(self.config.checkpoint_every) or trainer.step == steps or self.is_whole_model_due():
                 self.save()
             if not self.is_stopped(interrupt):
                 self.look(interrupt)
@@ -267,6 +267,8 @@ class _Run:
                 trainer.step,
                 f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte",
             )
+        if self.is_whole_model_due() and self.parallel.splits_model:
+            self.saver.finish(self.vote)  # the first rank reads it
         if self.is_sample_pending():
             self.parallel.from_first(self.write_sample)
         if self.is_core_pending() and self.parallel.from_first(lambda: self.ask_core(interrupt)):
@@ -276,7 +278,7 @@ class _Run:
         assert self.sample is not None
         trainer = self.trainer
         random = random_state(trainer.device)
-        text = self.sample(trainer.model, self.tokenizer, trainer.step)
+        text = self.sample(self.whole_model(), self.tokenizer, trainer.step)
         restore_random_state(random, trainer.device)
         trainer.model.train()
         self.folder.samples.mkdir(exist_ok=True)
@@ -295,12 +297,12 @@ class _Run:
 
             return told
 
-        trainer = self.trainer
+        trainer, model = self.trainer, self.whole_model()
         try:
             core = ask_core(
-                Results(self.folder.path, trainer.model, trainer.step),
+                Results(self.folder.path, model, trainer.step),
                 self.core,
-                ModelScorer(trainer.model, self.tokenizer),
+                ModelScorer(model, self.tokenizer),
                 progress,
                 max_per_task=self.config.core_max_per_task,
             )
@@ -310,6 +312,16 @@ class _Run:
         self.write("core", record)
         self.display.measured(trainer.step, f"CORE {record['metric']:.4f}")
         return True
+
+    def whole_model(self) -> GPT:
+        """On the first rank, for what only that one does: of a model in parts, what was just saved."""
+        trainer = self.trainer
+        if not self.parallel.splits_model:
+            return trainer.model
+        return load_model(self.folder.path, trainer.step, trainer.device, trainer.model.compute_dtype)[0]
+
+    def is_whole_model_due(self) -> bool:
+        return self.is_core_pending() or (self.parallel.splits_model and self.is_sample_pending())
 
     def is_core_pending(self) -> bool:
         step = self.trainer.step

@@ -40,6 +40,7 @@ class Parallel:
     line: DeviceMesh | None = None  # all ranks in one dimension
     mesh: DeviceMesh | None = None  # (dp, ep)
     meeting: Meeting | None = None
+    splits_model: bool = False  # no rank has it all
 
     @property
     def leads(self) -> bool:
@@ -147,7 +148,17 @@ def joined(meeting: Meeting | None, config: TrainConfig) -> Iterator[Parallel]:
     )
     line = init_device_mesh(device.type, (meeting.ranks,), mesh_dim_names=("all",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
-    yield Parallel(meeting.rank, meeting.ranks, meeting.local_ranks, device, dist.group.WORLD, line, mesh, meeting)
+    yield Parallel(
+        meeting.rank,
+        meeting.ranks,
+        meeting.local_ranks,
+        device,
+        dist.group.WORLD,
+        line,
+        mesh,
+        meeting,
+        splits_model=config.shard or config.expert_parallel > 1,
+    )
     dist.destroy_process_group()  # after an error others may still wait for this rank: its end is what tells them
 
 
