@@ -128,6 +128,7 @@ def test_a_token_that_is_clicked_is_shown_in_full_in_every_run(page: Page) -> No
     told = page.run("[...document.querySelectorAll('.inspector')].map((each) => each.innerText)")
     assert all("loss" in each and "Likeliest here" in each and "Layer 0" in each for each in told)
     assert "cutoff" in told[0]
+    assert len(re.findall(r"\b\d: 0\.\d+", told[1])) == 2 * 2  # gates
     assert "lowest score that was chosen" in told[1]
     taken = page.run("document.querySelectorAll('.panel:nth-child(2) .inspector .cell.chosen').length")
     assert taken == 2 * 2  # two layers, two experts per token

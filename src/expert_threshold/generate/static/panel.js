@@ -12,8 +12,6 @@ const RULES = {
 };
 let made = 0; // panels
 
-const sigmoid = (x) => 1 / (1 + Math.exp(-x));
-
 export class Panel {
   /** on.select(index, show) when a token is opened, on.pin() when an expert is pinned or let go of. */
   constructor(run, on) {
@@ -119,7 +117,7 @@ export class Panel {
       this.#paint(span, token, scale);
       token.layers.forEach((routed, i) => this.#count(this.routers[i], routed));
     }
-    box.append(...this.spans.slice(-tokens.length));
+    box.append(...this.spans.slice(this.spans.length - tokens.length));
     if (atEnd && tokens.at(-1)?.written) box.scrollTop = box.scrollHeight;
     this.#total();
     if (this.looked ?? this.pinned) this.#look();
@@ -199,7 +197,8 @@ export class Panel {
     this.spans.forEach((span, t) => {
       span.classList.toggle("lit", i >= 0 && this.tokens[t].layers[i].experts.includes(expert));
     });
-    for (const grid of [this.loads, this.scores]) grid.mark(layer, expert, !this.looked || same(this.looked, this.pinned));
+    const pinned = !this.looked || same(this.looked, this.pinned);
+    for (const grid of [this.loads, this.scores]) grid.mark(layer, expert, pinned);
     this.readout.textContent =
       i < 0 ? "Point at an expert to light up its tokens; press it to keep them lit." : this.#words(layer, expert);
   }
@@ -227,7 +226,8 @@ export class Panel {
       const mean = sent / tokens.length / this.routers.length;
       entries.push([`experts per token and layer, aim ${this.now.experts_per_token}`, mean.toFixed(2)]);
     }
-    this.summary.replaceChildren(...entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    const shown = entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+    this.summary.replaceChildren(...shown);
     this.loadsHint.textContent = `Bar: share of the tokens. Line: the aim, ${percent(this.target)}.`;
     const high = Math.max(2 * this.target, ...shares) || 1;
     this.loads.fill((layer, expert) => {
@@ -317,7 +317,9 @@ export class Panel {
     const opens = this.selected === 0;
     const title = opens ? "Start of the text" : quoted(token.label);
     const facts = [`token ${this.selected} of ${this.tokens.length - 1}, id ${token.token}`];
-    if (token.loss !== null) facts.push(`loss ${number(token.loss)} nats`, `probability ${percent(Math.exp(-token.loss))}`);
+    if (token.loss !== null) {
+      facts.push(`loss ${number(token.loss)} nats`, `probability ${percent(Math.exp(-token.loss))}`);
+    }
     if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, aim ${number(aim(this.now))}`);
     const parts = [make("h3", { class: "chosen-token" }, title), make("p", { class: "facts" }, facts.join(" · "))];
     if (token.top.length) parts.push(this.#likeliest(token));
@@ -349,10 +351,20 @@ export class Panel {
     table.addEventListener("toggle", () => table.open && table.childElementCount === 1 && table.append(this.#table()));
     return [
       make("h4", {}, "Layers × experts"),
-      make("p", { class: "muted small" }, `Bar: score, from the text's lowest to its highest in the layer. Line: ${line}. Blue: chosen.`),
+      make("p", { class: "muted small" }, `Bar: score, within its range in the text. Line: ${line}. Blue: chosen.`),
       this.scores.element,
+      make("p", { class: "gates small" }, this.#gates()),
       table,
     ];
+  }
+
+  #gates() {
+    const { layers } = this.tokens[this.selected];
+    const told = layers.flatMap(({ experts, gates }, i) => {
+      const each = experts.map((expert, j) => `${expert}: ${number(gates[j])}`);
+      return each.length ? [`layer ${this.routers[i]} (${each.join(", ")})`] : [];
+    });
+    return told.length ? `Gates by expert: ${told.join(", ")}.` : "No expert was chosen.";
   }
 
   #table() {
@@ -380,7 +392,7 @@ export class Panel {
     return {
       score: scores[expert],
       cutoff: cutoffs ? cutoffs[expert] : border - (biases ? biases[expert] : 0),
-      gate: place < 0 ? sigmoid(scores[expert]) : gates[place],
+      gate: gates[place], // of the chosen alone
       chosen: place >= 0,
     };
   }
@@ -388,7 +400,8 @@ export class Panel {
   #verdict(layer, expert) {
     const { score, cutoff, gate, chosen } = this.#at(layer, expert);
     const other = this.run.rule === "token_choice" ? "border" : "cutoff";
-    return `score ${number(score)}, ${other} ${number(cutoff)}, ${chosen ? `chosen, gate ${number(gate)}` : "not chosen"}`;
+    const outcome = chosen ? `chosen, gate ${number(gate)}` : "not chosen";
+    return `score ${number(score)}, ${other} ${number(cutoff)}, ${outcome}`;
   }
 }
 
