@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..plain import Data, array
-from .axes import key, key_room, outer_labels, panels
+from .axes import key, key_room, panels
 from .style import METHODS, NARROW, style
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 def dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
     """data: "runs", each with a "name" and "points" as `evaluation.Point` has them; filled: the trained cutoffs."""
+    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
     runs = data["runs"]
     names = [run["name"] for run in runs]
     drawn: list[dict[str, Any]] = [{"color": METHODS[(place + 3) % len(METHODS)]} for place in range(len(runs))]
@@ -27,8 +29,19 @@ def dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
                 axes.plot(x, y, **stroke, marker="o", markerfacecolor="white")
                 for point in trained:
                     axes.plot([unit * point[name]], [point["loss"]], **stroke, marker="o", markersize=7)
+        least = min((x for run in runs for point in run["points"] if (x := point["fanout"]) > 0), default=1)
+        most = max(point["fanout"] for run in runs for point in run["points"])
+        every[0].set_xscale("symlog", base=2, linthresh=least, linscale=0.5)  # from 0 on
+        ticks = [2.0**power for power in range(-10, 11) if 0.9 * least <= 2**power <= 1.1 * most]
+        every[0].set_xticks(
+            [0, *ticks], ["0", *(f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks)], minor=False
+        )
+        every[1].set_xscale("log")
+        every[1].xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7), numticks=20))
+        every[1].xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        for axes in every:
+            axes.xaxis.set_minor_locator(NullLocator())
         every[0].set_title("loss (nats per token)")
-        outer_labels(every, "", "")
         every[0].set_xlabel("routed experts per token", loc="right")
         every[1].set_xlabel("MFLOPs per token, forward", loc="right")
         key(figure, names, drawn)
