@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +102,37 @@ def assert_same(one: RunFolder, other: RunFolder, tolerance: float) -> None:
             )
 
 
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (1, {}), (2, {}), (4, {}), (4, {"expert_parallel": 2}), (1, {}), (2, {"expert_parallel": 2}),
+)  # fmt: skip
+"""Ranks and options, one after the other."""
+
+
+def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
+    """A run that goes on in another layout every few steps has the losses of one that never stopped."""
+    rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
+    config = replace(CONFIG, steps=24, eval_every=None, checkpoint_every=7)
+    turns = FileStore(str(folder / "turns"), 4)
+
+    def stop(*_: object) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return ""
+
+    for number, (ranks, options) in enumerate(LAYOUTS):
+        if rank < ranks:
+            store = FileStore(str(folder / f"layout{number}"), ranks)
+            meeting = Meeting(store, rank, ranks, rank, ranks) if ranks > 1 else None
+            every = None if number == len(LAYOUTS) - 1 else 4
+            here = replace(config, sample_every=every, **options)
+            run(folder / "layouts", corpus, rule, here, meeting, sample=stop)
+        if rank == 0:
+            turns.set(str(number), "")
+        turns.wait([str(number)])
+    if rank == 0:
+        one = run(folder / "layouts_alone", corpus, rule, config, None)
+        assert_same(RunFolder(folder / "layouts"), one, 1e-5)
+
+
 def main() -> None:
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).parent
     torch.set_num_threads(1)
@@ -119,6 +152,7 @@ def main() -> None:
     whole = replace(CONFIG, accumulation=ranks)
     cases["whole_micro_batches"] = (ExpertChoice(4, 1, pool="batch"), whole, whole)
     if ranks > 2:
+        change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
     for name, (rule, config, _) in cases.items():
         run(folder / name, corpus, rule, config, meeting())
