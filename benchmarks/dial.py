@@ -5,7 +5,7 @@
 dial: loss against active compute of one checkpoint, at rates that it was not trained for; beside it, at whole rates,
 the same checkpoint when every token takes its best-scored experts instead. pools: the loss of expert choice by the
 pools of its training, by the cutoffs it kept, and by calibrated ones, for pools of several sizes. upcycle: a dense run
-trained on for as long again, as it is and upcycled. Everything causal but the pools; losses over the same validation
+trained on for half as long again, as it is and upcycled, and one that had experts from the beginning. Everything causal but the pools; losses over the same validation
 tokens, in nats per token.
 """
 
@@ -145,12 +145,16 @@ def measure_upcycling(runs: Path, seed: int, steps: int = 400) -> dict[str, Any]
         assert et(["upcycle", str(dense), "--to", str(start)]) == 0
     size = ["tiny", "--eval-every", "100", "--threads", "1"]
     warmup = ["--warmup-steps", str(steps // 5)]
+    experts = run_of(runs, "et", seed, METHODS["et"])
     further = {
+        "experts from the beginning, trained on": run_of(
+            runs, "et-on", seed, ["--init-from", str(experts)], size, steps
+        ),
         "dense, trained on": run_of(runs, "dense-on", seed, ["--init-from", str(dense)], size, steps),
         "upcycled, trained on": run_of(runs, "upcycled-on", seed, ["--init-from", str(start), *warmup], size, steps),
     }
     text, results = Text(dense), {}
-    for name, run in {"dense": dense, "upcycled": start, **further}.items():
+    for name, run in {"dense": dense, "upcycled": start, "experts from the beginning": experts, **further}.items():
         model, _ = load_model(run)
         counts = parameter_counts(model.config)
         results[name] = plain(text.loss(model)) | {"params_total": counts["total"], "params_active": counts["active"]}
