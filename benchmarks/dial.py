@@ -5,8 +5,8 @@
 dial: loss against active compute of one checkpoint, at rates that it was not trained for; beside it, at whole rates,
 the same checkpoint when every token takes its best-scored experts instead. pools: the loss of expert choice by the
 pools of its training, by the cutoffs it kept, and by calibrated ones, for pools of several sizes. upcycle: a dense run
-trained on for half as long again, as it is and upcycled, and one that had experts from the beginning. Everything causal but the pools; losses over the same validation
-tokens, in nats per token.
+trained on for half as long again, as it is and upcycled, and one that had experts from the beginning. Everything causal
+but the pools; losses over the same validation tokens, in nats per token.
 """
 
 from __future__ import annotations
