@@ -1,0 +1,420 @@
+"""What many ranks cost: bytes sent, time on this machine, and a model of a step on 8 to 4096 GPUs.
+
+    python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--json]
+    python benchmarks/scaling.py measure [--ranks 1 2 4] [--json]
+    python benchmarks/scaling.py rows    --run RUN [--json]
+    python benchmarks/scaling.py model   PRESET --run RUN --tokens-per-second … --node-gbytes … [--json]
+    python benchmarks/scaling.py draw    --results docs/results/scaling-cpu --to docs/images/scaling.svg
+
+count: bytes that a rank sends in a step, by kind, against the least that has to be sent. An all-reduce of n bytes over
+r ranks counts as 2 n (r - 1) / r, a reduce-scatter or an all-gather as half of it, as the best algorithms send.
+Fails if bytes per token grow with the batch.
+measure: strong scaling, the same step shared out, and weak scaling, the same work for each rank; gloo, on this machine.
+rows: rows that expert parallelism sends, one for each rank with some of a token's experts or one for each expert.
+model: the step of a preset, from what one GPU computes, links and loads, all given; nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cluster import LAYOUTS, Cluster, Compute, Loads, minimum_bytes, row_bytes, step_time
+from common import compute_dtype, machine
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from expert_threshold.config import RunConfig, resolve
+from expert_threshold.data import Loader, open_source
+from expert_threshold.data.tokens import Tokens
+from expert_threshold.model import GPT
+from expert_threshold.optim import make_optimizers
+from expert_threshold.train.layout import lay_out
+from expert_threshold.train.meeting import meet
+from expert_threshold.train.parallel import joined, portion_of
+from expert_threshold.train.trainer import Trainer
+
+Row = dict[str, Any]
+
+# Who asked for a collective, innermost first: function or file, and the kind of what it sends.
+KINDS = {
+    "selection.py": "selection",
+    "pools.py": "selection",
+    "balance.py": "selection",
+    "by_count": "counts",
+    "expert_parallel.py": "all_to_all",
+    "over_ranks": "observations",
+    "reduce": "gradients",
+    "gather": "weights",
+    "foreach_reduce": "gradients",
+    "foreach_all_gather": "weights",
+}
+
+
+class Sent(TorchDispatchMode):
+    """Adds up the bytes that this rank sends, by kind, while in force."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+        self.collectives: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "barrier" not in func.__name__:
+            kind = _kind()
+            self.bytes[kind] += sent(func._schema.name.removeprefix("c10d::"), args)
+            self.collectives[kind] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sent(name: str, args: Any) -> float:
+    """Bytes that leave a rank in the best algorithm for large messages. Raises ValueError for an unknown collective."""
+    group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+    ranks, me = group.size(), group.rank()
+    others = (ranks - 1) / ranks
+    if name == "allreduce_":
+        return 2 * others * sum(tensor.nbytes for tensor in args[0])
+    if name == "alltoall_base_":
+        rows, splits = args[1], args[4]
+        own = splits[me] / max(len(rows), 1) if splits else 1 / ranks
+        return (1 - own) * rows.nbytes
+    if name in ("_allgather_base_", "allgather_"):
+        own = args[1] if isinstance(args[1], list) else [args[1]]
+        return (ranks - 1) * sum(tensor.nbytes for tensor in own)
+    if name == "_reduce_scatter_base_":
+        return others * args[1].nbytes
+    if name == "broadcast_":
+        return sum(tensor.nbytes for tensor in args[0]) / ranks
+    raise ValueError(f"collective {name} is not counted yet; add it to benchmarks/scaling.py")
+
+
+def _kind() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        for name in (frame.f_code.co_name, os.path.basename(frame.f_code.co_filename)):
+            if name in KINDS:
+                return KINDS[name]
+        frame = frame.f_back  # type: ignore[assignment]
+    return "other"
+
+
+def text_as_bytes() -> Tokens:
+    """The embedded text, every byte a token: loads of real text without the time that a tokenizer takes to train."""
+    documents = [np.frombuffer(text.encode(), np.uint8) for text in open_source("embedded").documents("validation")]
+    offsets = np.cumsum([0, *map(len, documents)], dtype=np.int64)
+    return Tokens(np.concatenate(documents).astype(np.uint16), offsets, int(offsets[-1]))
+
+
+def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: str) -> RunConfig:
+    run = resolve(preset, "expert_threshold", rule_options={"warmup_steps": 1, "decay": 0.9})
+    own = {"shard": layout == "shard", "expert_parallel": ranks if layout == "expert_parallel" else 1}
+    return replace(run, train=replace(run.train, batch_size=batch_size, device="cpu", dtype=dtype, **own))
+
+
+def rank_main(arguments: argparse.Namespace) -> None:
+    """One rank: trains for some steps; the first rank prints what it sent, and seconds, as JSON."""
+    torch.set_num_threads(1)
+    run = configuration(
+        arguments.preset, arguments.batch_size, arguments.layout, int(os.environ["WORLD_SIZE"]), arguments.dtype
+    )
+    with joined(meet(), run.train) as parallel:
+        torch.manual_seed(0)
+        model = GPT(run.model, compute_dtype(arguments.dtype)).train()
+        shares = lay_out(model, run.optim, run.train, parallel)
+        optimizers = make_optimizers(shares.named.items(), run.optim, run.model.d_model)
+        portion = portion_of(run.train, run.model.rule, parallel.ranks)
+        loader = Loader(
+            text_as_bytes(), portion.batch_size, run.model.context, 0, parallel.rank, parallel.ranks,
+            group=parallel.world,
+        )  # fmt: skip
+        trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, portion=portion, shares=shares)
+        remote = count_rows(model, parallel.ranks, parallel.rank)
+        trainer.advance()
+        trainer.advance()
+        remote.clear()
+        counter = Sent()
+        with counter:
+            trainer.advance()
+        rows = sum(remote) / max(len(model.moe_layers()), 1)
+        seconds, processor = [], []
+        for _ in range(arguments.steps):
+            start, spent = time.perf_counter(), time.process_time()
+            trainer.advance()
+            seconds.append(time.perf_counter() - start)
+            processor.append(time.process_time() - spent)
+        # Uneven splits differ between ranks; what all send is what a step costs.
+        kinds = sorted(set(KINDS.values()))
+        totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
+        if parallel.world is not None:
+            dist.all_reduce(totals, group=parallel.world)
+        *totals_by_kind, rows = (totals / parallel.ranks).tolist()
+        if parallel.rank == 0:
+            result = {
+                "bytes": dict(zip(kinds, totals_by_kind, strict=True)),
+                "other": counter.bytes["other"],
+                "collectives": dict(counter.collectives),
+                "rows": rows,
+                "seconds": statistics.median(seconds) if seconds else None,
+                "processor_seconds": statistics.median(processor) if processor else None,
+                "tokens": portion.batch_size * portion.accumulation * run.model.context,
+            }
+            print(json.dumps(result), flush=True)
+
+
+def count_rows(model: GPT, ranks: int, rank: int) -> list[int]:
+    """Grows, with every forward of a router, by the rows that the tokens would send to other ranks."""
+    rows: list[int] = []
+
+    def hook(_module: object, _inputs: object, routing: Any) -> None:
+        owners = routing.assignment.flatten(0, 1).unflatten(1, (ranks, -1)).any(2)
+        rows.append(int(owners.sum() - owners[:, rank].sum()))
+
+    for _, moe in model.moe_layers():
+        moe.router.register_forward_hook(hook)
+    return rows
+
+
+def on_ranks(ranks: int, preset: str, layout: str, batch_size: int, dtype: str, steps: int) -> Row:
+    """What the first of so many processes of `rank_main` prints."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, __file__, "rank", "--preset", preset, "--layout", layout, "--batch-size", str(batch_size),
+        "--dtype", dtype, "--steps", str(steps),
+    ]  # fmt: skip
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": "0"}
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate()[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{ranks} ranks, {layout}: a rank failed; what it said stands above")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def dtype_name(name: str) -> str:
+    return str(compute_dtype(name)).removeprefix("torch.")
+
+
+def count(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A line for each kind, layout, number of ranks and batch. Raises SystemExit if bytes per token grow."""
+    itemsize = compute_dtype(arguments.dtype).itemsize
+    for ranks, layout in itertools.product(arguments.ranks, arguments.layouts):
+        per_token: dict[str, float] = {}
+        for size in arguments.batch_sizes:
+            found = on_ranks(ranks, arguments.preset, layout, size * ranks, arguments.dtype, 0)
+            run = configuration(arguments.preset, size * ranks, layout, ranks, arguments.dtype)
+            least = minimum_bytes(run, layout, ranks, ranks, found["rows"], itemsize)
+            least.pop("selection", None)  # no smaller way is known, and none proven impossible
+            if found["other"]:
+                raise SystemExit(f"{found['other']} bytes were sent by nobody known; add it to KINDS")
+            for kind, sent_bytes in found["bytes"].items():
+                if not sent_bytes and not least.get(kind):
+                    continue
+                mean = sent_bytes / found["tokens"]
+                # How many experts tokens choose varies from batch to batch, so rows are compared with rows.
+                cost = sent_bytes / found["rows"] if kind == "all_to_all" else mean
+                if cost > per_token.get(kind, cost) * 1.001:
+                    raise SystemExit(f"{layout}, {ranks} ranks: {kind} takes more bytes per token in a larger batch")
+                per_token[kind] = cost
+                yield (
+                    {
+                        "what": "bytes", "preset": arguments.preset, "layout": layout, "ranks": ranks,
+                        "tokens_per_rank": found["tokens"], "dtype": dtype_name(arguments.dtype), "kind": kind,
+                        "bytes": round(sent_bytes), "minimum": round(least[kind]) if kind in least else None,
+                        "ratio": round(sent_bytes / least[kind], 4) if least.get(kind) else None,
+                        "bytes_per_token": round(mean, 2), "collectives": found["collectives"].get(kind, 0),
+                    }
+                )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Tokens a second by the clock, and by the time that processors were at work for the rank."""
+    for scaling, layout in itertools.product(("strong", "weak"), arguments.layouts):
+        base: dict[str, float] = {}
+        for ranks in arguments.ranks:
+            size = max(arguments.ranks) * arguments.sequences
+            found = on_ranks(
+                ranks, arguments.preset, layout, size if scaling == "strong" else arguments.sequences * ranks,
+                arguments.dtype, arguments.steps,
+            )  # fmt: skip
+            tokens = found["tokens"] * ranks
+            rates = {
+                "tokens_per_second": tokens / found["seconds"],
+                "tokens_per_processor_second": tokens / (ranks * found["processor_seconds"]),
+            }
+            base = base or rates
+            clock, processor = (rates[name] / base[name] for name in rates)
+            yield (
+                {
+                    "what": "scaling", "scaling": scaling, "preset": arguments.preset, "layout": layout, "ranks": ranks,
+                    "tokens_per_step": tokens, "dtype": dtype_name(arguments.dtype),
+                    **{name: round(rate, 1) for name, rate in rates.items()},
+                    "speedup": round(clock, 3), "processor_efficiency": round(processor, 3), "steps": arguments.steps,
+                    "cores": os.cpu_count(),
+                }
+            )  # fmt: skip
+
+
+def recorded(run: Path) -> Loads:
+    """Of the last line of training in a run's metrics. Raises SystemExit if it has no experts."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    last = [line for line in lines if line["split"] == "train"][-1]
+    if not last["layers"]:
+        raise SystemExit(f"--run {run} has no experts; give a run that has")
+    return Loads([layer["usage"] for layer in last["layers"].values()])
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Bytes of a token of d12 out and back, in bfloat16, its gradients too: by rank, gates included, and by expert."""
+    loads, config = recorded(arguments.run), resolve("d12").model
+    for fanout, owners in itertools.product((0.5, 1, 2, 4, 8), (2, 4, 8, 16)):
+        scaled = loads.at(fanout)
+        by_rank = 2 * scaled.rows_per_token(owners) * sum(row_bytes(config, owners, 2, gates=g) for g in (True, False))
+        by_expert = 4 * scaled.pairs_per_token(owners) * row_bytes(config, owners, 2, gates=False)
+        yield (
+            {
+                "what": "rows", "fanout": fanout, "owners": owners, "bytes_by_rank": round(by_rank),
+                "bytes_by_expert": round(by_expert), "ratio": round(by_rank / by_expert, 4),
+                "owner_spread": round(scaled.spread(owners), 4),
+            }
+        )  # fmt: skip
+
+
+def model(arguments: argparse.Namespace) -> Iterator[Row]:
+    """A line for each number of GPUs, layout and way to scale; all that went into it stands in the line.
+
+    Loads are those of the run, scaled to the preset's fanout.
+    """
+    run = resolve(arguments.preset)
+    loads = recorded(arguments.run).at(run.model.rule.experts_per_token)
+    compute = Compute(arguments.tokens_per_second, arguments.optimizer_seconds, itemsize=2)
+    for scaling, gpus, layout in itertools.product(("strong", "weak"), arguments.gpus, LAYOUTS):
+        sequences = run.train.batch_size * run.train.accumulation / gpus
+        if scaling == "weak":
+            sequences = arguments.sequences
+        if sequences < 1:  # fewer sequences than GPUs
+            continue
+        cluster = Cluster(
+            gpus, arguments.gpus_per_node, arguments.node_gbytes * 1e9, arguments.network_gbytes * 1e9,
+            arguments.node_latency_us * 1e-6, arguments.network_latency_us * 1e-6,
+        )  # fmt: skip
+        tokens = round(sequences * run.model.context)
+        parts = step_time(run, cluster, compute, loads, layout, tokens, arguments.owners)
+        rate = gpus * tokens / parts.overlapped(layout)
+        least = minimum_bytes(run, layout, gpus, arguments.owners, tokens * loads.rows_per_token(arguments.owners), 2)
+        yield (
+            {
+                "what": "model", "scaling": scaling, "preset": arguments.preset, "layout": layout, "gpus": gpus,
+                "tokens_per_gpu": tokens, "tokens_per_step": gpus * tokens,
+                **{f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in parts._asdict().items()},
+                "step_ms": round(parts.overlapped(layout) * 1e3, 3), "step_serial_ms": round(parts.serial * 1e3, 3),
+                "tokens_per_second": round(rate),
+                "efficiency": round(rate / (gpus * arguments.tokens_per_second), 4),
+                "efficiency_serial": round(tokens / parts.serial / arguments.tokens_per_second, 4),
+                **{f"{kind}_bytes": round(amount) for kind, amount in least.items()},
+                "owners": arguments.owners, "owner_spread": round(loads.spread(arguments.owners), 4),
+                **{f"given_{name}": getattr(arguments, name) for name in GIVEN},
+            }
+        )  # fmt: skip
+
+
+GIVEN = {
+    "tokens_per_second": "of one GPU, forward and backward",
+    "optimizer_seconds": "of one GPU, for a whole step of the optimizer",
+    "gpus_per_node": "GPUs on a node",
+    "node_gbytes": "bandwidth of a GPU within its node, GB/s in one direction",
+    "network_gbytes": "bandwidth of a GPU to other nodes, GB/s in one direction",
+    "node_latency_us": "of a message within a node",
+    "network_latency_us": "of a message between nodes",
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("count", "measure", "rows", "model", "draw", "rank"):
+        command = commands.add_parser(name)
+        if name in ("count", "measure", "rank"):
+            command.add_argument("--preset", default="quickstart")
+            command.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+        if name in ("count", "measure"):
+            command.add_argument("--ranks", type=int, nargs="+", default=[2, 4] if name == "count" else [1, 2, 4])
+            command.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+        if name == "count":
+            command.add_argument("--batch-sizes", type=int, nargs="+", default=[2, 4, 8], help="sequences of a rank")
+        if name == "measure":
+            command.add_argument("--sequences", type=int, default=4, help="of a rank, where there are most of them")
+        if name in ("measure", "rank"):
+            command.add_argument("--steps", type=int, default=10)
+        if name == "rank":
+            command.add_argument("--layout", choices=LAYOUTS)
+            command.add_argument("--batch-size", type=int)
+        if name in ("rows", "model"):
+            command.add_argument("--run", type=Path, required=True, help="whose recorded loads are taken")
+        if name == "model":
+            command.add_argument("preset")
+            command.add_argument("--gpus", type=int, nargs="+", default=[2**power for power in range(3, 13)])
+            command.add_argument("--sequences", type=int, default=16, help="of a GPU, in weak scaling")
+            command.add_argument("--owners", type=int, default=8, help="GPUs that split a layer's experts")
+            for option, meaning in GIVEN.items():
+                kind = int if option == "gpus_per_node" else float
+                command.add_argument(f"--{option.replace('_', '-')}", type=kind, required=True, help=meaning)
+        if name == "draw":
+            command.add_argument("--results", type=Path, required=True)
+            command.add_argument("--to", type=Path, required=True)
+        command.add_argument("--json", action="store_true", help="one flat JSON object a line")
+    return parser.parse_args()
+
+
+def record() -> Row:
+    """When and of which commit."""
+    here = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True).stdout
+    return {"date": date.today().isoformat(), "commit": commit.strip() or None}
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.command == "rank":
+        rank_main(arguments)
+        return
+    if arguments.command == "draw":
+        from scaling_figure import draw
+
+        draw(arguments.results, arguments.to)
+        return
+    lines = {"count": count, "measure": measure, "rows": rows, "model": model}[arguments.command](arguments)
+    here = record() | (machine() if arguments.command in ("count", "measure") else {})
+    for line in lines:
+        if arguments.json:
+            print(json.dumps(line | here), flush=True)
+        else:
+            print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
