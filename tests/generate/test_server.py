@@ -387,6 +387,8 @@ def test_a_full_queue_answers_429_and_whoever_waits_is_served() -> None:
             refused = complete(server, **options)
             assert (refused.status, refused.error["code"]) == (429, "queue_full")
             assert refused.headers["Retry-After"] == "1"
+        never = complete(server, n=4)  # not even of an empty queue
+        assert (never.status, never.error["code"]) == (400, "too_many_texts")
         server.engine.open.set()
         assert [answer.result(PATIENCE).status for answer in waiting] == [200, 200]
         assert complete(server).status == 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import json
 import secrets
 import time
@@ -53,6 +54,7 @@ def create_app(
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
+    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more never find room
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
