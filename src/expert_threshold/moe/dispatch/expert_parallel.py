@@ -7,8 +7,7 @@ Routing itself needs no communication in inference, since a cutoff is compared w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -115,20 +114,6 @@ class OwnExperts(Experts):
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
         """The weighted sums of rows (rows, d_model) over these experts; gates and assignment: (rows, own experts)."""
         return self.dispatch(x, gates, assignment, self)
-
-    @torch.no_grad()
-    def all_of_them(self) -> Experts:
-        """Copies of all ranks' experts; all ranks call it."""
-        from torch.distributed.tensor import DTensor  # takes a second to import, and one process has no use for it
-
-        experts = Experts.__new__(Experts)
-        nn.Module.__init__(experts)
-        experts.activation = self.activation
-        experts.gate = None
-        for name, weight in self.named_parameters():
-            mine = weight.full_tensor() if isinstance(weight, DTensor) else weight
-            setattr(experts, name, nn.Parameter(whole(mine, self.group), requires_grad=False))
-        return experts.train(self.training)
 
 
 class Rows(NamedTuple):
@@ -296,25 +281,6 @@ def whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of a tensor (experts, …); a view."""
     return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-
-
-@contextmanager
-def experts_together(module: nn.Module) -> Iterator[None]:
-    """While entered, every rank has copies of all experts and needs no other rank: to validate or write samples alone.
-
-    All ranks enter and leave. It takes the memory of all experts; what is done to their weights meanwhile is lost.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE) and isinstance(layer.experts, OwnExperts)]
-    split = [(layer.experts, layer.dispatch) for layer in layers]
-    try:
-        for layer in layers:
-            own = layer.experts
-            assert isinstance(own, OwnExperts)
-            layer.experts, layer.dispatch = own.all_of_them(), own.dispatch
-        yield
-    finally:
-        for layer, (experts, dispatch) in zip(layers, split, strict=True):
-            layer.experts, layer.dispatch = experts, dispatch
 
 
 def gather_experts(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
