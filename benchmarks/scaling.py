@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -46,7 +46,7 @@ from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
 from expert_threshold.train.layout import lay_out
 from expert_threshold.train.meeting import meet
-from expert_threshold.train.parallel import joined, portion_of
+from expert_threshold.train.parallel import Parallel, joined, portion_of
 from expert_threshold.train.trainer import Trainer
 
 Row = dict[str, Any]
@@ -127,53 +127,57 @@ def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: 
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank: trains for some steps; the first rank prints what it sent, and seconds, as JSON."""
+    """One rank: trains for some steps with each batch; the first rank prints what was sent, and seconds, as JSON."""
     torch.set_num_threads(1)
-    run = configuration(
-        arguments.preset, arguments.batch_size, arguments.layout, int(os.environ["WORLD_SIZE"]), arguments.dtype
+    sizes, ranks = arguments.batch_sizes, int(os.environ["WORLD_SIZE"])
+    runs = [configuration(arguments.preset, size, arguments.layout, ranks, arguments.dtype) for size in sizes]
+    tokens = text_as_bytes()
+    with joined(meet(), runs[0].train) as parallel:
+        for run in runs:
+            result = steps_of(run, tokens, parallel, arguments.steps)
+            if parallel.leads:
+                print(json.dumps(result), flush=True)
+
+
+def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> Row:
+    """Bytes that a rank sends in the third step, the mean over ranks, and the time of so many steps after it."""
+    torch.manual_seed(0)
+    model = GPT(run.model, compute_dtype(run.train.dtype)).train()
+    shares = lay_out(model, run.optim, run.train, parallel)
+    optimizers = make_optimizers(shares.named.items(), run.optim, run.model.d_model)
+    portion = portion_of(run.train, run.model.rule, parallel.ranks)
+    loader = Loader(
+        tokens, portion.batch_size, run.model.context, 0, parallel.rank, parallel.ranks, group=parallel.world
     )
-    with joined(meet(), run.train) as parallel:
-        torch.manual_seed(0)
-        model = GPT(run.model, compute_dtype(arguments.dtype)).train()
-        shares = lay_out(model, run.optim, run.train, parallel)
-        optimizers = make_optimizers(shares.named.items(), run.optim, run.model.d_model)
-        portion = portion_of(run.train, run.model.rule, parallel.ranks)
-        loader = Loader(
-            text_as_bytes(), portion.batch_size, run.model.context, 0, parallel.rank, parallel.ranks,
-            group=parallel.world,
-        )  # fmt: skip
-        trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, portion=portion, shares=shares)
-        remote = count_rows(model, parallel.ranks, parallel.rank)
+    trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, portion=portion, shares=shares)
+    remote = count_rows(model, parallel.ranks, parallel.rank)
+    trainer.advance()
+    trainer.advance()
+    remote.clear()
+    counter = Sent()
+    with counter:
         trainer.advance()
+    rows = sum(remote) / max(len(model.moe_layers()), 1)
+    seconds, processor = [], []
+    for _ in range(steps):
+        start, spent = time.perf_counter(), time.process_time()
         trainer.advance()
-        remote.clear()
-        counter = Sent()
-        with counter:
-            trainer.advance()
-        rows = sum(remote) / max(len(model.moe_layers()), 1)
-        seconds, processor = [], []
-        for _ in range(arguments.steps):
-            start, spent = time.perf_counter(), time.process_time()
-            trainer.advance()
-            seconds.append(time.perf_counter() - start)
-            processor.append(time.process_time() - spent)
-        # Uneven splits differ between ranks; what all send is what a step costs.
-        kinds = sorted(set(KINDS.values()))
-        totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
-        if parallel.world is not None:
-            dist.all_reduce(totals, group=parallel.world)
-        *totals_by_kind, rows = (totals / parallel.ranks).tolist()
-        if parallel.rank == 0:
-            result = {
-                "bytes": dict(zip(kinds, totals_by_kind, strict=True)),
-                "other": counter.bytes["other"],
-                "collectives": dict(counter.collectives),
-                "rows": rows,
-                "seconds": statistics.median(seconds) if seconds else None,
-                "processor_seconds": statistics.median(processor) if processor else None,
-                "tokens": portion.batch_size * portion.accumulation * run.model.context,
-            }
-            print(json.dumps(result), flush=True)
+        seconds.append(time.perf_counter() - start)
+        processor.append(time.process_time() - spent)
+    kinds = sorted(set(KINDS.values()))
+    totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
+    if parallel.world is not None:
+        dist.all_reduce(totals, group=parallel.world)
+    *by_kind, rows = (totals / parallel.ranks).tolist()
+    return {
+        "bytes": dict(zip(kinds, by_kind, strict=True)),
+        "other": counter.bytes["other"],
+        "collectives": dict(counter.collectives),
+        "rows": rows,
+        "seconds": statistics.median(seconds) if seconds else None,
+        "processor_seconds": statistics.median(processor) if processor else None,
+        "tokens": portion.batch_size * portion.accumulation * run.model.context,
+    }
 
 
 def count_rows(model: GPT, ranks: int, rank: int) -> list[int]:
@@ -189,14 +193,14 @@ def count_rows(model: GPT, ranks: int, rank: int) -> list[int]:
     return rows
 
 
-def on_ranks(ranks: int, preset: str, layout: str, batch_size: int, dtype: str, steps: int) -> Row:
-    """What the first of so many processes of `rank_main` prints."""
+def on_ranks(ranks: int, preset: str, layout: str, batch_sizes: Sequence[int], dtype: str, steps: int) -> list[Row]:
+    """What the first of so many processes of `rank_main` prints, for each batch."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     command = [
-        sys.executable, __file__, "rank", "--preset", preset, "--layout", layout, "--batch-size", str(batch_size),
-        "--dtype", dtype, "--steps", str(steps),
+        sys.executable, __file__, "rank", "--preset", preset, "--layout", layout, "--dtype", dtype,
+        "--steps", str(steps), "--batch-sizes", *map(str, batch_sizes),
     ]  # fmt: skip
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
     processes = [
@@ -212,7 +216,7 @@ def on_ranks(ranks: int, preset: str, layout: str, batch_size: int, dtype: str, 
             process.kill()
     if any(process.returncode for process in processes):
         raise SystemExit(f"{ranks} ranks, {layout}: a rank failed; what it said stands above")
-    return json.loads(outputs[0].splitlines()[-1])
+    return [json.loads(line) for line in outputs[0].splitlines()[-len(batch_sizes) :]]
 
 
 def dtype_name(name: str) -> str:
@@ -224,9 +228,11 @@ def count(arguments: argparse.Namespace) -> Iterator[Row]:
     itemsize = compute_dtype(arguments.dtype).itemsize
     for ranks, layout in itertools.product(arguments.ranks, arguments.layouts):
         per_token: dict[str, float] = {}
-        for size in arguments.batch_sizes:
-            found = on_ranks(ranks, arguments.preset, layout, size * ranks, arguments.dtype, 0)
-            run = configuration(arguments.preset, size * ranks, layout, ranks, arguments.dtype)
+        sizes = [size * ranks for size in arguments.batch_sizes]
+        for size, found in zip(
+            sizes, on_ranks(ranks, arguments.preset, layout, sizes, arguments.dtype, 0), strict=True
+        ):
+            run = configuration(arguments.preset, size, layout, ranks, arguments.dtype)
             least = minimum_bytes(run, layout, ranks, ranks, found["rows"], itemsize)
             least.pop("selection", None)  # no smaller way is known, and none proven impossible
             if found["other"]:
@@ -253,30 +259,25 @@ def count(arguments: argparse.Namespace) -> Iterator[Row]:
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Tokens a second by the clock, and by the time that processors were at work for the rank."""
-    for scaling, layout in itertools.product(("strong", "weak"), arguments.layouts):
-        base: dict[str, float] = {}
+    for layout in arguments.layouts:
+        base: dict[str, dict[str, float]] = {}
         for ranks in arguments.ranks:
-            size = max(arguments.ranks) * arguments.sequences
-            found = on_ranks(
-                ranks, arguments.preset, layout, size if scaling == "strong" else arguments.sequences * ranks,
-                arguments.dtype, arguments.steps,
-            )  # fmt: skip
-            tokens = found["tokens"] * ranks
-            rates = {
-                "tokens_per_second": tokens / found["seconds"],
-                "tokens_per_processor_second": tokens / (ranks * found["processor_seconds"]),
-            }
-            base = base or rates
-            clock, processor = (rates[name] / base[name] for name in rates)
-            yield (
-                {
+            sizes = {"strong": max(arguments.ranks) * arguments.sequences, "weak": arguments.sequences * ranks}
+            results = on_ranks(ranks, arguments.preset, layout, list(sizes.values()), arguments.dtype, arguments.steps)
+            for scaling, found in zip(sizes, results, strict=True):
+                tokens = found["tokens"] * ranks
+                rates = {
+                    "tokens_per_second": tokens / found["seconds"],
+                    "tokens_per_processor_second": tokens / (ranks * found["processor_seconds"]),
+                }
+                clock, processor = (rate / base.setdefault(scaling, rates)[name] for name, rate in rates.items())
+                yield {
                     "what": "scaling", "scaling": scaling, "preset": arguments.preset, "layout": layout, "ranks": ranks,
                     "tokens_per_step": tokens, "dtype": dtype_name(arguments.dtype),
-                    **{name: round(rate, 1) for name, rate in rates.items()},
-                    "speedup": round(clock, 3), "processor_efficiency": round(processor, 3), "steps": arguments.steps,
-                    "cores": os.cpu_count(),
-                }
-            )  # fmt: skip
+                    **{name: round(rate, 1) for name, rate in rates.items()}, "speedup": round(clock, 3),
+                    "processor_efficiency": round(processor, 3), "steps": arguments.steps, "cores": os.cpu_count(),
+                    "load_average": round(os.getloadavg()[0], 1),
+                }  # fmt: skip
 
 
 def recorded(run: Path) -> Loads:
@@ -372,7 +373,7 @@ def parse() -> argparse.Namespace:
             command.add_argument("--steps", type=int, default=10)
         if name == "rank":
             command.add_argument("--layout", choices=LAYOUTS)
-            command.add_argument("--batch-size", type=int)
+            command.add_argument("--batch-sizes", type=int, nargs="+", help="sequences of all ranks")
         if name in ("rows", "model"):
             command.add_argument("--run", type=Path, required=True, help="whose recorded loads are taken")
         if name == "model":
