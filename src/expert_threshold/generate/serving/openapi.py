@@ -68,7 +68,7 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
             ]
         },
         "max_tokens": _integer(0, min(limits.output_tokens or context, context), MAX_TOKENS),
-        "n": _integer(1, limits.n, 1),
+        "n": _integer(1, min(limits.n, limits.texts), 1),
         "stream": flag,
         "stream_options": {
             "type": ["object", "null"],
