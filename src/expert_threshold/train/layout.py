@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from ..model import GPT
@@ -19,17 +23,66 @@ def lay_out(model: GPT, optim: OptimConfig, config: TrainConfig, parallel: Paral
         moe.router.group = parallel.world
     if parallel.ep is not None:
         shard_experts(model, parallel.ep)
+    if config.shard:
+        return _shard_all(model, optim, parallel)
     return Replicated(_member(name, parameter, optim, parallel) for name, parameter in model.named_parameters())
 
 
 def _member(name: str, parameter: nn.Parameter, optim: OptimConfig, parallel: Parallel) -> Member:
     assert parallel.world is not None
-    divisible = parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
     where, group = _place(name, parameter, parallel), parallel.world
     if is_split(name, parallel):
         assert parallel.mesh is not None
         group = parallel.mesh.get_group(DP)
-    return Member(name, parameter, divisible, where, group)
+    return Member(name, parameter, _is_divisible(name, parameter, optim), where, group)
+
+
+def _shard_all(model: GPT, optim: OptimConfig, parallel: Parallel) -> Shares:
+    from ..optim.sharded import Shard, Sharded  # takes seconds to import
+
+    rows = {name: len(parameter) for name, parameter in model.named_parameters()}
+    _fully_shard(model, parallel)
+    return Sharded(
+        Shard(name, parameter, _is_divisible(name, parameter, optim), *_shard(name, parameter, rows[name], parallel))
+        for name, parameter in model.named_parameters()
+    )
+
+
+def _is_divisible(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
+    return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
+
+
+def _fully_shard(model: GPT, parallel: Parallel) -> None:
+    """Split parameters, gradients and so optimizer state. Blocks are gathered one ahead, in the compute dtype.
+
+    The router, the embedding and the head stay float32: theirs are no plain products in the compute dtype.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    assert parallel.line is not None
+    assert parallel.mesh is not None
+    rounded = MixedPrecisionPolicy(param_dtype=model.compute_dtype, reduce_dtype=torch.float32)
+    for _, moe in model.moe_layers():
+        fully_shard(moe.router, mesh=parallel.line)
+        if parallel.ep is not None:
+            fully_shard(moe.experts, mesh=parallel.mesh[DP], mp_policy=rounded)
+    blocks = [fully_shard(block, mesh=parallel.line, mp_policy=rounded) for block in model.blocks]
+    fully_shard(model, mesh=parallel.line)
+    for block, following in itertools.pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following])
+
+
+def _shard(name: str, parameter: nn.Parameter, rows: int, parallel: Parallel) -> tuple[Slice, dist.ProcessGroup]:
+    """Where this rank's part lies, and over which ranks it is split; rows: places before that."""
+    assert parallel.world is not None
+    group, first, count = parallel.world, 0, rows
+    if is_split(name, parallel):
+        assert parallel.mesh is not None
+        assert parallel.ep is not None
+        group, first, count = parallel.mesh.get_group(DP), parallel.ep.rank() * rows, parallel.ep.size() * rows
+    most = -(-rows // group.size())
+    start, stop = (min(most * rank, rows) + first for rank in (group.rank(), group.rank() + 1))
+    return Slice(start, stop, (count, *parameter.shape[1:])), group
 
 
 def is_split(name: str, parallel: Parallel) -> bool:

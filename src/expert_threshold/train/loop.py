@@ -74,7 +74,7 @@ def train(
     display = Display(console if leads else None, title)
     with (
         _locked(folder, meeting),
-        Interrupt(quiet=not leads) as interrupt,
+        Interrupt(quiet=meeting is not None) as interrupt,
         display,
         joined(meeting, config) as parallel,
     ):

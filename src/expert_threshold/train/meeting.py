@@ -12,7 +12,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -92,11 +91,10 @@ class Meeting:
             self._store.set("told", "")
 
     def _is_told(self, seconds: float) -> bool:
-        try:
-            self._store.wait(["told"], timedelta(seconds=seconds))
-        except DistStoreError:
-            return False
-        return True
+        end = time.monotonic() + seconds
+        while not (told := self._store.check(["told"])) and time.monotonic() < end:
+            time.sleep(0.05)
+        return told
 
     def _part(self) -> None:
         """Wait a moment for the others, lest the launcher end them before they have ended as they want to."""

@@ -1,0 +1,150 @@
+"""The optimizers' work over parameters that are split over ranks, as FSDP2's `fully_shard` leaves them.
+
+Stacks of matrices, and what AdamW moves, are split between matrices or rows: each rank moves what it has. A single
+matrix is split within, and Muon needs it whole: its owner is sent the gradient's rows, and sends back the update's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .shares import Slice
+
+
+class Shard(NamedTuple):
+    """A parameter split along its first dimension. divisible: its places are moved each by itself."""
+
+    name: str
+    parameter: nn.Parameter  # a DTensor
+    divisible: bool
+    slice: Slice  # this rank's part of the whole parameter
+    group: dist.ProcessGroup  # over which it is split
+
+    @property
+    def weight(self) -> Tensor:
+        """This rank's part, which shares memory with the parameter."""
+        return _local(self.parameter.detach())
+
+    def gradient(self) -> Tensor:
+        """The sum over ranks, of which `fully_shard` made the mean."""
+        assert self.parameter.grad is not None, f"{self.name} has no gradient"
+        return _local(self.parameter.grad) * self.group.size()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+class _Matrices:
+    """Matrices of one shape, the i-th owned by rank i modulo ranks. An owner's copy is zero but for a step's update."""
+
+    def __init__(self, shards: list[Shard]) -> None:
+        self.shards = shards
+        self.group = shards[0].group
+        self.rank, self.ranks = self.group.rank(), self.group.size()
+        self.rows = _rows(shards[0].slice.shape[0], self.ranks)
+        mine = len(shards[self.rank :: self.ranks])
+        self.updates = shards[0].weight.new_zeros(mine, *shards[0].slice.shape)
+        self.unmoved: set[str] = set()
+
+    def by_owner(self) -> list[list[Shard]]:
+        return [self.shards[rank :: self.ranks] for rank in range(self.ranks)]
+
+    def gather(self) -> Tensor:
+        """The whole gradients of the matrices owned here, (matrices, out, in)."""
+        own = self.rows[self.rank]
+        sent = [torch.stack([shard.gradient() for shard in shards]) if shards else None for shards in self.by_owner()]
+        columns = self.updates.shape[-1]
+        sizes = [own * columns * len(shards) for shards in self.by_owner()]
+        flat = torch.cat([part.flatten() for part in sent if part is not None])
+        received = [rows * columns * len(self.updates) for rows in self.rows]
+        parts = self._exchange(flat, sizes, received)
+        return torch.cat(
+            [part.view(len(self.updates), rows, columns) for part, rows in zip(parts, self.rows, strict=True)], 1
+        )
+
+    def scatter(self) -> None:
+        """Add each update's rows to the weights of the ranks that have them."""
+        columns = self.updates.shape[-1]
+        parts = self.updates.split(self.rows, dim=1)
+        own = self.rows[self.rank]
+        received = [own * columns * len(shards) for shards in self.by_owner()]
+        back = self._exchange(torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts], received)
+        for shards, part in zip(self.by_owner(), back, strict=True):
+            for shard, update in zip(shards, part.view(len(shards), own, columns), strict=True):
+                shard.weight.add_(update)
+        self.updates.zero_()
+
+    def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> list[Tensor]:
+        got = flat.new_empty(sum(received))
+        dist.all_to_all_single(got, flat, received, sent, group=self.group)
+        return list(got.split(received))
+
+
+def _rows(count: int, ranks: int) -> list[int]:
+    """Of each rank, as DTensor splits a dimension: as many each, and the last ones what is left."""
+    most = -(-count // ranks)
+    return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
+
+
+class Sharded:
+    """Shares of ranks that have each a part of every parameter."""
+
+    def __init__(self, shards: Iterable[Shard]) -> None:
+        self._shards = {shard.name: shard for shard in shards}
+        self.named: dict[str, Tensor] = {}
+        self.slices: dict[str, Slice] = {}
+        by_shape: dict[object, list[Shard]] = {}
+        for name, shard in self._shards.items():
+            if shard.divisible:
+                self.named[name], self.slices[name] = shard.weight, shard.slice
+            else:
+                by_shape.setdefault((shard.slice.shape, shard.group), []).append(shard)
+        self._matrices = [_Matrices(shards) for shards in by_shape.values()]
+        self._matrices_of: dict[str, _Matrices] = {}
+        for matrices in self._matrices:
+            for number, shard in enumerate(matrices.shards):
+                owned = number % matrices.ranks == matrices.rank
+                place = number // matrices.ranks
+                self.named[shard.name] = matrices.updates[place : place + 1] if owned else matrices.updates[:0]
+                self.slices[shard.name] = Slice(0, shard.slice.shape[0] if owned else 0, shard.slice.shape)
+                self._matrices_of[shard.name] = matrices
+
+    def owned(self) -> dict[str, tuple[Tensor, Slice]]:
+        return {name: (shard.weight, shard.slice) for name, shard in self._shards.items()}
+
+    def last_backward(self) -> None:
+        pass
+
+    def collect(self) -> None:
+        for name, shard in self._shards.items():
+            if shard.divisible:
+                self.named[name].grad = shard.gradient()
+        for matrices in self._matrices:
+            gradients = matrices.gather()
+            matrices.unmoved = {shard.name for shard in matrices.shards}
+            for number, shard in enumerate(matrices.shards):
+                place = number // matrices.ranks
+                owned = number % matrices.ranks == matrices.rank
+                self.named[shard.name].grad = gradients[place : place + 1] if owned else gradients[:0]
+
+    @torch.no_grad()
+    def publish(self, names: Collection[str]) -> None:
+        for name in names:
+            matrices = self._matrices_of.get(name)
+            if matrices is not None:
+                matrices.unmoved.discard(name)
+                if not matrices.unmoved:
+                    matrices.scatter()
+
+    def finish(self) -> None:
+        for name, shard in self._shards.items():
+            shard.parameter.grad = None
+            self.named[name].grad = None
