@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from expert_threshold.analysis.figures.axes import panels
-from expert_threshold.analysis.figures.style import METHODS, MUTED, WIDE, style
+from expert_threshold.analysis.figures.style import DASHES, METHODS, MUTED, WIDE, style
 
 COLOURS = {"replicate": METHODS[0], "shard": METHODS[1], "expert_parallel": METHODS[3]}
 KINDS = {
@@ -16,13 +16,13 @@ KINDS = {
     "all_to_all": METHODS[3],
     "selection": METHODS[1],
     "observations": METHODS[4],
-    "counts": METHODS[5],
 }
 
 
 def draw(results: Path, to: Path) -> None:
     """Of bytes.jsonl and model.jsonl in the folder `results`."""
     counted, modelled = (_read(results / name) for name in ("bytes.jsonl", "model.jsonl"))
+    modelled = [row for row in modelled if row["preset"] == modelled[0]["preset"]]
     with style():
         figure, axes = panels(WIDE, 3, 2.0, share=False)
         _bytes(axes[0], counted)
@@ -41,8 +41,15 @@ def _bytes(axes: Any, rows: list[dict[str, Any]]) -> None:
     for kind, colour in KINDS.items():
         points = sorted((row["tokens_per_rank"], row["bytes_per_token"]) for row in rows if row["kind"] == kind)
         if points:
-            axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=kind.replace("_", "-"))
+            axes.plot(
+                *zip(*points, strict=True),
+                color=colour,
+                marker="o",
+                linestyle=DASHES[kind == "weights"],
+                label=kind.replace("_", "-"),
+            )
     axes.set(xscale="log", yscale="log", xlabel="tokens of a rank in a step")
+    axes.set_ylim(bottom=min(row["bytes_per_token"] for row in rows if row["kind"] in KINDS) / 100)
     ticks = sorted({row["tokens_per_rank"] for row in rows})
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     axes.set_xticks([], minor=True)
@@ -50,7 +57,7 @@ def _bytes(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.set_yticks(amounts, [f"{amount:,}" for amount in amounts])
     axes.set_yticks([], minor=True)
     axes.set_title(f"bytes per token, counted, {ranks} ranks")
-    axes.legend(frameon=False, fontsize=7, labelcolor=MUTED)
+    axes.legend(frameon=False, fontsize=7, labelcolor=MUTED, loc="lower left")
 
 
 def _efficiency(axes: Any, rows: list[dict[str, Any]], scaling: str) -> None:
