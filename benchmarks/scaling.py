@@ -58,6 +58,7 @@ KINDS = {
     "balance.py": "selection",
     "by_count": "counts",
     "expert_parallel.py": "all_to_all",
+    "sharded.py": "matrices",  # whole ones, for Muon, and their updates back
     "over_ranks": "observations",
     "reduce": "gradients",
     "gather": "weights",
