@@ -1,0 +1,33 @@
+"""`et train` on a rank on which something goes wrong: `python failing.py WHAT RANK STEP train …`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+
+from expert_threshold.cli import main
+from expert_threshold.train.trainer import Trainer
+
+WHAT, RANK, STEP = sys.argv[1], sys.argv[2], int(sys.argv[3])
+advance = Trainer.advance
+
+
+def failing(trainer: Trainer) -> bool:
+    if trainer.step == STEP and os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if WHAT == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if WHAT == "hung":
+            threading.Event().wait()
+        if WHAT == "raising":
+            raise ZeroDivisionError("by zero")
+        if WHAT == "full":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    return advance(trainer)
+
+
+Trainer.advance = failing  # type: ignore[method-assign]
+sys.exit(main(sys.argv[4:]))
