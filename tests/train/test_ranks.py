@@ -28,7 +28,7 @@ USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-e
 
 def torchrun(script: list[str], *options: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of `python SCRIPT` under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     }  # fmt: skip
