@@ -51,7 +51,9 @@ def call(*arguments: object) -> None:
 
 def train(arguments: argparse.Namespace, recipe: str, seed: int) -> Path:
     """Train and evaluate, or what is left of it."""
-    out = arguments.out / recipe / f"seed_{seed}"
+    out: Path = arguments.out / recipe / f"seed_{seed}"
+    if (out / "evaluation.json").exists():
+        return out
     if (out / "config.json").exists():
         call("train", "--resume", out)
     else:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from expert_threshold.config import (
     PAPER_STEPS,
     RUNS,
+    SHORT_RUN,
     RunConfig,
     alternatives,
     options_of_rule,
@@ -21,6 +22,7 @@ from expert_threshold.config import (
 )
 from expert_threshold.model import PRESETS, GPTConfig
 from expert_threshold.optim import OptimConfig
+from expert_threshold.recipes import scaled_decay
 from expert_threshold.routing import RULES, ExpertChoice, ExpertThreshold, TokenChoice, rule_name
 
 RULE_NAMES = ("dense", *RULES)
@@ -64,7 +66,7 @@ def test_warmup_ends_within_the_first_fifth_of_a_short_preset(preset: str) -> No
 
 @given(steps=st.integers(1, 100_000))
 def test_what_is_scaled_stays_in_its_bounds_and_grows_with_the_run(steps: int) -> None:
-    short, longer = scaled_rule("expert_threshold", steps), scaled_rule("expert_threshold", steps + 1)
+    short, longer = (scaled_rule("expert_threshold", n, estimator="mean") for n in (steps, steps + 1))
     assert isinstance(short, ExpertThreshold)
     assert isinstance(longer, ExpertThreshold)
     assert 0 <= short.warmup_steps <= longer.warmup_steps <= 4000
@@ -80,6 +82,24 @@ def test_the_running_mean_remembers_the_same_share_of_every_run(steps: int) -> N
     rule = scaled_rule("expert_choice", steps)
     assert isinstance(rule, ExpertChoice)
     assert (1 - rule.decay) * steps == pytest.approx(0.001 * PAPER_STEPS, rel=0.05)
+
+
+def test_cutoffs_of_short_runs_follow_the_trend_unless_options_of_the_mean_are_given() -> None:
+    for steps, options, estimator in (
+        (SHORT_RUN, {}, "trend"),
+        (SHORT_RUN + 1, {}, "mean"),
+        (100, {"decay": 0.9}, "mean"),
+        (100, {"debias": False}, "mean"),
+        (100, {"estimator": "mean"}, "mean"),
+        (PAPER_STEPS, {"estimator": "trend"}, "trend"),
+    ):
+        rule = scaled_rule("expert_threshold", steps, **options)
+        assert isinstance(rule, ExpertThreshold)
+        assert rule.estimator == estimator
+        assert "decay" in options or rule.decay == (0.6 if estimator == "trend" else scaled_decay(0.999, steps))
+    recipe = resolve("tiny", recipe="et").model.rule
+    assert isinstance(recipe, ExpertThreshold)
+    assert recipe.estimator == "mean"
 
 
 def test_an_option_that_is_given_is_not_scaled() -> None:

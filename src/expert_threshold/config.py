@@ -21,6 +21,8 @@ Options = Mapping[str, Any]
 # The paper's are meant for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
 PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
+# Where a trend of cutoffs was measured to be better than their mean, and with which decay (docs/results/cutoffs-cpu).
+SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
     """The rule for a run of `steps`: the paper's warmup and decay in proportion to the run, unless `options` say.
 
     Warmup is 4000 steps, or a fifth of a run shorter than the paper's. The running mean remembers the same share of
-    the run as the paper's, 1 − β = 0.001 · 19,073 / steps, but at least 10 steps. None is 'dense'.
+    the run as the paper's, 1 − β = 0.001 · 19,073 / steps, but at least 10 steps. In a run of at most SHORT_RUN steps
+    cutoffs follow the trend instead, where the mean would lag (docs/results/cutoffs-cpu), unless options of the mean
+    are given. None is 'dense'.
     Raises ValueError naming an option that the rule lacks.
     """
     known = options_of_rule(name)
@@ -155,8 +159,11 @@ def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
             having = [other for other in RULES if option in options_of_rule(other)]
             remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
+    by_trend = steps <= SHORT_RUN and "estimator" in known and not {"decay", "debias"} & options.keys()
+    estimator = options.get("estimator", "trend" if by_trend else "mean")
     scaled = {
-        "decay": scaled_decay(PAPER_DECAY, steps),
+        "estimator": estimator,
+        "decay": TREND_DECAY if estimator == "trend" else scaled_decay(PAPER_DECAY, steps),
         "warmup_steps": PAPER_WARMUP_STEPS if steps >= PAPER_STEPS else min(PAPER_WARMUP_STEPS, steps // 5),
     }
     return rule_from_dict({"name": name} | {k: v for k, v in scaled.items() if k in known} | options)

@@ -95,8 +95,9 @@ def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
     return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
 
 
-ET: Options = {"name": "expert_threshold"}
-NO_WARMUP: Options = {"name": "expert_threshold", "warmup_steps": 0}
+# The paper's estimator, in runs of any length.
+ET: Options = {"name": "expert_threshold", "estimator": "mean"}
+NO_WARMUP: Options = {**ET, "warmup_steps": 0}
 EC: Options = {"name": "expert_choice"}
 AUX: Options = {"name": "token_choice", "balance": "aux"}
 # "we select 2 experts out of 16 routed experts" (Appendix "Ablations", Shared Expert).
