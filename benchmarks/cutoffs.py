@@ -4,8 +4,9 @@
 
 Every variant is trained with the same seeds; what is finished is not done again. Of the first, the paper's mean, some
 checkpoints are held still while --batches training batches pass: the mean of their k-th largest scores is what the
-cutoff should be, their spread is the noise of a batch, and the difference to the cutoff is its lag. Writes results.json
-and results.md with losses, loads and the gap between training and inference, each a mean over seeds ± its spread.
+cutoff should be, their spread is the noise of a batch, and the difference to the cutoff is its lag. Writes
+results.json, results.md and results.png with losses, loads and the gap between training and inference, each a mean over
+seeds ± its spread.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from common import machine
 from torch import Tensor
 
+from expert_threshold.analysis import figures
 from expert_threshold.cli import main as et
 from expert_threshold.data import Loader, open_source, pack
 from expert_threshold.routing import CutoffState, ExpertThreshold, Observation
@@ -229,6 +231,30 @@ def to_markdown(result: dict[str, Any]) -> str:
     return "\n".join([*lines, ""])
 
 
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Left, lag and noise along the run; right, the experts per token that training got of the one it was given."""
+    from matplotlib.figure import Figure
+
+    with figures.style():
+        figure = Figure(figsize=(9, 4), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
+        steps = [r["step"] for r in result["lag_and_noise"]]
+        for key, label in (("lag", "lag of the mean, β = 0.9"), ("noise", "noise of a batch")):
+            left.plot(steps, [r[key] for r in result["lag_and_noise"]], marker="o", label=label)
+        left.set(xlabel="step", title="standard deviations of scores", ylim=(-0.05, None))
+        left.legend(frameon=False, loc="upper right", fontsize=8)
+        names = list(result["variants"])[::-1]
+        for key, label, marker in (("fanout", "within the bounds", "o"), ("raw_fanout", "without them", "|")):
+            values = [result["variants"][name][key] for name in names]
+            means, spreads = ([v[part] for v in values] for part in ("mean", "spread"))
+            right.errorbar(means, range(len(names)), xerr=spreads, fmt=marker, label=label)
+        right.axvline(1, color=figures.THEME["ink"][0], linewidth=0.8)
+        right.set_yticks(range(len(names)), [VARIANTS[name].what for name in names], fontsize=8)
+        right.set(title="experts per token in training, aim 1", xlim=(0, None))
+        right.legend(frameon=False, loc="lower left", fontsize=8)
+        figure.savefig(path, dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True)
@@ -262,6 +288,7 @@ def main() -> None:
     }
     (arguments.out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (arguments.out / "results.md").write_text(to_markdown(result), encoding="utf-8")
+    draw(result, arguments.out / "results.png")
     print((arguments.out / "results.md").read_text(encoding="utf-8"))
 
 
