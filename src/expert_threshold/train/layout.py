@@ -31,7 +31,7 @@ def lay_out(model: GPT, optim: OptimConfig, config: TrainConfig, parallel: Paral
 def _member(name: str, parameter: nn.Parameter, optim: OptimConfig, parallel: Parallel) -> Member:
     assert parallel.world is not None
     where, group = _place(name, parameter, parallel), parallel.world
-    if is_split(name, parallel):
+    if _is_split(name, parallel):
         assert parallel.mesh is not None
         group = parallel.mesh.get_group(DP)
     return Member(name, parameter, _is_divisible(name, parameter, optim), where, group)
@@ -76,7 +76,7 @@ def _shard(name: str, parameter: nn.Parameter, rows: int, parallel: Parallel) ->
     """Where this rank's part lies, and over which ranks it is split; rows: places before that."""
     assert parallel.world is not None
     group, first, count = parallel.world, 0, rows
-    if is_split(name, parallel):
+    if _is_split(name, parallel):
         assert parallel.mesh is not None
         assert parallel.ep is not None
         group, first, count = parallel.mesh.get_group(DP), parallel.ep.rank() * rows, parallel.ep.size() * rows
@@ -85,14 +85,14 @@ def _shard(name: str, parameter: nn.Parameter, rows: int, parallel: Parallel) ->
     return Slice(start, stop, (count, *parameter.shape[1:])), group
 
 
-def is_split(name: str, parallel: Parallel) -> bool:
+def _is_split(name: str, parallel: Parallel) -> bool:
     """Whether a parameter of that name is one of experts that ranks hold together."""
     return parallel.ep is not None and "experts" in name.split(".")
 
 
 def _place(name: str, parameter: nn.Parameter, parallel: Parallel) -> Slice:
     """Where this rank's part of a parameter lies in the whole."""
-    if not is_split(name, parallel):
+    if not _is_split(name, parallel):
         return whole(parameter)
     assert parallel.ep is not None
     count, rank, ranks = len(parameter), parallel.ep.rank(), parallel.ep.size()

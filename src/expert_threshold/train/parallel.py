@@ -56,11 +56,6 @@ class Parallel:
         """The ranks that hold a layer's experts together; None where each holds them all."""
         return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
 
-    @property
-    def dp(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same experts; None where there is no other."""
-        return None if self.mesh is None or self.mesh[DP].size() == 1 else self.mesh.get_group(DP)
-
 
 def mesh_sizes(ranks: int, expert_parallel: int) -> tuple[int, int]:
     """dp and ep of so many ranks. Raises ValueError where they do not multiply out."""
@@ -171,7 +166,11 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run `et ARGUMENTS` in so many processes on this machine, as torchrun does, and return the exit code."""
+    """Run `et ARGUMENTS` in so many processes on this machine, as torchrun does, and return the exit code.
+
+    SIGINT and SIGTERM are passed on, and the ranks waited for.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -188,4 +187,6 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
         return max(codes) if max(codes) > 0 else 1  # a signal's number is negative
+    except SignalException as stopped:
+        return 128 + stopped.sigval
     return 0
