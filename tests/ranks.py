@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
@@ -47,13 +48,17 @@ def join() -> tuple[int, int, dist.ProcessGroup]:
 
 
 class Collectives(TorchDispatchMode):
-    """While in force, lists the collective operations of this rank, as `alltoall_base_` and the like."""
+    """While in force, lists the collective operations of this rank, as `alltoall_base_` and the like, and adds up the
+    bytes of all tensors handed to them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.names.append(func._schema.name.split("::")[1])
+            self.bytes += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice, kth_largest, take
-from ranks import join
+from ranks import Collectives, join
 
 EXPERTS = 3
 SHARES = {2: [(7, 5), (0, 12), (12, 0), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5), (8, 3, 1)]}
@@ -96,6 +96,18 @@ def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:
     assert routing.observation.pools == 0
 
 
+def check_bytes(rule: Rule, group: dist.ProcessGroup) -> None:
+    """What a rule sends does not grow with the tokens."""
+
+    def sent(tokens: int) -> tuple[list[str], int]:
+        with Collectives() as collectives:
+            rule.route(torch.randn(1, tokens, EXPERTS), rule.init(), training=True, group=group)
+        assert collectives.bytes > 0 or not collectives.names
+        return collectives.names, collectives.bytes
+
+    assert sent(12) == sent(3000), rule
+
+
 def main() -> None:
     rank, ranks, group = join()
     rules: list[Rule] = [
@@ -111,6 +123,8 @@ def main() -> None:
         check_selection(shares, rank, group)
     for rule, shares in itertools.product(rules, SHARES[ranks]):
         check_rule(rule, shares, rank, group)
+    for rule in rules:
+        check_bytes(rule, group)
     check_too_few_tokens(rank, group)
     dist.destroy_process_group()
 
