@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ from ..train import TrainResult, train
 from ..train.checks import FREE_ON_RESUME, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
-from ..train.meeting import Fault, Meeting, from_first, meet, restarts
+from ..train.meeting import Fault, Meeting, from_first, meet
 from ..train.pace import tokens_within
 from ..train.parallel import is_lost_rank, launch, mesh_sizes
 from ..train.saving import LostSaveError
@@ -62,6 +63,8 @@ def run(arguments: Sequence[str]) -> None:
     except SystemExit:
         raise
     except BaseException as error:
+        # The launcher asks the others to end as soon as one has; this one ends anyway, and has something to say yet.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remedy = f"to go on: et train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
         os._exit(code)  # threads of a broken connection must not keep this process
@@ -87,12 +90,12 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
     keep_freed_memory()
     leads = meeting is None or meeting.rank == 0
     console = Console(quiet=not leads)
-    out = given.get("out", _default_out(given)) if "resume" not in given else given["resume"]
-    again = restarts() > 0 and Path(out, "config.json").is_file()
+    out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
+    again = from_first(meeting, lambda: _is_started_anew(out, meeting))
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
-        config = RunConfig.from_dict(folder.config) if again else _resumed(folder, given)
+        config = _resumed(folder, given) if "resume" in given else RunConfig.from_dict(folder.config)
         console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
         result = train_run(folder, config, console, resume=True, meeting=meeting)
     else:
@@ -100,6 +103,8 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
         init_from = Path(given["init_from"]) if "init_from" in given else None
         folder = RunFolder(Path(from_first(meeting, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
+        if meeting is not None:
+            meeting.note(_made(out))
         try:
             if given.get("minutes") is not None:
                 config = _within_minutes(given, config, console, meeting)
@@ -112,6 +117,15 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
             raise
     if result.finished and leads:
         console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
+
+
+def _is_started_anew(out: str, meeting: Meeting | None) -> bool:
+    """Whether the launcher has started the ranks again after a failure, and the run has begun: then it goes on."""
+    return meeting is not None and meeting.is_noted(_made(out)) and Path(out, "config.json").is_file()
+
+
+def _made(out: str) -> str:
+    return f"made {out}"
 
 
 def _default_out(given: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 GRACE = 5.0  # seconds that ranks wait for each other's word before they end
+MEETING = timedelta(minutes=5)  # for all ranks to have started
 LONG = timedelta(days=7)  # the first rank may train a tokenizer, or ask CORE
 
 
@@ -27,16 +29,29 @@ class Fault(NamedTuple):
 
 
 class Meeting:
-    """The ranks of one launch. Values are JSON: nothing unpickled."""
+    """The ranks that were started together. Values are JSON: nothing unpickled.
 
-    def __init__(self, store: Store, rank: int, ranks: int, local_rank: int, local_ranks: int) -> None:
+    launch: a store of all that the launcher starts anew after failures, too; the same by default.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, ranks: int, local_rank: int, local_ranks: int, launch: Store | None = None
+    ) -> None:
         self.rank = rank
         self.ranks = ranks
         self.local_rank = local_rank
         self.local_ranks = local_ranks
         self.store_of_groups = PrefixStore("groups", store)
         self._store = PrefixStore("meeting", store)
+        self._launch = PrefixStore("launch", launch or store)
         self._count = 0
+
+    def note(self, what: str) -> None:
+        """Let those know who are started anew."""
+        self._launch.set(what, "")
+
+    def is_noted(self, what: str) -> bool:
+        return self._launch.check([what])
 
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, on every rank; all ranks call this in the same order.
@@ -119,16 +134,37 @@ def meet() -> Meeting | None:
     """The ranks that were launched together with this one; None where it is alone."""
     if not is_launched():
         return None
-    store, rank, ranks = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
+    store, rank, ranks = next(iter(rendezvous("env://", timeout=MEETING)))
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Meeting(store, rank, ranks, local_rank, local_ranks)
+    start = PrefixStore(_agree_on_start(store, rank, ranks), store)
+    return Meeting(start, rank, ranks, local_rank, local_ranks, store)
+
+
+def _agree_on_start(store: Store, rank: int, ranks: int) -> str:
+    """A name that is new at every start, the same on all ranks.
+
+    The launcher's store still has what the ranks of earlier starts wrote, addresses of processes that are no more among
+    it, and its count of restarts differs between nodes. So the first rank answers each of this start's by a name of
+    its own.
+    """
+    mine = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", mine)
+        store.wait([f"start/{mine}"], MEETING)
+        start = store.get(f"start/{mine}").decode()
+        store.add(f"met/{start}", 1)
+        return str(start)
+    end = time.monotonic() + MEETING.total_seconds()
+    while store.add(f"met/{mine}", 0) < ranks - 1:
+        for other in range(1, ranks):
+            if store.check([f"hello/{other}"]):  # maybe of an earlier start: then nobody reads the answer
+                store.set(f"start/{store.get(f'hello/{other}').decode()}", mine)
+        if time.monotonic() > end:
+            raise ValueError(f"not all of the {ranks} ranks have started within {MEETING}; start them again")
+        time.sleep(0.05)
+    return mine
 
 
 def from_first(meeting: Meeting | None, make: Callable[[], Any]) -> Any:
     """`Meeting.from_first`; where this process is alone, what it makes."""
     return make() if meeting is None else meeting.from_first(make)
-
-
-def restarts() -> int:
-    """How often the launcher has started this rank anew after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
