@@ -31,6 +31,7 @@ from expert_threshold.integrations.transformers import ExpertThresholdConfig, Ex
 
 OPTIONS = {"token_choice": {"activation": "swiglu", "shared_experts": 0, "softcap": None}}
 OPTIONS |= {"expert_choice": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0}}
+MODELS = RULES | {"trend": ExpertThreshold(4, 1, warmup_steps=2, decay=0.5, estimator="trend")}
 PROMPTS = ["the cat sat", "hat", "the mat; the hat of the <|bos|> cat"]
 
 
@@ -45,10 +46,10 @@ def quiet() -> Iterator[None]:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A run of every rule, exported."""
     path = tmp_path_factory.mktemp("folders")
-    for name, rule in RULES.items():
+    for name, rule in MODELS.items():
         write_run(path / f"run-{name}", small_model(rule, **OPTIONS.get(name, {})))
         export_run(path / f"run-{name}", path / name)
-    return {name: path / name for name in RULES}
+    return {name: path / name for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +73,11 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MODELS)
 @torch.no_grad()
 def test_logits_equal_ours(folders: dict[str, Path], rule: str) -> None:
-    model = load(folders[rule])
+    model, told = load(folders[rule], output_loading_info=True)
+    assert not any(told.values()), told
     assert model.dtype == torch.float32
     torch.testing.assert_close(model(tokens()).logits, ours(folders[rule])(tokens()).logits, rtol=1e-5, atol=1e-5)
     assert model(tokens(), logits_to_keep=2).logits.shape == (3, 2, 270)
@@ -151,12 +153,14 @@ def test_a_folder_loads_alone_with_its_own_code(folder: Path, tmp_path: Path) ->
     assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
 
 
-@pytest.mark.parametrize("rule", ["token_choice", "expert_threshold"])
+@pytest.mark.parametrize("rule", ["token_choice", "expert_threshold", "trend"])
 def test_saving_and_loading_and_importing_give_the_same_model(
     folders: dict[str, Path], rule: str, tmp_path: Path
 ) -> None:
     model = load(folders[rule])
+    assert all(bool(value.any()) for name, value in model.named_buffers() if rule == "trend")
     model.save_pretrained(tmp_path / "saved", max_shard_size="20KB")
+    assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
     AutoTokenizer.from_pretrained(folders[rule]).save_pretrained(tmp_path / "saved")
     again = load(tmp_path / "saved")
@@ -215,15 +219,17 @@ def test_trainer_fine_tunes_the_weights_and_leaves_the_cutoffs(folder: Path, tmp
         assert torch.equal(value, before[name]) == ("state_" in name), name
 
 
-def test_follow_moves_the_cutoffs_in_the_trainer(folder: Path, tmp_path: Path) -> None:
-    model = load(folder)
+@pytest.mark.parametrize("rule", ["expert_threshold", "trend"])
+def test_follow_moves_the_cutoffs_in_the_trainer(folders: dict[str, Path], rule: str, tmp_path: Path) -> None:
+    model = load(folders[rule])
     before = state(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     follow(model, optimizer)
     train(model, tmp_path, optimizer)
     assert model.state_dict().keys() == before.keys()
     for name, value in model.state_dict().items():
-        assert not torch.equal(value, before[name]), name
+        stays = name.endswith("state_weight") if rule == "trend" else name.endswith("state_slope")
+        assert torch.equal(value, before[name]) == stays, name
     steps = [value for name, value in model.named_buffers() if name.endswith("step")]
     assert [int(step) for step in steps] == [4 + 8] * 2
     model.save_pretrained(tmp_path / "saved")

@@ -10,7 +10,10 @@ padding and batches change nothing. `expert_threshold.integrations.follow` moves
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +159,7 @@ class Router(nn.Module):
     state_bias: Tensor
     state_mean: Tensor
     state_weight: Tensor
+    state_slope: Tensor
 
     def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
         super().__init__()
@@ -171,7 +175,8 @@ class Router(nn.Module):
             return {"state_bias": zeros}
         weight = torch.tensor(0.0 if self.rule["debias"] else 1.0)
         sketch = {"state_sketch": zeros.repeat(SKETCH_LEVELS, 1), "state_sketch_weight": torch.tensor(0.0)}
-        return {"state_mean": zeros, "state_weight": weight, "state_step": torch.tensor(0)} | sketch
+        mean = {"state_mean": zeros, "state_weight": weight, "state_slope": zeros.clone()}
+        return mean | {"state_step": torch.tensor(0)} | sketch
 
     def forward(self, x: Tensor) -> Routing:
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
@@ -182,7 +187,7 @@ class Router(nn.Module):
             order = biased.sort(dim=-1, descending=True, stable=True).indices
             best = order[..., : int(self.rule["experts_per_token"])]
             return Routing(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
-        cutoff = torch.where(self.state_weight > 0, self.state_mean / self.state_weight, 0.0)
+        cutoff = torch.where(self.state_weight > 0, self.state_mean / self.state_weight, 0.0) + self.state_slope
         return Routing(scores, scores > cutoff)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -267,6 +272,11 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = True
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As everywhere; with this file beside the weights, so that a folder loads alone after fine-tuning, too."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        shutil.copyfile(__file__, Path(save_directory) / "modeling_expert_threshold.py")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
