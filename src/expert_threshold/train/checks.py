@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..model import GPTConfig
 from ..moe.dispatch.expert_parallel import require_even_split
+from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
 from .device import pick_device
@@ -56,8 +58,13 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 
 
 def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
-    for part in ("model", "optim", "train"):  # of the data the hash is compared
-        saved = folder.section(part)
+    began = {  # of the data the hash is compared; options that are newer than the run have their defaults
+        "model": GPTConfig.from_dict(folder.section("model")).to_dict(),
+        "optim": asdict(OptimConfig()) | folder.section("optim"),
+        "train": asdict(TrainConfig()) | folder.section("train"),
+    }
+    for part, options in began.items():
+        saved = _plain(options)
         for name, value in _plain(record[part]).items():
             if part == "train" and name in FREE_ON_RESUME:
                 continue
