@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+from logging.handlers import BufferingHandler
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from expert_threshold.train.parallel import launch
 
 
-def test_a_signal_to_the_launcher_is_an_exit_code_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object) -> object:
         def run(*_: object) -> None:
+            logging.getLogger(agent.__name__).warning("Received a death signal")
             raise SignalException("stopped", signal.SIGINT)
 
         return run
 
+    said = BufferingHandler(100)
+    monkeypatch.setattr(logging.getLogger("torch"), "handlers", [said])
+    monkeypatch.setattr(logging.getLogger("torch.distributed.elastic"), "propagate", True)
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     monkeypatch.setattr(api, "elastic_launch", stopped)
     assert launch(["train"], 2) == 128 + signal.SIGINT
+    assert not said.buffer

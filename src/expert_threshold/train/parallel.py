@@ -174,8 +174,10 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Each rank says itself what went wrong.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Each rank says itself what went wrong. A level would not do: torch gives each logger below its own.
+    launcher = logging.getLogger("torch.distributed.elastic")
+    launcher.addHandler(logging.NullHandler())
+    launcher.propagate = False
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
     config = LaunchConfig(
