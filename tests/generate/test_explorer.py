@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from expert_threshold.generate.explorer import (
     require_own_page,
     routes,
 )
+from expert_threshold.generate.server import create_app
 from expert_threshold.generate.serving.errors import ApiError
 from expert_threshold.generate.serving.limits import Limits
 from expert_threshold.generate.serving.worker import Worker
@@ -349,6 +351,35 @@ def test_a_reader_that_leaves_frees_its_row() -> None:
         connection.sock.close()
         connection.close()
         until(lambda: server.worker.unfinished == 0)
+
+
+def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None:
+    """Its connection takes no more: what is sent is never through."""
+    model = small_model()
+    body = json.dumps({"run": "small", "text": TEXT, "max_tokens": 20}).encode()
+    scope = {
+        "type": "http", "method": "POST", "path": "/explorer/read", "query_string": b"",
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+
+    async def ask() -> int:
+        engine, limits = Engine(model, TOKENIZER), Limits(seconds=0.05)
+        app = create_app(engine, "small", limits=limits, routes=routes([explored(model)]))
+        coming = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Any:
+            return coming.pop() if coming else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        async with app.router.lifespan_context(app):
+            await asyncio.wait_for(app(scope, receive, send), PATIENCE)
+            await app.state.service.worker.stop()
+        return len(engine.running)
+
+    assert asyncio.run(ask()) == 0
 
 
 # The command.

@@ -83,7 +83,7 @@ def connect(server: Served) -> http.client.HTTPConnection:
     return http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE)
 
 
-def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: str) -> Answer:
+def ask(server: Served, path: str, body: Any = None, method: str | None = None, **headers: Any) -> Answer:
     """body: an object, or bytes as they are."""
     connection = connect(server)
     if body is not None:
@@ -362,6 +362,8 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
 
 
 def test_what_is_wrong_with_a_request_is_told_by_its_status(server: Served) -> None:
+    unknown = ask(server, "/v1/models/someone%2Fsmall")  # a name may have a slash
+    assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     path = "/v1/completions"
     for answer, status in (
         (ask(server, path, b"{}", **{"Content-Type": "text/plain"}), 415),
@@ -469,7 +471,8 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
             for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Basic sécret"}):
                 answer = ask(server, path, body, **headers)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
-        assert ask(server, "/v1/models", Authorization="Bearer sécret").status == 200
+        for encoding in ("utf-8", "latin-1"):  # curl sends the one, Python's own client the other
+            assert ask(server, "/v1/models", Authorization="Bearer sécret".encode(encoding)).status == 200
     with served(api_key="key") as server, client_of(server, "key") as client:
         assert client.completions.create(model="small", prompt="").choices
         with client_of(server, "other") as stranger, pytest.raises(openai.AuthenticationError):
@@ -477,11 +480,13 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
 
 
 def test_a_local_server_is_not_reached_by_another_name() -> None:
-    with served(hosts=("127.0.0.1", "[::1]")) as server:
+    with served(hosts=("127.0.0.1", "::1", "localhost")) as server:
         assert ask(server, "/health").status == 200
-        assert ask(server, "/health", Host="[::1]:80").status == 200
-        answer = ask(server, "/v1/models", Host="evil.example:80")
-        assert (answer.status, answer.error["code"]) == (403, "unknown_host")
+        for host in ("127.0.0.1", "[::1]:80", "[::1]", "localhost", "LocalHost:80"):
+            assert ask(server, "/health", Host=host).status == 200, host
+        for host in ("evil.example:80", "evil.example", "", "[::1", "[::2]", "localhost.evil.example:80", ":80"):
+            answer = ask(server, "/v1/models", Host=host)
+            assert (answer.status, answer.error["code"]) == (403, "unknown_host"), host
     assert is_local("127.0.0.1")
     assert is_local("::1")
     assert is_local("localhost")
@@ -602,6 +607,8 @@ def test_et_serve_serves_a_run_until_it_is_interrupted(model: GPT, tmp_path: Pat
         (["--slots", "0"], "slots=0 must be at least 1"),
         (["--port", "65536"], "port=65536 must be from 0 to 65535"),
         (["--threads", "0"], "threads=0 must be at least 1"),
+        (["--api-key", ""], "--api-key or ET_API_KEY is empty or has blanks around it"),
+        (["--api-key", "key "], "--api-key or ET_API_KEY is empty or has blanks around it"),
     ],
 )
 def test_nonsense_is_one_line_and_2(

@@ -58,7 +58,9 @@ def run(arguments: Sequence[str]) -> None:
     _require_sense(options)
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
     local = is_local(options["host"])
-    api_key = options["api_key"] or os.environ.get(API_KEY) or None
+    api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
+    if api_key is not None and (not api_key or api_key != api_key.strip()):
+        raise ValueError(f"--api-key or {API_KEY} is empty or has blanks around it; give a key, or leave both out")
     shown = local or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
@@ -74,7 +76,7 @@ def run(arguments: Sequence[str]) -> None:
         runs[0].name,
         limits=limits,
         api_key=api_key,
-        hosts=("127.0.0.1", "localhost", "[::1]", options["host"]) if local else None,
+        hosts=("127.0.0.1", "localhost", "::1", options["host"]) if local else None,
         routes=routes(runs, ("localhost", socket.gethostname(), options["host"])) if shown else (),
         workers=[run.worker for run in runs if run.worker is not None],
         threads=options["threads"],

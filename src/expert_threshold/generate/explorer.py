@@ -11,9 +11,7 @@ What they tell reveals texts: only pages of this very server get it.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
-import json
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +25,7 @@ from ..model import GPT
 from .engine import Request, Step, TokenRouting, largest_rate
 from .serving.completion import Fields, read_object
 from .serving.errors import ApiError
+from .serving.hosts import host_name
 from .serving.limits import Limits
 from .serving.worker import Work, Worker
 
@@ -175,12 +174,11 @@ def require_own_page(headers: Mapping[str, str], names: Collection[str]) -> None
     `names`.
     """
     host = headers.get("host", "").lower()
+    name, origin = host_name(host), headers.get("origin")
     try:
-        name = urlsplit(f"//{host}").hostname or ""
-        origin = headers.get("origin")
         foreign = origin is not None and urlsplit(origin.lower()).netloc != host
     except ValueError:
-        name, foreign = "", True
+        foreign = True
     if not (_is_address(name) or name in names):
         raise ApiError(403, f"the explorer is reached by an address or as {', '.join(names)} only", code="unknown_host")
     if foreign or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
@@ -195,33 +193,21 @@ def _is_address(name: str) -> bool:
     return True
 
 
-async def events(run: Explored, work: Work, seconds: float) -> AsyncGenerator[str]:
-    """The server-sent events of a work with one text; whatever ends the iteration ends the work."""
-    try:
-        with work:
-            yield _event({"run": describe(run, work.requests[0].rate)})
-            async with asyncio.timeout(seconds):
-                async for update in work:
-                    tokens = [token_record(run, step, written=False) for step in update.prompt]
-                    tokens += [token_record(run, step, written=True) for step in update.steps]
-                    yield _event({"tokens": tokens})
-        yield _event({"done": True})
-    except ApiError as error:
-        yield _event(error.body)
-    except TimeoutError:
-        yield _event(ApiError(503, f"not done within {seconds:g} seconds; ask for fewer tokens").body)
-
-
-def _event(content: Mapping[str, Any]) -> str:
-    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
+async def events(run: Explored, work: Work) -> AsyncGenerator[dict[str, Any]]:
+    """What is told of a work with one text, as it comes."""
+    yield {"run": describe(run, work.requests[0].rate)}
+    async for update in work:
+        tokens = [token_record(run, step, written=False) for step in update.prompt]
+        tokens += [token_record(run, step, written=True) for step in update.steps]
+        yield {"tokens": tokens}
 
 
 def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) -> list[Route]:
     """For `create_app`. The first run is the server's own. names: those by which the server may be reached."""
-    from starlette.responses import Response, StreamingResponse
+    from starlette.responses import Response
     from starlette.routing import Route
 
-    from .server import answer, read_body, service
+    from .server import EventStream, answer, read_body, service
 
     files = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     facts = [describe(run) for run in runs]
@@ -244,8 +230,7 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
         here = service(request)
         run, asked = parse(await read_body(request, here.limits), runs, here.limits)
         work = (run.worker or here.worker).submit([asked])
-        stream = events(run, work, here.limits.seconds)
-        return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
+        return EventStream(work, events(run, work), here.limits, done='{"done": true}', headers=HEADERS)
 
     return [
         Route("/", page),

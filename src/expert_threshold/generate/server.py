@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .engine import Engine
 from .serving.completion import Answer, Parser, model_body, models_body, require_model
 from .serving.errors import ApiError
+from .serving.hosts import host_name
 from .serving.limits import Limits
 from .serving.metrics import Metrics
 from .serving.openapi import schema
@@ -47,10 +48,10 @@ def create_app(
 ) -> Starlette:
     """An app that serves the engine's model as `name`.
 
-    api_key: asked for on every route but /health. hosts: names that the Host header may have, which keeps other sites'
-    pages from reading a local server by a name of theirs that leads here; None is any. routes: more of them, behind the
-    same checks; in their handlers `service(request)` has the engine's worker and the limits. workers: of other engines,
-    to run as long as the app does. threads: of torch.
+    api_key: asked for on every route but /health. hosts: names and addresses (no brackets) that the Host header may
+    have, which keeps other sites' pages from reading a local server by a name of theirs that leads here; None is any.
+    routes: more of them, behind the same checks; in their handlers `service(request)` has the engine's worker and the
+    limits. workers: of other engines, to run as long as the app does. threads: of torch.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
@@ -69,7 +70,7 @@ def create_app(
         Route("/metrics", metrics),
         Route("/openapi.json", openapi),
         Route("/v1/models", models),
-        Route("/v1/models/{model}", model),
+        Route("/v1/models/{model:path}", model),
         Route("/v1/completions", completions, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {
@@ -80,7 +81,7 @@ def create_app(
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
     here = Service(worker, name, limits)
-    paths = {route.endpoint: route.path for route in app.routes if isinstance(route, Route)}
+    paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
     app.state.service = here
     return app
@@ -134,13 +135,15 @@ class _Gate:
         metrics: Metrics,
         paths: Mapping[Any, str],
     ) -> None:
-        self.app, self.hosts, self.metrics, self.paths = app, hosts, metrics, paths
+        self.app, self.metrics, self.paths = app, metrics, paths
+        self.hosts = None if hosts is None else [host.lower() for host in hosts]
         self.key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
                 path = self.paths.get(scope.get("endpoint"), "other")
@@ -151,8 +154,7 @@ class _Gate:
         await (self.app if error is None else _answer_error(error))(scope, receive, counted)
 
     def _refusal(self, request: Request) -> ApiError | None:
-        host = request.headers.get("host", "").rsplit(":", 1)[0]
-        if self.hosts is not None and host not in self.hosts:
+        if self.hosts is not None and host_name(request.headers.get("host", "")) not in self.hosts:
             return ApiError(403, f"this server is reached as {', '.join(self.hosts)} only", code="unknown_host")
         if self.key is None or request.url.path == "/health":
             return None
@@ -169,7 +171,17 @@ def _given_key(request: Request) -> bytes:
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
             return base64.b64decode(given, validate=True).partition(b":")[2]
-    return given.strip().encode() if scheme.lower() == "bearer" else b""
+    return _as_sent(given.strip()) if scheme.lower() == "bearer" else b""
+
+
+def _as_sent(text: str) -> bytes:
+    """A header's text in UTF-8. It was read as Latin-1; who sent UTF-8, as curl does, gets back what was sent."""
+    sent = text.encode("latin-1")
+    try:
+        sent.decode("utf-8")
+    except UnicodeDecodeError:
+        return text.encode()
+    return sent
 
 
 # Handlers.
@@ -235,15 +247,23 @@ async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, and [DONE]; errors that come too late for a status are events, too.
+    """Server-sent events, each a JSON object, and `done`; errors that come too late for a status are events, too.
 
     The work ends once the client is gone or the time is up, and so where the client does not read.
     """
 
-    def __init__(self, work: Work, events: AsyncGenerator[dict[str, Any]], limits: Limits) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    def __init__(
+        self,
+        work: Work,
+        events: AsyncGenerator[dict[str, Any]],
+        limits: Limits,
+        *,
+        done: str = "[DONE]",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store", **(headers or {})})
         del self.headers["content-length"]
-        self._work, self._events, self._limits = work, events, limits
+        self._work, self._events, self._limits, self._done = work, events, limits, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._work, contextlib.suppress(ClientDisconnect):
@@ -251,7 +271,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last: str = "[DONE]"
+        last = self._done
         try:
             async with asyncio.timeout(self._limits.seconds), contextlib.aclosing(self._events):
                 async for event in self._events:
