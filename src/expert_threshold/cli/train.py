@@ -58,12 +58,13 @@ def run(arguments: Sequence[str]) -> None:
         _run(arguments, None, [])
         return
     folders: list[RunFolder] = []
+    # The launcher asks all ranks to end as soon as one has: not without having said what is wrong.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _run(arguments, meeting, folders)
     except SystemExit:
         raise
     except BaseException as error:
-        # The launcher asks the others to end as soon as one has; this one ends anyway, and has something to say yet.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remedy = f"to go on: et train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
