@@ -102,10 +102,11 @@ def assert_same(one: RunFolder, other: RunFolder, tolerance: float) -> None:
             )
 
 
-LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
-    (1, {}), (2, {}), (4, {}), (4, {"expert_parallel": 2}), (1, {}), (2, {"expert_parallel": 2}),
+LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (4, 1, {}), (8, 2, {}), (12, 4, {}), (16, 4, {"expert_parallel": 2}), (18, 2, {"shard": True}), (20, 2, {}),
+    (22, 2, {"shard": True, "expert_parallel": 2}), (24, 1, {}),
 )  # fmt: skip
-"""Ranks and options, one after the other."""
+"""Last step, ranks and options, one after the other."""
 
 
 def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
@@ -118,12 +119,11 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         return ""
 
-    for number, (ranks, options) in enumerate(LAYOUTS):
+    for number, (last, ranks, options) in enumerate(LAYOUTS):
         if rank < ranks:
             store = FileStore(str(folder / f"layout{number}"), ranks)
             meeting = Meeting(store, rank, ranks, rank, ranks) if ranks > 1 else None
-            every = None if number == len(LAYOUTS) - 1 else 4
-            here = replace(config, sample_every=every, **options)
+            here = replace(config, sample_every=last if last < config.steps else None, **options)
             run(folder / "layouts", corpus, rule, here, meeting, sample=stop)
         if rank == 0:
             turns.set(str(number), "")
@@ -151,6 +151,9 @@ def main() -> None:
     cases |= {name: (rule, split, alone) for name, rule in local_rules().items()}
     whole = replace(CONFIG, accumulation=ranks)
     cases["whole_micro_batches"] = (ExpertChoice(4, 1, pool="batch"), whole, whole)
+    rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
+    cases["sharded"] = (rule, replace(CONFIG, shard=True), CONFIG)
+    cases["sharded_experts_apart"] = (rule, replace(CONFIG, shard=True, expert_parallel=2), CONFIG)
     if ranks > 2:
         change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
