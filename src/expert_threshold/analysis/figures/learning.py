@@ -73,7 +73,8 @@ def batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
         threshold = [entry for entry in data["methods"] if entry["pool"] is None]
         measured = any(entry["core"] is not None for entry in data["methods"])
-        figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, top=0.45)
+        names = ["EC in training", "EC, validation", *(f"{entry['method']}, validation" for entry in threshold)]
+        figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, top=key_room(width, names) + 0.22)
         pools = array([entry["pool"] for entry in choice])
         train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
         for field, stroke in (("train", train), ("validation", held_out)):
@@ -90,7 +91,6 @@ def batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         every[0].set_xscale("log", base=2)
         every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
         every[-1].set_xlabel("tokens of the pool of expert choice", loc="right")
-        names = ["EC in training", "EC, validation", *(f"{entry['method']}, validation" for entry in threshold)]
         key(figure, names, [train, held_out, *lines])
     return figure
 

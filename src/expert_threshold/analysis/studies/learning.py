@@ -140,18 +140,20 @@ def say_train_against_validation(data: Data) -> str:
 def batch_size_scaling(material: Material) -> Data:
     """Expert choice by the tokens of its pool: losses and, where it was measured, CORE; expert threshold beside it."""
     entries = []
-    for subject in material.first_runs:
-        rule, validation = subject.run.rule["name"], finite(series(subject.run.validation, "loss"))
-        train = [[step, loss] for step, loss in finite(series(subject.run.train, "cross_entropy"))]
-        if rule in ("expert_choice", "expert_threshold") and validation and train:
-            core = _evaluated(subject, "core").get("metric")
+    for subjects in material.methods.values():
+        first = subjects[0]
+        losses = [
+            (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
+        ]
+        found = [(_late(train), validation[-1][1]) for train, validation in losses if train and validation]
+        if first.run.rule["name"] in ("expert_choice", "expert_threshold") and found:
             entries.append(
                 {
-                    **subject.tag,
-                    "pool": pool_tokens(subject.run) if rule == "expert_choice" else None,
-                    "train": _late(train),
-                    "validation": validation[-1][1],
-                    "core": core,
+                    **first.tag,
+                    "pool": pool_tokens(first.run) if first.run.rule["name"] == "expert_choice" else None,
+                    "train": fmean(train for train, _ in found),
+                    "validation": fmean(validation for _, validation in found),
+                    "core": _evaluated(first, "core").get("metric"),
                 }
             )
     pools = {entry["pool"] for entry in entries} - {None}
