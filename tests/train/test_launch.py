@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from logging.handlers import BufferingHandler
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
+from expert_threshold.cli import main
 from expert_threshold.train.parallel import launch
+from small_run import write_text
 
 
 def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +33,11 @@ def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: 
     monkeypatch.setattr(api, "elastic_launch", stopped)
     assert launch(["train"], 2) == 128 + signal.SIGINT
     assert not said.buffer
+
+
+def test_one_process_trains_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It was launched, found itself alone, and launched the next."""
+    monkeypatch.setattr("expert_threshold.cli.train.launch", lambda *_: pytest.fail("launched"))
+    text = write_text(tmp_path / "corpus.jsonl")
+    small = "--steps 1 --vocab-size 270 --context 16 --batch-size 2 --eval-every none --threads 1"
+    assert main(f"train tiny --nproc 1 {small} --data {text} --out {tmp_path / 'run'}".split()) == 0

@@ -85,7 +85,7 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
     """folders: gets the run's, once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
     processes = given.pop("nproc", None)
-    if processes is not None and meeting is None:
+    if processes not in (None, 1) and meeting is None:  # a rank alone has nobody to meet
         _launch(arguments, given, processes)
         return
     keep_freed_memory()
