@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from expert_threshold.cli import main
 from expert_threshold.runs import RunFolder
 from ranks import run_on_ranks
 
@@ -26,21 +27,25 @@ SIZES = "--layers 2 --d-model 32 --heads 2 --kv-heads 2 --d-expert 32 --vocab-si
 USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-every none --threads 1 --log-every 1"
 
 
-def torchrun(script: list[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks of `python SCRIPT` under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
-    }  # fmt: skip
+def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.run(
-        [*command, *options, *script], env=environment, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
 
 
-def failing(what: str, rank: int, step: int, folder: Path, *more: str) -> list[str]:
+def torchrun(*script: str) -> subprocess.CompletedProcess[str]:
+    """Two ranks of `python SCRIPT`; options of torchrun may come first."""
+    return launched(["torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script])
+
+
+def tiny_run(folder: Path) -> list[str]:
     (folder / "corpus.jsonl").write_text(text())
-    train = f"train tiny {SIZES} {USUAL} --data {folder / 'corpus.jsonl'} --out {folder / 'run'}".split()
-    return [str(Path(__file__).with_name("failing.py")), what, str(rank), str(step), *train, *more]
+    return f"train tiny {SIZES} {USUAL} --data {folder / 'corpus.jsonl'} --out {folder / 'run'}".split()
+
+
+def failing(what: str, rank: int, step: int, folder: Path, *more: str) -> list[str]:
+    return [str(Path(__file__).with_name("failing.py")), what, str(rank), str(step), *tiny_run(folder), *more]
 
 
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
@@ -50,7 +55,7 @@ def said(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.mark.soak
 def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_launcher_restarts(tmp_path: Path) -> None:
-    result = torchrun(failing("killed", 1, 5, tmp_path), "--max-restarts", "1")
+    result = torchrun("--max-restarts", "1", *failing("killed", 1, 5, tmp_path))
     assert result.returncode == 0, result.stderr
     assert said(result) == [
         f"et train: rank 1 of 2 ended or no longer answered; to go on: et train --resume {tmp_path / 'run'}"
@@ -72,9 +77,38 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
 def test_what_goes_wrong_on_one_rank_ends_all_with_one_line_and_harms_nothing_saved(
     what: str, line: str, tmp_path: Path
 ) -> None:
-    result = torchrun(failing(what, 1, 5, tmp_path, "--timeout", "5"))
+    result = torchrun(*failing(what, 1, 5, tmp_path, "--timeout", "20"))
     assert result.returncode != 0
     [told] = said(result)
     assert re.fullmatch(f"et train: {line}", told)
     folder = RunFolder.open(tmp_path / "run")
     assert folder.load_checkpoint().step == 3
+    assert main(["train", "--resume", str(folder.path)]) == 0
+    assert folder.checkpoints() == [3, 6, 8]
+
+
+# Keeps the exit code of each rank, whatever the launcher makes of it.
+KEPT = 'trap : TERM; "$0" -m expert_threshold "$@"; code=$?; echo $code > "$CODES/code_$RANK"; exit $code'
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ("--batch-size 3", "batch_size=3 sequences do not divide by 2 ranks; .*"),
+        pytest.param(
+            "--num-experts 3 --expert-parallel 2",
+            "num_experts=3 cannot be split over 2 ranks; .*",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_bad_input_ends_all_ranks_with_one_line_and_exit_code_2(
+    options: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CODES", str(tmp_path))
+    result = torchrun("--no-python", "sh", "-c", KEPT, sys.executable, *tiny_run(tmp_path), *options.split())
+    assert result.returncode != 0
+    [told] = said(result)
+    assert re.fullmatch(f"et train: {line}", told)
+    assert [(tmp_path / f"code_{rank}").read_text() for rank in range(2)] == ["2\n", "2\n"]
+    assert not (tmp_path / "run").exists()
