@@ -140,7 +140,7 @@ def say_train_against_validation(data: Data) -> str:
 def batch_size_scaling(material: Material) -> Data:
     """Expert choice by the tokens of its pool: losses and, where it was measured, CORE; expert threshold beside it."""
     entries = []
-    for subjects in material.methods.values():
+    for subjects in material.compared:
         first = subjects[0]
         losses = [
             (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
