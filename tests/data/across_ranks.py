@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from expert_threshold.data import Loader, Tokens, stream
-from ranks import join
+from ranks import join, leave
 
 
 class Parts:
@@ -66,7 +66,7 @@ def main() -> None:
     stream.BLOCK_BYTES = 500
     check_equal(rank, ranks, group)
     check_faults(rank, ranks, group)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

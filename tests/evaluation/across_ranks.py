@@ -10,7 +10,7 @@ from evaluation.test_loss import CONTEXT, RULES, make_model, text
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import Validation, evaluate
 from expert_threshold.routing import ExpertChoice
-from ranks import join
+from ranks import join, leave
 
 
 def assert_same(got: Validation, wanted: Validation) -> None:
@@ -52,7 +52,7 @@ def main() -> None:
     tokenizer = Tokenizer.train(["the cat sat on the mat; the hat of the cat: ünïcödé"] * 4, 270)
     check_shares(tokenizer, group)
     check_training_pools(tokenizer, ranks, group)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def test_everything_has_a_name_for_who_does_not_see_it(page: Page) -> None:
 
 def test_what_the_model_writes_arrives_token_by_token_and_can_be_stopped(page: Page, server: Served) -> None:
     server.engine.open.clear()
-    page.run("document.getElementById('max_tokens').value = 300")
+    page.run("document.getElementById('max_tokens').value = 100")
     page.click("#write")
     page.until("!document.getElementById('stop').hidden")
     until(lambda: server.worker.unfinished == 1)

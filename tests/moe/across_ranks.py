@@ -27,7 +27,7 @@ from expert_threshold.moe.dispatch.expert_parallel import (
 )
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
-from ranks import Collectives, join
+from ranks import Collectives, join, leave
 
 EXPERTS, D_MODEL, D_EXPERT = 8, 6, 10
 SHARES = {2: [(6, 6), (7, 2), (0, 9), (0, 0)], 4: [(4, 4, 4, 4), (5, 1, 0, 8), (0, 0, 0, 3)]}
@@ -362,7 +362,7 @@ def main() -> None:
         check_fully_sharded(rank, ranks)
     if ranks == 2:
         check_refusals(rank, ranks, group)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice, kth_largest, take
-from ranks import Collectives, join
+from ranks import Collectives, join, leave
 
 EXPERTS = 3
 SHARES = {2: [(7, 5), (0, 12), (12, 0), (1, 20)], 3: [(4, 4, 4), (1, 0, 9), (0, 0, 5), (8, 3, 1)]}
@@ -126,7 +126,7 @@ def main() -> None:
     for rule in rules:
         check_bytes(rule, group)
     check_too_few_tokens(rank, group)
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenC
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, train
 from expert_threshold.train.meeting import Meeting
+from ranks import leave
 from train.conftest import tiny
 
 STEPS = 20
@@ -162,6 +163,7 @@ def main() -> None:
     for name, (rule, _, config) in list(cases.items())[rank::ranks]:
         one = run(folder / f"{name}_alone", corpus, rule, config, None)
         assert_same(RunFolder(folder / name), one, 2e-5)
+    leave()
 
 
 if __name__ == "__main__":
