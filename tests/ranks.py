@@ -48,8 +48,9 @@ def join() -> tuple[int, int, dist.ProcessGroup]:
 
 
 def leave() -> NoReturn:
-    """The end of such a script, in the place of the interpreter's, where a thread of torch's that still runs may abort it:
-    seen on a loaded machine, after all checks had passed.
+    """The end of such a script in the place of the interpreter's, where a thread of torch's may abort it.
+
+    So it was seen on a loaded machine, after all checks had passed.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
