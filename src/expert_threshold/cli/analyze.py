@@ -15,7 +15,7 @@ from ..analysis.studies import STUDIES, Study
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
-from .options import Command, Option, parse
+from .options import Command, Option, parse_all
 
 # Of every command that traces runs.
 TRACING = [
@@ -41,8 +41,7 @@ DESCRIPTION = (
 
 def run(arguments: Sequence[str]) -> None:
     """Analyse the runs, and say where all of it lies."""
-    options = {option.name: option.default for option in OPTIONS}
-    options |= parse(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
+    options = parse_all(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
     studies = chosen_studies(options["figures"])
     given = options["out"] != OPTIONS[1].default
     out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"

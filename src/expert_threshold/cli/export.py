@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..integrations.export import export_run
-from .options import Command, Option, parse
+from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
@@ -21,7 +21,7 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Write the folder."""
     command = Command("et export", DESCRIPTION, {"export": OPTIONS})
-    options = {option.name: option.default for option in OPTIONS} | parse(command, arguments)
+    options = parse_all(command, arguments)
     folder = export_run(options["run"], options["to"], options["step"])
     size = sum(file.stat().st_size for file in folder.iterdir())
     print(f"{folder}: {size / 1e6:,.1f} MB")

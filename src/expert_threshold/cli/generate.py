@@ -12,7 +12,7 @@ from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
-from .options import Command, Option, parse
+from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to write with.", positional=True, required=True),
@@ -32,7 +32,7 @@ OPTIONS = [
 def run(arguments: Sequence[str]) -> None:
     """Write the continuation to stdout, token by token."""
     command = Command("et generate", "Continue a text with a trained model.", {"generate": OPTIONS})
-    options = {option.name: option.default for option in OPTIONS} | parse(command, arguments)
+    options = parse_all(command, arguments)
     device = pick_device(options["device"])
     model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
     steps = generate(

@@ -20,7 +20,7 @@ from ..analysis.studies import STUDIES
 from ..analysis.studies.leakage import EXAMPLE, PRECISIONS, closed_form, leakage_probe
 from .analyze import TRACING, open_material
 from .evaluate import Progress
-from .options import Command, Option, parse
+from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "Runs in whose traces to measure what does leak.", positional=True, many=True),
@@ -42,8 +42,7 @@ LARGEST = 4
 
 def run(arguments: Sequence[str]) -> None:
     """Print the tables, and write the figures."""
-    options = {option.name: option.default for option in OPTIONS}
-    options |= parse(Command("et leakage", DESCRIPTION, {"leakage": OPTIONS}), arguments)
+    options = parse_all(Command("et leakage", DESCRIPTION, {"leakage": OPTIONS}), arguments)
     model = layers_of(options["num_experts"], options["experts_per_token"], options["layers"])
     out, console = Path(options["out"]), Console()
     progress = Progress(Console(stderr=True), "et leakage")

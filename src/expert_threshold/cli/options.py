@@ -91,6 +91,11 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
     return given
 
 
+def parse_all(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
+    """The same, with the defaults of those that are not given."""
+    return {option.name: option.default for option in command.options} | parse(command, arguments)
+
+
 def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[str], dict[str, list[str]]]:
     """The arguments with every value joined to its flag, the names of the flags, and by name what came once more.
 

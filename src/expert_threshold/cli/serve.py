@@ -20,7 +20,7 @@ from ..model import GPT
 from ..runs import load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
-from .options import Command, Option, field_comments, parse
+from .options import Command, Option, field_comments, parse_all
 
 API_KEY = "ET_API_KEY"
 
@@ -50,7 +50,7 @@ def run(arguments: Sequence[str]) -> None:
     """Serve until interrupted."""
     groups = {"serve": OPTIONS, "limits": LIMITS}
     command = Command("et serve", "Serve a trained model over HTTP, in the form of OpenAI's completions.", groups)
-    options = {option.name: option.default for option in command.options} | parse(command, arguments)
+    options = parse_all(command, arguments)
     try:
         from ..generate.server import create_app, run_server
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from ..model.upcycle import upcycle, upcycled_config
 from ..routing import RULES
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
-from .options import Command, Option, parse
+from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the dense run; it stays as it is.", positional=True, required=True),
@@ -35,7 +35,7 @@ DESCRIPTION = (
 def run(arguments: Sequence[str]) -> None:
     """Write the new run folder."""
     command = Command("et upcycle", DESCRIPTION, {"upcycle": OPTIONS})
-    options = {option.name: option.default for option in OPTIONS} | parse(command, arguments)
+    options = parse_all(command, arguments)
     source, to = RunFolder.open(options["run"]), options["to"]
     require_free(to)
     if source.section("model")["rule"]["name"] != "dense":
