@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..model import GPT
-from ..moe.dispatch.expert_parallel import shard_experts
+from ..moe.dispatch.expert_parallel import expert_parameters, shard_experts
 from ..optim import Member, OptimConfig, Replicated, Shares, Slice, Unshared, moves_matrices, whole
 from .config import TrainConfig
 from .parallel import DP, Parallel
@@ -23,27 +24,36 @@ def lay_out(model: GPT, optim: OptimConfig, config: TrainConfig, parallel: Paral
         moe.router.group = parallel.world
     if parallel.ep is not None:
         shard_experts(model, parallel.ep)
+    split = expert_parameters(model)
     if config.shard:
-        return _shard_all(model, optim, parallel)
-    return Replicated(_member(name, parameter, optim, parallel) for name, parameter in model.named_parameters())
+        return _shard_all(model, optim, parallel, split)
+    return Replicated(
+        _member(name, parameter, optim, parallel, name in split) for name, parameter in model.named_parameters()
+    )
 
 
-def _member(name: str, parameter: nn.Parameter, optim: OptimConfig, parallel: Parallel) -> Member:
+def _member(name: str, parameter: nn.Parameter, optim: OptimConfig, parallel: Parallel, split: bool) -> Member:
+    """split: whether it is one of experts that ranks hold together."""
     assert parallel.world is not None
-    where, group = _place(name, parameter, parallel), parallel.world
-    if _is_split(name, parallel):
+    where, group = _place(parameter, parallel, split), parallel.world
+    if split:
         assert parallel.mesh is not None
         group = parallel.mesh.get_group(DP)
     return Member(name, parameter, _is_divisible(name, parameter, optim), where, group)
 
 
-def _shard_all(model: GPT, optim: OptimConfig, parallel: Parallel) -> Shares:
+def _shard_all(model: GPT, optim: OptimConfig, parallel: Parallel, split: Collection[str]) -> Shares:
     from ..optim.sharded import Shard, Sharded  # takes seconds to import
 
     rows = {name: len(parameter) for name, parameter in model.named_parameters()}
     _fully_shard(model, parallel)
     return Sharded(
-        Shard(name, parameter, _is_divisible(name, parameter, optim), *_shard(name, parameter, rows[name], parallel))
+        Shard(
+            name,
+            parameter,
+            _is_divisible(name, parameter, optim),
+            *_shard(parameter, rows[name], parallel, name in split),
+        )
         for name, parameter in model.named_parameters()
     )
 
@@ -72,11 +82,11 @@ def _fully_shard(model: GPT, parallel: Parallel) -> None:
         block.set_modules_to_forward_prefetch([following])
 
 
-def _shard(name: str, parameter: nn.Parameter, rows: int, parallel: Parallel) -> tuple[Slice, dist.ProcessGroup]:
+def _shard(parameter: nn.Parameter, rows: int, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
     """Where this rank's part lies, and over which ranks it is split; rows: places before that."""
     assert parallel.world is not None
     group, first, count = parallel.world, 0, rows
-    if _is_split(name, parallel):
+    if split:
         assert parallel.mesh is not None
         assert parallel.ep is not None
         group, first, count = parallel.mesh.get_group(DP), parallel.ep.rank() * rows, parallel.ep.size() * rows
@@ -85,14 +95,9 @@ def _shard(name: str, parameter: nn.Parameter, rows: int, parallel: Parallel) ->
     return Slice(start, stop, (count, *parameter.shape[1:])), group
 
 
-def _is_split(name: str, parallel: Parallel) -> bool:
-    """Whether a parameter of that name is one of experts that ranks hold together."""
-    return parallel.ep is not None and "experts" in name.split(".")
-
-
-def _place(name: str, parameter: nn.Parameter, parallel: Parallel) -> Slice:
+def _place(parameter: nn.Parameter, parallel: Parallel, split: bool) -> Slice:
     """Where this rank's part of a parameter lies in the whole."""
-    if not _is_split(name, parallel):
+    if not split:
         return whole(parameter)
     assert parallel.ep is not None
     count, rank, ranks = len(parameter), parallel.ep.rank(), parallel.ep.size()

@@ -7,7 +7,6 @@ Routing itself needs no communication in inference, since a cutoff is compared w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -270,40 +269,6 @@ def expert_parameters(module: nn.Module) -> dict[str, dist.ProcessGroup]:
     }
 
 
-def whole(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All ranks' parts (own experts, …) as one tensor (experts, …), on every rank of the group, who all call it."""
-    ranks = dist.get_world_size(group)
-    everything = tensor.new_empty(ranks * len(tensor), *tensor.shape[1:])
-    dist.all_gather(list(everything.chunk(ranks)), tensor.detach().contiguous(), group=group)
-    return everything
-
-
 def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's rows of a tensor (experts, …); a view."""
     return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]
-
-
-def gather_experts(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Tensors as one process without split experts has them; those of `module`'s experts are copies, on every rank.
-
-    tensors: by names that contain a parameter's, so a state_dict, or an optimizer's `muon.<parameter>.momentum`.
-    All ranks call it, with the same names. The inverse of `scatter_experts`.
-    """
-    groups = expert_parameters(module)
-    return {
-        name: tensor if (group := _group_of(name, groups)) is None else whole(tensor, group)
-        for name, tensor in tensors.items()
-    }
-
-
-def scatter_experts(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor]:
-    """Tensors of one process, those of `module`'s experts cut to this rank's part, which is a view."""
-    groups = expert_parameters(module)
-    return {
-        name: tensor if (group := _group_of(name, groups)) is None else part(tensor, group)
-        for name, tensor in tensors.items()
-    }
-
-
-def _group_of(name: str, groups: Mapping[str, dist.ProcessGroup]) -> dist.ProcessGroup | None:
-    return next((group for parameter, group in groups.items() if f".{parameter}." in f".{name}."), None)
