@@ -60,6 +60,7 @@ def run(arguments: Sequence[str]) -> None:
     folders: list[RunFolder] = []
     # The launcher asks all ranks to end as soon as one has: not without having said what is wrong.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = 0
     try:
         _run(arguments, meeting, folders)
     except SystemExit:
@@ -68,7 +69,8 @@ def run(arguments: Sequence[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remedy = f"to go on: et train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
-        os._exit(code)  # threads of a broken connection must not keep this process
+    sys.stdout.flush()
+    os._exit(code)  # threads of connections, broken ones too, must neither keep this process nor abort its end
 
 
 def _fault(error: BaseException) -> Fault | None:

@@ -121,7 +121,7 @@ class Trainer:
         else:
             seen, norm, self.votes = over_ranks(seen, norm, self.ballot(), self.parallel.world)
         finite = seen.loss.isfinite() & norm.isfinite()
-        made = bool(finite)  # the one wait for the device in a step
+        made = bool(finite)  # waits for the device: the one time in a step, but that several ranks read their votes
         if made:
             self.optimizers.step(self.step, self.config.steps, norm, self.shares.publish)
             self.model.update_rules(seen.observations)
