@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
+import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from expert_threshold.cli import main as et
 from expert_threshold.train import device
 
 device.keep_freed_memory()
@@ -28,6 +34,24 @@ def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmu
 def compute_dtype(name: str) -> torch.dtype:
     """'auto' is bfloat16 where this machine multiplies it in hardware, else float32."""
     return device.pick_dtype(name, torch.device("cpu"))
+
+
+def call(*arguments: object) -> None:
+    """`et ARGUMENTS` in this process; ends it where that fails."""
+    code = et([str(argument) for argument in arguments])
+    if code:
+        sys.exit(code)
+
+
+def over_seeds(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def origin() -> dict[str, str | None]:
+    """When, and of which commit."""
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
+    return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or None}
 
 
 def machine() -> dict[str, Any]:

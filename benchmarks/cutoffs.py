@@ -13,21 +13,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import machine
+from common import call, machine, origin, over_seeds
 from torch import Tensor
 
 from expert_threshold.analysis import figures
-from expert_threshold.cli import main as et
 from expert_threshold.data import Loader, open_source, pack
 from expert_threshold.routing import CutoffState, ExpertThreshold, Observation
 from expert_threshold.runs import RunFolder, load_model
@@ -112,12 +108,6 @@ def estimator_of(variant: Variant) -> Iterator[None]:
         ExpertThreshold.update = original  # type: ignore[method-assign]
 
 
-def call(*arguments: object) -> None:
-    code = et([str(argument) for argument in arguments])
-    if code:
-        sys.exit(code)
-
-
 def train(arguments: argparse.Namespace, name: str, seed: int) -> Path:
     out: Path = arguments.out / name / f"seed_{seed}"
     variant = VARIANTS[name]
@@ -188,10 +178,6 @@ def lag_and_noise(arguments: argparse.Namespace, out: Path) -> list[dict[str, fl
             }
         )
     return found
-
-
-def over_seeds(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.mean(values), "spread": statistics.stdev(values) if len(values) > 1 else 0.0}
 
 
 def to_markdown(result: dict[str, Any]) -> str:
@@ -272,13 +258,11 @@ def main() -> None:
     runs = {name: [read(folders[name, seed]) for seed in range(arguments.seeds)] for name in names}
     config = RunFolder.open(folders[names[0], 0]).config
     tokens = config["train"]["steps"] * config["train"]["batch_size"] * config["model"]["context"]
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     result = {
         "options": arguments.options,
         "tokens": tokens,
         "seeds": arguments.seeds,
-        "date": datetime.date.today().isoformat(),
-        "commit": commit,
+        **origin(),
         "machine": machine(),
         "variants": {
             name: {key: over_seeds([run[key] for run in found]) for key in found[0]} for name, found in runs.items()

@@ -13,18 +13,14 @@ fall, and the figures that et analyze makes of the runs.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import machine
+from common import call, machine, origin, over_seeds
 
-from expert_threshold.cli import main as et
 from expert_threshold.data import open_source, pack
 from expert_threshold.recipes import RECIPES
 from expert_threshold.runs import RunFolder
@@ -41,12 +37,6 @@ DIFFERENCES = {
     "fanout norm − none, ET": ("et", "et-fanout-norm", 0.04),
     "no warmup − warmup, ET": ("et", "et-no-warmup", 0.0),
 }
-
-
-def call(*arguments: object) -> None:
-    code = et([str(argument) for argument in arguments])
-    if code:
-        sys.exit(code)
 
 
 def train(arguments: argparse.Namespace, recipe: str, seed: int) -> Path:
@@ -90,13 +80,6 @@ def records_tokens(folder: RunFolder) -> int:
     return tokens
 
 
-def over_seeds(values: list[float | None]) -> dict[str, float] | None:
-    found = [value for value in values if value is not None]
-    if not found:
-        return None
-    return {"mean": statistics.mean(found), "spread": statistics.stdev(found) if len(found) > 1 else 0.0}
-
-
 def multiple(runs: dict[str, list[dict[str, Any]]], better: str, worse: str) -> list[float | None]:
     """For each seed: the tokens `worse` was trained on over those after which `better` reached its last loss."""
     found: list[float | None] = []
@@ -134,10 +117,7 @@ def summarise(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]
         "tokens_of_a_run": config.config["train"]["steps"] * records_tokens(config),
         "epochs": config.config["train"]["steps"] * records_tokens(config) / per_epoch,
         "seeds": arguments.seeds,
-        "date": datetime.date.today().isoformat(),
-        "commit": subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip(),
+        **origin(),
         "machine": machine(),
         "losses": {name: over_seeds(values) for name, values in last.items()},
         "differences": differences,

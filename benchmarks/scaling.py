@@ -28,7 +28,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cluster import LAYOUTS, Cluster, Compute, Loads, minimum_bytes, row_bytes, step_time
-from common import compute_dtype, machine
+from common import compute_dtype, machine, origin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expert_threshold.config import RunConfig, resolve
@@ -392,13 +391,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def record() -> Row:
-    """When and of which commit."""
-    here = Path(__file__).parent
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True).stdout
-    return {"date": date.today().isoformat(), "commit": commit.strip() or None}
-
-
 def main() -> None:
     arguments = parse()
     if arguments.command == "rank":
@@ -410,7 +402,7 @@ def main() -> None:
         draw(arguments.results, arguments.to)
         return
     lines = {"count": count, "measure": measure, "rows": rows, "model": model}[arguments.command](arguments)
-    here = record() | (machine() if arguments.command in ("count", "measure") else {})
+    here = origin() | (machine() if arguments.command in ("count", "measure") else {})
     for line in lines:
         if arguments.json:
             print(json.dumps(line | here), flush=True)
