@@ -1,8 +1,16 @@
 """Settings for all tests."""
 
-import os
+from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from expert_threshold.data import Tokenizer
+    from expert_threshold.model import GPT
 
 # How long an example takes says nothing about right or wrong on a shared machine. In CI the examples are the same ones
 # every time: there a failure means that the code changed; new examples are tried wherever else the tests run.
@@ -12,3 +20,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # What the user has downloaded is not for tests.
 os.environ["EXPERT_THRESHOLD_CACHE"] = os.devnull
+
+
+@pytest.fixture(scope="module")
+def model() -> GPT:
+    from small_run import small_model  # not every test needs torch
+
+    return small_model()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    from small_run import small_tokenizer
+
+    return small_tokenizer()

@@ -20,14 +20,9 @@ from expert_threshold.generate.decoder import Routed
 from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertChoice, Rule
-from small_run import RULES, small_model, small_tokenizer
+from small_run import RULES, small_model
 
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return small_tokenizer()
 
 
 def requests(count: int, **options: object) -> list[Request]:

@@ -34,20 +34,10 @@ from expert_threshold.generate.serving.limits import Limits  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.routing import ExpertChoice, Rule  # noqa: E402
 from served import PATIENCE, Served, served, until  # noqa: E402
-from small_run import RULES, small_model, small_tokenizer, write_run  # noqa: E402
+from small_run import RULES, small_model, write_run  # noqa: E402
 
 PROMPT = "the cat sat"
 CONTEXT = 64  # of the small model
-
-
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    return small_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return small_tokenizer()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
 from expert_threshold.model import GPT
-from small_run import small_model, small_tokenizer, write_run
+from small_run import write_run
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many packages are not ours
@@ -26,16 +26,6 @@ from expert_threshold.integrations.lm_eval import HarnessModel, RunModel, Sampli
 
 CONTEXT = 64  # of the small model
 PROMPTS = ["the cat", "the hat of the cat; the hat of the cat", "", "on the mat; the cat sat"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return small_tokenizer()
-
-
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    return small_model()
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from expert_threshold.integrations.export import export_run  # noqa: E402
 from expert_threshold.integrations.lm_eval import HarnessModel  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from served import served  # noqa: E402
-from small_run import small_model, small_tokenizer, write_run  # noqa: E402
+from small_run import write_run  # noqa: E402
 
 CONTEXT = 64  # of the small model
 PAIRS = [
@@ -31,16 +31,6 @@ PAIRS = [
     for context in ("the cat", "on the mat; the hat", "a")
     for ending in (" sat", " on the mat", " cät", "; the hat of")
 ]
-
-
-@pytest.fixture(scope="module")
-def model() -> GPT:
-    return small_model()
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return small_tokenizer()
 
 
 @pytest.fixture(scope="module", params=["texts", "tokens"])
