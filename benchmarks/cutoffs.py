@@ -76,6 +76,7 @@ VARIANTS = {
     "mean-0.8": Variant("running mean, decay 0.8", ("--estimator", "mean", "--decay", "0.8")),
     "mean-0.97": Variant("running mean, decay 0.97", ("--estimator", "mean", "--decay", "0.97")),
     "mean-0.99": Variant("running mean, decay 0.99", ("--estimator", "mean", "--decay", "0.99")),
+    "mean-0.999": Variant("running mean, decay 0.999, the paper's", ("--estimator", "mean", "--decay", "0.999")),
     "growing": Variant("mean over the last tenth of the steps so far", MEAN, growing(0.1)),
     "trend-0.8": Variant("trend, decay 0.8", ("--estimator", "trend", "--decay", "0.8")),
     "trend-0.6": Variant("trend, decay 0.6", ("--estimator", "trend", "--decay", "0.6")),
@@ -86,6 +87,9 @@ VARIANTS = {
         "trend, decay 0.6; router under AdamW", ("--estimator", "trend", "--decay", "0.6", *ADAMW)
     ),
     "small-pools": Variant("running mean, decay 0.9; four pools of 1,024 tokens", (*MEAN, "--pool", "1024")),
+    "large-pools": Variant(
+        "running mean, decay 0.9; a pool of 16,384 tokens (four times the tokens a run)", (*MEAN, "--batch-size", "128")
+    ),
 }
 
 
