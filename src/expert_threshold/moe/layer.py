@@ -6,9 +6,10 @@ import math
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..routing import Observation, Routing, Rule
+from ..routing import Observation, Routing, Rule, most_pairs
 from .dispatch import dispatch_named
 from .experts import ActivationName, Experts, FeedForward, activation_named
 from .router import Router
@@ -49,7 +50,7 @@ def _require_rule(rule: object) -> None:
 class MoE(nn.Module):
     """A router, its rule, num_experts routed experts and shared_experts that see every token.
 
-    d_expert: hidden width of each expert. dispatch: 'auto', 'reference' or 'grouped'. gate_norm: None, or 'fanout' to
+    d_expert: hidden width of each expert. dispatch: 'auto' or a name in DISPATCHES. gate_norm: None, or 'fanout' to
     divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss, None is off.
     Raises ValueError if an option is unknown or out of range.
     """
@@ -80,6 +81,11 @@ class MoE(nn.Module):
         routing = self.router(x)
         return self.compute(x, routing), routing.observation
 
+    def most_pairs(self, tokens: int) -> int | None:
+        """As many pairs of a token and an expert as the rule assigns now, at most; None where it does not say."""
+        ranks = 1 if self.router.group is None else dist.get_world_size(self.router.group)
+        return most_pairs(self.router.rule, tokens, training=self.training, ranks=ranks)
+
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """y of x (batch, time, d_model) under a given routing, in the dtype of x, inside of autocast too."""
         gates = routing.scores.sigmoid()
@@ -87,5 +93,5 @@ class MoE(nn.Module):
             gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
         flat_x, flat_gates, assignment = x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
-            y = self.dispatch(flat_x, flat_gates, assignment, self.experts).view_as(x)
+            y = self.dispatch(flat_x, flat_gates, assignment, self.experts, self.most_pairs(len(flat_x))).view_as(x)
             return y if self.shared is None else y.add_(self.shared(x))

@@ -4,7 +4,7 @@ from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing
 from .pools import CutoffState, Pool, bounds, cutoff, dial
-from .rule import RULES, Rule, chooses_on_rank, rule_from_dict, rule_name, rule_to_dict
+from .rule import RULES, Rule, chooses_on_rank, most_pairs, rule_from_dict, rule_name, rule_to_dict
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
 
@@ -25,6 +25,7 @@ __all__ = [
     "cutoff",
     "dial",
     "kth_largest",
+    "most_pairs",
     "rule_from_dict",
     "rule_name",
     "rule_to_dict",

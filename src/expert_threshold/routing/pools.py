@@ -135,7 +135,7 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
     Floors are those of the decimal numbers written, not of their binary neighbours. Raises ValueError if k = 0, unless
     there are no tokens.
     """
-    numerator, denominator = _decimal(experts_per_token)
+    numerator, denominator = as_ratio(experts_per_token)
     k = tokens * numerator // (denominator * num_experts)
     if k == 0 and tokens > 0:
         raise ValueError(
@@ -145,11 +145,11 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
         )
     if slack is None:
         return k, 0, tokens
-    s, unit = _decimal(slack)
+    s, unit = as_ratio(slack)
     return k, max(k * (unit - s) // unit, 0), min(k * (unit + s) // unit, tokens)
 
 
-def _decimal(number: float) -> tuple[int, int]:
+def as_ratio(number: float) -> tuple[int, int]:
     """Numerator and denominator of the number as it is written: 0.1 is (1, 10)."""
     return Fraction(str(number)).as_integer_ratio()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing
+from .pools import as_ratio
 from .token_choice import TokenChoice
 
 
@@ -55,6 +56,23 @@ def chooses_on_rank(rule: Rule) -> bool:
     if isinstance(rule, TokenChoice):
         return rule.balance == "aux"
     return isinstance(rule, ExpertChoice | ExpertThreshold) and rule.pool not in ("sequence", "global")
+
+
+def most_pairs(rule: Rule, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
+    """As many pairs of a token and an expert as the rule assigns at most, of one rank's `tokens` tokens, in pools of any
+    size; None where nothing bounds them.
+
+    ranks: those of the group that a global pool is formed over; it bounds their loads together, not those of one.
+    """
+    if isinstance(rule, TokenChoice):
+        return tokens * rule.experts_per_token
+    if not training or not isinstance(rule, ExpertChoice | ExpertThreshold) or (ranks > 1 and rule.pool == "global"):
+        return None
+    slack = rule.capacity_slack if isinstance(rule, ExpertThreshold) else 0
+    if slack is None:
+        return None
+    (each, per), (extra, unit) = as_ratio(rule.experts_per_token), as_ratio(slack)
+    return min(tokens * each * (unit + extra) // (per * unit), tokens * rule.num_experts)
 
 
 def rule_name(rule: Rule | None) -> str:

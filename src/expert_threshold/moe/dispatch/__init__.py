@@ -1,16 +1,26 @@
 """Ways to compute the routed sum. Each equals `reference` in outputs and in all gradients."""
 
-from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor
 
 from ..experts import Experts
 from .grouped import grouped
 from .reference import reference
+from .static import static
 
-Dispatch = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
-DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped}
+class Dispatch(Protocol):
+    def __call__(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None
+    ) -> Tensor:
+        """x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. Returns y like x.
+
+        rows: at least as many as pairs of token and expert are assigned; None where that is not known without counting.
+        """
+
+
+DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static}
 
 
 def dispatch_named(name: str) -> Dispatch:
@@ -22,4 +32,4 @@ def dispatch_named(name: str) -> Dispatch:
     return DISPATCHES[name]
 
 
-__all__ = ["DISPATCHES", "Dispatch", "dispatch_named", "grouped", "reference"]
+__all__ = ["DISPATCHES", "Dispatch", "dispatch_named", "grouped", "reference", "static"]

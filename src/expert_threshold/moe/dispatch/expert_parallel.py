@@ -146,15 +146,17 @@ class ExpertParallel:
         self.rows = rows
         self.tokens = tokens
 
-    def __call__(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+    def __call__(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None
+    ) -> Tensor:
         """Equals `reference` of all experts; arguments as there, but that `experts` are this rank's own."""
         ranks = dist.get_world_size(self.group)
         chosen = assignment.unflatten(1, (ranks, -1)).any(2)
-        rows, splits = self._plan(chosen, padded=experts.training and self.rows is not None)
+        sent, splits = self._plan(chosen, padded=experts.training and self.rows is not None)
         by_rank = gates.where(assignment, ABSENT).unflatten(1, (ranks, -1))
-        there, there_gates = _Send.apply(x, by_rank, self.group, splits, *rows)
+        there, there_gates = _Send.apply(x, by_rank, self.group, splits, *sent)
         y: Tensor = _Combine.apply(
-            experts(there, there_gates, there_gates != ABSENT), len(x), self.group, splits, *rows
+            experts(there, there_gates, there_gates != ABSENT), len(x), self.group, splits, *sent
         )
         return y
 

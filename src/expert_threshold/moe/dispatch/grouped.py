@@ -16,7 +16,7 @@ from ..experts import HIDDEN_PER_BLOCK, Activation, Experts, refuse_second_deriv
 PADDING = 1.25
 
 
-def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
     """Equals `reference`; arguments as there. Segments may have any length, none included."""
     y: Tensor = _Grouped.apply(
         x, gates, assignment, experts.activation, experts.down.to(x.dtype), *experts.ups(x.dtype)

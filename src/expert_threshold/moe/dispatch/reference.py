@@ -8,7 +8,7 @@ from torch import Tensor
 from ..experts import Experts, up_project
 
 
-def reference(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
+def reference(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
     """x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. Returns y like x.
 
     An expert computes only its own tokens, so what stands in the rows of others (NaN, say) cannot reach its output.
@@ -16,10 +16,10 @@ def reference(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) ->
     y = torch.zeros_like(x)
     ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
     for i in range(assignment.shape[1]):
-        rows = assignment[:, i].nonzero()[:, 0]
-        h = up_project(x[rows], tuple(up[i] for up in ups))
+        chosen = assignment[:, i].nonzero()[:, 0]
+        h = up_project(x[chosen], tuple(up[i] for up in ups))
         out = _activate(h, experts.activation.width) @ down[i].T
-        y = y.index_add(0, rows, out * gates[rows, i, None].to(x.dtype))
+        y = y.index_add(0, chosen, out * gates[chosen, i, None].to(x.dtype))
     return y
 
 

@@ -1,0 +1,170 @@
+"""Every shape follows from the arguments' shapes, so nothing waits for the device: fit for CUDA graphs and compilers.
+
+Rows of all experts lie in one buffer that has as many as the rule's bounds allow; where each expert's rows end is known
+to the device alone. Products leave out the padding behind the last row. Only the input, the pre-activations and the
+indices are kept for backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..experts import Activation, Experts, refuse_second_derivative
+
+
+def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+    """Equals `reference`; arguments as there. Without `rows` they are counted, which waits for the device; while a
+    compiler traces, there are as many as there could be.
+    """
+    if rows is None:
+        rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
+    y: Tensor = _Static.apply(
+        x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
+    )
+    return y
+
+
+class Segments(NamedTuple):
+    """Rows by expert, then token: a segment for each expert, adjacent; behind the last one padding."""
+
+    token: Tensor  # (rows,) of each row; 0 in padding
+    pair: Tensor  # (rows,) token · experts + expert, and in padding tokens · experts
+    ends: Tensor  # (experts,) int32, where each segment ends
+    by_token: Tensor  # (rows,) the rows in use, ordered by token; then padding
+    of_token: Tensor  # (tokens + 1,) where in `by_token` the rows of each token begin; last the number of rows in use
+
+
+def segments(assignment: Tensor, rows: int) -> Segments:
+    """Of assignment (tokens, experts) bool, into `rows` rows. Raises RuntimeError, on CUDA asynchronously, if that is
+    too few.
+    """
+    tokens, experts = assignment.shape
+    by_expert = assignment.T.flatten()
+    row, ends = by_expert.cumsum(0) - 1, assignment.sum(0).cumsum(0)
+    pairs = torch.arange(tokens, device=row.device) * experts + torch.arange(experts, device=row.device)[:, None]
+    if tokens and experts:
+        torch._assert_async(
+            (ends[-1] <= rows), f"more pairs of tokens and experts than the {rows} rows they were given"
+        )
+    pair = scatter(pairs.flatten(), row.where(by_expert, rows), rows, filled_with=tokens * experts)
+    fanout = assignment.sum(1).cumsum(0)
+    place = assignment.flatten().cumsum(0) - 1
+    row_of_pair = row.view(experts, tokens).T.flatten()
+    return Segments(
+        token=torch.div(pair, max(experts, 1), rounding_mode="floor").where(pair < tokens * experts, 0),
+        pair=pair,
+        ends=ends.int(),
+        by_token=scatter(row_of_pair, place.where(assignment.flatten(), rows), rows, filled_with=0),
+        of_token=torch.cat((fanout.new_zeros(1), fanout)),
+    )
+
+
+def scatter(values: Tensor, places: Tensor, length: int, filled_with: int) -> Tensor:
+    """(length,) with the values at their places, all different but for those from `length` on, which are left out."""
+    return values.new_full((length + 1,), filled_with).scatter_(0, places.clamp(max=length), values)[:length]
+
+
+def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
+    """(tokens, width): the weighted sums of every token's rows, in the order of experts; no padding is looked at.
+
+    rows: (rows, width); weights: (rows,), of the same dtype.
+    """
+    if not len(rows):
+        return rows.new_zeros(len(segments.of_token) - 1, rows.shape[1])
+    # One more token takes all the padding, and is left out.
+    weights = None if weights is None else weights.index_select(0, segments.by_token)
+    y: Tensor = torch.embedding_bag(rows, segments.by_token, segments.of_token, False, 0, False, weights)[0]
+    return y[:-1].clone()  # what leaves a function of autograd may not be a view
+
+
+@torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
+def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """rows (rows, in) times the matrix of their segment, of weights (experts, in, out). Padding comes out as anything."""
+    if _is_native(rows):
+        return F.grouped_mm(rows, weights, offs=ends)
+    y = rows.new_empty(len(rows), weights.shape[2])
+    start = 0
+    for end, weight in zip(ends.tolist(), weights, strict=True):
+        torch.mm(rows[start:end], weight, out=y[start:end])
+        start = end
+    return y
+
+
+@segment_product.register_fake
+def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[2])
+
+
+@torch.library.custom_op("expert_threshold::segment_outer", mutates_args=())
+def segment_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """leftᵀ right of each segment, (experts, m, n) of left (rows, m) and right (rows, n); zeros where it is empty."""
+    if _is_native(left):
+        return F.grouped_mm(left.mT, right, offs=ends)
+    y = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    start = 0
+    for end, product in zip(ends.tolist(), y, strict=True):
+        torch.mm(left[start:end].mT, right[start:end], out=product)
+        start = end
+    return y
+
+
+@segment_outer.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
+
+
+def _is_native(rows: Tensor) -> bool:
+    """Whether PyTorch multiplies segments in one kernel; elsewhere it reads the ends, too."""
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+
+
+class _Static(torch.autograd.Function):
+    """As `grouped`, gates multiply rows of d_model where these are summed or gathered, and not hidden activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gates: Tensor, activation: Activation, *rest: Tensor) -> Tensor:
+        packed, (down, *ups) = Segments(*rest[:5]), rest[5:]
+        xs = x.index_select(0, packed.token)
+        keep = activation.keep(_up_project(xs, ups, packed.ends))
+        ys = segment_product(activation.value(keep), down.mT, packed.ends)
+        ctx.activation = activation
+        ctx.save_for_backward(x, gates, *packed, keep, down, *ups)
+        return sum_by_token(ys, packed, _of_rows(gates, packed).to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        x, gates, *rest = ctx.saved_tensors
+        packed, (keep, down, *ups) = Segments(*rest[:5]), rest[5:]
+        activation: Activation = ctx.activation
+        gate = _of_rows(gates, packed)
+        scale = (gate * activation.scale).to(x.dtype)
+        dys = dy.index_select(0, packed.token)
+        a = activation.value(keep)
+        ddown = segment_outer(dys * gate.to(x.dtype)[:, None], a, packed.ends)
+        da = segment_product(dys, down, packed.ends)
+        dgate = torch.sum(a * da, 1, dtype=gates.dtype)
+        dh = activation.slope(keep, da)
+        xs = x.index_select(0, packed.token) * scale[:, None]
+        parts = dh.chunk(activation.width, 1)
+        dups = [segment_outer(part, xs, packed.ends) for part in parts]
+        dxs = segment_product(parts[0], ups[0], packed.ends)
+        for part, up in zip(parts[1:], ups[1:], strict=True):
+            dxs = dxs + segment_product(part, up, packed.ends)
+        dx = sum_by_token(dxs, packed, scale)
+        dgates = dgate.new_zeros(gates.numel() + 1).scatter_(0, packed.pair, dgate)[:-1]
+        return dx, dgates.view_as(gates), None, None, None, None, None, None, ddown, *dups
+
+
+def _of_rows(gates: Tensor, packed: Segments) -> Tensor:
+    """The gate of every row; that of a padding row is 0."""
+    return torch.cat((gates.flatten(), gates.new_zeros(1))).index_select(0, packed.pair)
+
+
+def _up_project(xs: Tensor, ups: list[Tensor], ends: Tensor) -> Tensor:
+    products = [segment_product(xs, up.mT, ends) for up in ups]
+    return products[0] if len(products) == 1 else torch.cat(products, 1)
