@@ -19,16 +19,35 @@ from expert_threshold.train import device
 device.keep_freed_memory()
 
 
-def time_interleaved(calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2) -> dict[str, list[float]]:
+CPU = torch.device("cpu")
+
+
+def time_interleaved(
+    calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
+) -> dict[str, list[float]]:
     """Seconds of every call, `repeats` times, in turn, so that drifts of the machine meet all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(warmup + repeats):
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
+            seconds = _seconds(call, on)
             if repeat >= warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return times
+
+
+def _seconds(call: Callable[[], object], on: torch.device) -> float:
+    """Of one call; on CUDA by the device's clock, from an idle device to the end of all that was started."""
+    if on.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(on)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -54,8 +73,9 @@ def origin() -> dict[str, str | None]:
     return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or None}
 
 
-def machine() -> dict[str, Any]:
-    """Processor, threads and versions, for the record."""
-    here = device.machine(torch.device("cpu"))
+def machine(on: torch.device = CPU) -> dict[str, Any]:
+    """Processor, threads and versions, for the record; of CUDA devices these, too."""
+    here = device.machine(on)
     versions = {"capability": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__}
-    return {name: here[name] for name in ("cpu", "threads")} | versions
+    gpu = {"gpu": here["gpu"], "cuda": torch.version.cuda or torch.version.hip} if on.type == "cuda" else {}
+    return {name: here[name] for name in ("cpu", "threads")} | versions | gpu

@@ -87,9 +87,7 @@ VARIANTS = {
         "trend, decay 0.6; router under AdamW", ("--estimator", "trend", "--decay", "0.6", *ADAMW)
     ),
     "small-pools": Variant("running mean, decay 0.9; four pools of 1,024 tokens", (*MEAN, "--pool", "1024")),
-    "large-pools": Variant(
-        "running mean, decay 0.9; a pool of 16,384 tokens (four times the tokens a run)", (*MEAN, "--batch-size", "128")
-    ),
+    "large-pools": Variant("running mean, decay 0.9; a pool of 16,384, 4 × the tokens", (*MEAN, "--batch-size", "128")),
 }
 
 
@@ -231,7 +229,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         steps = [r["step"] for r in result["lag_and_noise"]]
         for key, label in (("lag", "lag of the mean, β = 0.9"), ("noise", "noise of a batch")):
             left.plot(steps, [r[key] for r in result["lag_and_noise"]], marker="o", label=label)
-        left.set(xlabel="step", title="standard deviations of scores", ylim=(-0.05, None))
+        left.set(xlabel="step", title="standard deviations of scores", ylim=(-0.05, 0.36))
         left.legend(frameon=False, loc="upper right", fontsize=8)
         names = list(result["variants"])[::-1]
         for key, label, marker in (("fanout", "within the bounds", "o"), ("raw_fanout", "without them", "|")):
@@ -241,7 +239,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         right.axvline(1, color=figures.THEME["ink"][0], linewidth=0.8)
         right.set_yticks(range(len(names)), [VARIANTS[name].what for name in names], fontsize=8)
         right.set(title="experts per token in training, aim 1", xlim=(0, None))
-        right.legend(frameon=False, loc="lower left", fontsize=8)
+        right.legend(frameon=False, loc="center left", fontsize=8)
         figure.savefig(path, dpi=150)
 
 
