@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# Without a GPU, kernels run in Triton's interpreter, which has to be said before triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
 # What the user has downloaded is not for tests.
 os.environ["EXPERT_THRESHOLD_CACHE"] = os.devnull

@@ -8,6 +8,8 @@ takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -53,14 +55,18 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
     assert scores.dtype == torch.float32, f"scores are float32, not {scores.dtype}"
     if group is not None:
         assert len(scores) == 1, "a pool across ranks is one pool"
-        score, last = _radix_select(scores[0], ks, group)
-        return [Cut(s[None], i[None]) for s, i in zip(score, last, strict=True)]
+        return [Cut(*cut) for cut in zip(*_kth_largest_over_ranks(scores, ks, group), strict=True)]
     return [Cut(*cut) for cut in zip(*_kth_largest(scores, list(ks)), strict=True)]
 
 
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     """Scores and indices of the k-th largest, both (ks, pools, experts): one opaque step for the compiler."""
+    if _has_kernels(scores) and scores.shape[1] > SORTED_AT_ONCE:
+        from . import radix
+
+        with torch.cuda.device_of(scores):
+            return radix.select(scores, ks)
     if scores.device.type != "cpu":
         return _kth_largest_by_sorting(scores, ks)
     return _kth_largest_by_partition(scores, ks)
@@ -70,6 +76,18 @@ def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
 def _(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     shape = (len(ks), scores.shape[0], scores.shape[2])
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
+
+
+SORTED_AT_ONCE = 4096  # torch sorts as many in one block of a GPU; the histograms of a pool no larger would outweigh it
+
+
+def _has_kernels(scores: Tensor) -> bool:
+    return scores.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -116,6 +134,16 @@ def _columns(scores: np.ndarray) -> np.ndarray:
     return columns.reshape(pools * experts, tokens)
 
 
+def _kth_largest_over_ranks(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The same for one pool, (1, tokens of this rank, experts), over all ranks."""
+    if _has_kernels(scores):
+        from . import radix
+
+        return radix.select(scores, ks, group)
+    score, last = _radix_select(scores[0], ks, group)
+    return score[:, None], last[:, None]
+
+
 DIGITS = (11, 11, 10)  # bits of a float32 key per round, most significant first
 
 
@@ -141,11 +169,11 @@ def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -
         above = at_or_above.gather(-1, found) - histogram.gather(-1, found)
         prefix, remaining = (prefix << bits) + found[..., 0], remaining - above[..., 0]
     ties = keys == prefix[:, None]
-    last = _last_tie(ties, remaining - _ties_on_lower_ranks(ties.sum(1), group))
-    return torch.where(k > 0, _scores_of(prefix), torch.inf), last
+    last = _last_tie(ties, remaining - ties_on_lower_ranks(ties.sum(1), group))
+    return torch.where(k > 0, scores_of(prefix), torch.inf), last
 
 
-def _ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
+def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
     everyone = [torch.empty_like(ties) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, ties, group=group)
     return torch.stack(everyone)[: dist.get_rank(group)].sum(0)
@@ -162,6 +190,7 @@ def _ordered_keys(scores: Tensor) -> Tensor:
     return torch.where(bits < 0, ~bits, bits + 2**31)
 
 
-def _scores_of(keys: Tensor) -> Tensor:
+def scores_of(keys: Tensor) -> Tensor:
+    """The inverse of `_ordered_keys`."""
     bits = torch.where(keys < 2**31, ~keys, keys - 2**31)
     return bits.to(torch.int32).view(torch.float32)

@@ -1,0 +1,162 @@
+"""The k-th largest on a GPU, exactly, by radix selection in Triton: every round reads the scores once.
+
+A token's key has 64 bits: those of its score, so arranged that keys order as scores do, then its index, counted down.
+So no two tokens of an expert share a key, the k-th largest key is one token's, and ties need no further thought. A
+round finds one digit of that key: it counts the tokens that share all digits above by the digit itself, then takes the
+largest digit that leaves enough of them. Nothing is sorted and the host reads nothing back. Counts are integers, whose
+sum is the same in any order, so that every run gives the same cut.
+
+Digits are wide, 11 bits: the first has the sign, the exponent and two bits of the fraction, so that the k-th of normal
+scores shares it with one token in twenty at most, and the later rounds count next to nothing. With 8 bits it would be
+more than one in four, and there would be a round more. Few of the first digits ever occur, so that counting is spread
+over several copies of the histogram, lest all tokens wait for the same few counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .selection import scores_of, ties_on_lower_ranks
+
+# (bits below the digit, bits of the digit), most significant first.
+SCORE_DIGITS = ((53, 11), (42, 11), (32, 10))
+INDEX_DIGITS = ((22, 10), (11, 11), (0, 11))
+TILE = 2048  # scores that one program reads
+TOKENS_PER_COPY = 2**15
+MAX_COPIES = 16
+INDEX = 2**32 - 1  # the lower half of a key
+
+
+def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
+    """Scores and indices of the k-th largest, both (ks, pools, experts), as `kth_largest` defines them.
+
+    scores: (pools, tokens, experts) float32, in any strides; with a group one pool, spread over its ranks.
+    """
+    pools, tokens, experts = scores.shape
+    # Filled, not copied: a copy of a list from the host would wait for it.
+    k = torch.stack([scores.new_full((pools, experts), k, dtype=torch.int32) for k in ks])
+    remaining = k.clone()  # how many tokens to take among those that share the prefix
+    prefix = torch.zeros_like(k, dtype=torch.int64)  # the k-th largest key: its digits found so far, then zeros
+    for below, bits in SCORE_DIGITS:
+        histogram = own = _histogram(scores, prefix, below, bits)
+        if group is not None:
+            histogram = own.sum(0, keepdim=True, dtype=own.dtype)
+            dist.all_reduce(histogram, group=group)
+        _find_digit(histogram, remaining, prefix, below, bits)
+    if group is not None:  # the lower ranks' ties come first, and this rank has no more than its own
+        digit = (prefix >> below) & ((1 << bits) - 1)
+        ties = own.sum(0).gather(-1, digit[..., None])[..., 0]
+        remaining = (remaining - ties_on_lower_ranks(ties, group)).minimum(ties).int()
+    for below, bits in INDEX_DIGITS:
+        if tokens > 1 << below:
+            _find_digit(_histogram(scores, prefix, below, bits), remaining, prefix, below, bits)
+    last = torch.where(remaining > 0, tokens - 1 - (prefix & INDEX), -1)
+    return torch.where(k > 0, scores_of((prefix >> 32) & INDEX), torch.inf), last
+
+
+def bytes_read(tokens: int, experts: int) -> int:
+    """Of the scores of one pool, in all rounds."""
+    rounds = len(SCORE_DIGITS) + sum(tokens > 1 << below for below, _ in INDEX_DIGITS)
+    return rounds * tokens * experts * 4
+
+
+def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
+    """Tokens that share the prefix, by their next digit: (copies, ks, pools, experts, digits) int32, to be summed over
+    copies. Before the first digit all ks share one histogram, (copies, 1, pools, experts, digits).
+    """
+    pools, tokens, experts = scores.shape
+    ks = 1 if (below, bits) == SCORE_DIGITS[0] else len(prefix)
+    copies = min(max(tokens // TOKENS_PER_COPY, 1), MAX_COPIES)
+    histogram = torch.zeros(copies, ks, pools, experts, 1 << bits, dtype=torch.int32, device=scores.device)
+    tile_experts = min(triton.next_power_of_2(max(experts, 1)), 32)
+    tile_tokens = TILE // tile_experts
+    grid = (triton.cdiv(tokens, tile_tokens), pools, triton.cdiv(experts, tile_experts))
+    if scores.numel():
+        constants = (ks, copies, below, bits, tile_tokens, tile_experts)
+        _count_digits[grid](scores, prefix, histogram, tokens, experts, *scores.stride(), *constants)
+    return histogram
+
+
+def _find_digit(histogram: Tensor, remaining: Tensor, prefix: Tensor, below: int, bits: int) -> None:
+    """Add the next digit to the prefix, and take the tokens above it off those that remain."""
+    if prefix.numel():
+        copies, ks = histogram.shape[:2]
+        grid = (prefix[0].numel(), len(prefix))
+        _take_digit[grid](histogram, remaining, prefix, copies, ks, below, bits)
+
+
+@triton.jit
+def _ordered(score: tl.tensor) -> tl.tensor:
+    """Unsigned integers ordered as the float32 scores are; ±0 share one, as they compare equal; NaN is the largest.
+
+    All on integers: comparisons of floats may take denormals for zeros.
+    """
+    bits = score.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    bits = tl.where(magnitude == 0, 0, tl.where(magnitude > 0x7F800000, 0x7FFFFFFF, bits))
+    return tl.where(bits < 0, ~bits, bits ^ -0x80000000).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _count_digits(
+    scores: tl.tensor,
+    prefixes: tl.tensor,  # (ks, pools, experts)
+    histograms: tl.tensor,  # (copies, ks, pools, experts, digits)
+    tokens: tl.tensor,
+    experts: tl.tensor,
+    pool_stride: tl.tensor,
+    token_stride: tl.tensor,
+    expert_stride: tl.tensor,
+    ks: tl.constexpr,
+    copies: tl.constexpr,
+    below: tl.constexpr,
+    bits: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    tile_experts: tl.constexpr,
+) -> None:
+    """One program: `tile_tokens` tokens of one pool, `tile_experts` experts."""
+    block, pool, pools = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    index = block.to(tl.int64) * tile_tokens + tl.arange(0, tile_tokens)
+    expert = tl.program_id(2).to(tl.int64) * tile_experts + tl.arange(0, tile_experts)
+    inside = (index < tokens)[:, None] & (expert < experts)[None, :]
+    place = pool * pool_stride + index[:, None] * token_stride + expert[None, :] * expert_stride
+    order = _ordered(tl.load(scores + place, mask=inside, other=0.0)).to(tl.uint64)
+    key = (order << 32) | (tokens - 1 - index).to(tl.uint32).to(tl.uint64)[:, None]
+    digit = ((key >> below) & ((1 << bits) - 1)).to(tl.int64)
+    for row in range(ks):
+        column = (row * pools + pool) * experts + expert
+        prefix = tl.load(prefixes + column, mask=expert < experts, other=0).to(tl.uint64, bitcast=True)
+        shared = ((key ^ prefix[None, :]) >> below) >> bits == 0  # in two steps: a shift by 64 is undefined
+        first = ((block % copies) * ks * pools * experts + column) << bits
+        tl.atomic_add(histograms + first[None, :] + digit, 1, mask=inside & shared, sem="relaxed")
+
+
+@triton.jit
+def _take_digit(
+    histograms: tl.tensor,
+    remaining: tl.tensor,
+    prefixes: tl.tensor,
+    copies: tl.constexpr,
+    ks: tl.constexpr,
+    below: tl.constexpr,
+    bits: tl.constexpr,
+) -> None:
+    """One program: one k of one pool's expert."""
+    column, row, columns = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    digit = tl.arange(0, 1 << bits)
+    count = tl.zeros_like(digit)
+    for copy in range(copies):
+        first = ((copy * ks + row % ks).to(tl.int64) * columns + column) << bits
+        count += tl.load(histograms + first + digit)
+    place = row * columns + column
+    wanted = tl.load(remaining + place)
+    at_or_above = tl.cumsum(count, 0, reverse=True)
+    found = tl.sum((at_or_above >= wanted).to(tl.int32), 0) - 1  # the largest digit with enough tokens
+    tl.store(prefixes + place, tl.load(prefixes + place) | (found.to(tl.int64) << below))
+    tl.store(remaining + place, wanted - tl.sum(tl.where(digit > found, count, 0), 0))

@@ -1,0 +1,162 @@
+"""Radix selection in Triton: equal to sorting, in the interpreter where there is no GPU; and compiled for one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from expert_threshold.routing import kth_largest, selection
+from ranks import run_on_ranks
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+from expert_threshold.routing import radix  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_a_device = pytest.mark.skipif(
+    DEVICE == "cpu" and isinstance(radix._take_digit, triton.JITFunction),
+    reason="there is no GPU, and triton was imported without TRITON_INTERPRET=1",
+)
+
+ODD = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, float("inf"), -float("inf"), 1.0000001, 3.4e38, -3.4e38]
+
+
+def select(scores: Tensor, ks: list[int], tile: int = 64, tokens_per_copy: int = 16) -> tuple[Tensor, Tensor]:
+    """With tiles and copies so small that a few tokens fill several of them."""
+    with mock.patch.multiple(radix, TILE=tile, TOKENS_PER_COPY=tokens_per_copy):
+        score, last = radix.select(scores.to(DEVICE), ks)
+    return score.cpu(), last.cpu()
+
+
+def assert_as_sorted(scores: Tensor, ks: list[int], **options: int) -> None:
+    expected = selection._kth_largest_by_sorting(scores, ks)
+    for found, wanted in zip(select(scores, ks, **options), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@st.composite
+def scores_and_ks(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
+    """Few values, so that ties abound, or any; rows, columns, or a part of wider rows."""
+    pools, tokens, experts = draw(st.integers(1, 2)), draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    values = draw(st.sampled_from([st.sampled_from(ODD), st.floats(width=32, allow_nan=False)]))
+    few = draw(st.lists(values, min_size=1, max_size=20))
+    order = torch.randint(len(few), (pools, tokens, experts), generator=torch.Generator().manual_seed(len(few)))
+    scores = torch.tensor(few, dtype=torch.float32)[order]
+    layout = draw(st.sampled_from(["rows", "columns", "part"]))
+    if layout == "columns":
+        scores = scores.mT.contiguous().mT
+    if layout == "part":
+        scores = scores.repeat_interleave(3, dim=2)[:, :, 1::3]
+    return scores, draw(st.lists(st.sampled_from([0, 1, tokens // 2, tokens]), min_size=1, max_size=3))
+
+
+@needs_a_device
+@settings(max_examples=25)
+@given(scores_and_ks(), st.sampled_from([16, 64, 2048]), st.sampled_from([1, 16]))
+def test_the_cuts_are_those_that_sorting_finds(case: tuple[Tensor, list[int]], tile: int, per_copy: int) -> None:
+    assert_as_sorted(*case, tile=tile, tokens_per_copy=per_copy)
+
+
+@needs_a_device
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 1), (1, 37, 17), (3, 33, 1), (1, 70, 33), (1, 2048, 1), (1, 5000, 1), (2, 0, 3), (0, 5, 3), (2, 7, 0)],
+)
+def test_no_shape_needs_to_fit_the_tiles(shape: tuple[int, int, int]) -> None:
+    scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    assert_as_sorted(scores, [shape[1] // 3, shape[1]], tile=2048)
+
+
+@needs_a_device
+def test_ks_may_be_equal_or_zero_and_come_in_any_order() -> None:
+    assert_as_sorted(torch.randn(1, 20, 2, generator=torch.Generator().manual_seed(0)).round(), [7, 0, 20, 7, 1])
+
+
+@needs_a_device
+@pytest.mark.parametrize("value", ODD)
+def test_of_equal_scores_the_first_are_taken(value: float) -> None:
+    scores = torch.full((1, 50, 1), value)
+    score, last = select(scores, [1, 17, 50])
+    assert torch.equal(score[:, 0], scores[0, :3])
+    assert last.flatten().tolist() == [0, 16, 49]
+
+
+@needs_a_device
+def test_nan_is_larger_than_all_as_in_sorting() -> None:
+    scores = torch.tensor([1.0, float("nan"), float("inf"), -float("nan"), -2.0, float("nan")]).view(1, 6, 1)
+    assert_as_sorted(scores, [2, 3, 4])
+
+
+@needs_a_device
+def test_it_is_what_selection_uses_where_there_are_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = torch.randn(1, 30, 2, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    monkeypatch.setattr(selection, "_has_kernels", lambda _: True)
+    monkeypatch.setattr(selection, "SORTED_AT_ONCE", 29)
+    with mock.patch.object(radix, "select", wraps=radix.select) as called:
+        kth_largest(scores, [3])
+        kth_largest(scores[:, :29], [3])
+    assert called.call_count == 1
+
+
+@needs_a_device
+@pytest.mark.skipif(DEVICE == "cuda", reason="the ranks of this test have no GPU of their own")
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    run_on_ranks(Path(__file__).with_name("radix_across_ranks.py"), 2, tmp_path)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_the_host_waits_for_nothing_and_a_graph_can_hold_it() -> None:
+    scores = torch.randn(1, 20_001, 16, device=DEVICE)
+    ks = [1000, 500, 1500]
+    expected = selection._kth_largest_by_sorting(scores, ks)
+    radix.select(scores, ks)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = radix.select(scores, ks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = radix.select(scores, ks)
+    graph.replay()
+    for a, b, c in zip(found, captured, expected, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, c)
+
+
+COMPILE = """
+    import importlib, sys
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+    from expert_threshold.routing import radix
+
+    def check(kernel, **constants):
+        pointers = {"scores": "*fp32", "histograms": "*i32", "remaining": "*i32", "prefixes": "*i64"}
+        names = kernel.arg_names
+        signature = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        compiled = compile(ASTSource(kernel, signature, values), target=GPUTarget("cuda", 90, 32))
+        assert len(compiled.asm["cubin"]) > 0
+
+    for below, bits in (radix.SCORE_DIGITS[0], radix.INDEX_DIGITS[-1]):
+        digit = {"below": below, "bits": bits, "ks": 3, "copies": 16}
+        check(radix._count_digits, expert_stride=1, tile_tokens=128, tile_experts=16, **digit)
+        check(radix._take_digit, **digit)
+"""
+
+
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="this Triton has no compiler for NVIDIA's GPUs")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    program = [sys.executable, "-W", "error", "-c", textwrap.dedent(COMPILE)]
+    subprocess.run(program, env=environment, check=True, timeout=120)
