@@ -53,6 +53,7 @@ Row = dict[str, Any]
 # Who asked for a collective, innermost first: function or file, and the kind of what it sends.
 KINDS = {
     "selection.py": "selection",
+    "radix.py": "selection",
     "pools.py": "selection",
     "balance.py": "selection",
     "by_count": "counts",

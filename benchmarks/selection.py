@@ -1,12 +1,14 @@
 """The exact k-th largest score of every expert, against torch's own ways, in one run.
 
-    python benchmarks/selection.py [--json] [--tokens 524288 8192] [--experts 16]
+    python benchmarks/selection.py [--json] [--tokens 524288 8192] [--experts 16] [--device cuda]
 
 k is tokens / experts, scores are float32. Ours finds the score and, for ties, the index of the k-th token: from scores
 as the router makes them, (tokens, experts) in rows, or from contiguous columns, one per expert; `ours_bounds` finds
 three at once, the k-th and those of the capacity bounds. Torch's ways start from contiguous columns and find the score
 alone. Times are medians of interleaved repetitions; `ratio_rows` and `ratio_columns` are medians of ours over
 `topk(sorted=False).values.amin`.
+
+On a GPU torch's sort is measured too, and `rounds` are how often the scores, `bytes_per_round`, are read.
 """
 
 from __future__ import annotations
@@ -19,10 +21,11 @@ import torch
 from common import machine, time_interleaved
 
 from expert_threshold.routing import kth_largest
+from expert_threshold.routing.selection import runs_on_kernels
 
 
-def measure(tokens: int, experts: int, repeats: int) -> dict[str, object]:
-    rows = torch.randn(1, tokens, experts, generator=torch.Generator().manual_seed(0))
+def measure(tokens: int, experts: int, repeats: int, device: torch.device) -> dict[str, object]:
+    rows = torch.randn(1, tokens, experts, generator=torch.Generator().manual_seed(0)).to(device)
     columns = rows[0].t().contiguous()
     k = tokens // experts
     calls = {
@@ -33,10 +36,12 @@ def measure(tokens: int, experts: int, repeats: int) -> dict[str, object]:
         "topk_sorted": lambda: columns.topk(k).values[:, -1],
         "kthvalue": lambda: columns.kthvalue(tokens - k + 1).values,
     }
+    if device.type != "cpu":
+        calls["sort"] = lambda: columns.sort(descending=True, stable=True).values[:, k - 1]
     expected = calls["kthvalue"]()
     for name, call in calls.items():
         assert torch.equal(call(), expected), name
-    times = time_interleaved(calls, repeats)
+    times = time_interleaved(calls, repeats, on=device)
 
     def ratio(name: str) -> float:
         return statistics.median(a / b for a, b in zip(times[name], times["topk_amin"], strict=True))
@@ -48,7 +53,15 @@ def measure(tokens: int, experts: int, repeats: int) -> dict[str, object]:
         "ratio_rows": round(ratio("ours_rows"), 3),
         "ratio_columns": round(ratio("ours_columns"), 3),
         **{f"{name}_ms": round(1e3 * statistics.median(seconds), 3) for name, seconds in times.items()},
+        **(reads(tokens, experts) if runs_on_kernels(rows) else {}),
     }
+
+
+def reads(tokens: int, experts: int) -> dict[str, object]:
+    from expert_threshold.routing import radix  # needs triton
+
+    rounds = sum(len(digits) for digits in radix.digits(tokens))
+    return {"rounds": rounds, "bytes_per_round": tokens * experts * torch.float32.itemsize}
 
 
 def main() -> None:
@@ -59,16 +72,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[524_288])
     parser.add_argument("--experts", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
     for tokens in arguments.tokens:
-        line = measure(tokens, arguments.experts, arguments.repeats)
+        line = measure(tokens, arguments.experts, arguments.repeats, arguments.device)
         if arguments.json:
-            print(json.dumps(line | machine()), flush=True)
+            print(json.dumps(line | machine(arguments.device)), flush=True)
             continue
         print(f"{tokens} tokens × {arguments.experts} experts, k = {line['k']}")
         for name, value in line.items():
             if name.startswith("ratio") or name.endswith("_ms"):
                 print(f"  {name:16} {value:9.3f}", flush=True)
+            elif name in ("rounds", "bytes_per_round"):
+                print(f"  {name:16} {value:9}", flush=True)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def scores_and_ks(draw: st.DrawFn) -> tuple[Tensor, list[int]]:
 
 
 @needs_a_device
-@settings(max_examples=25)
+@settings(max_examples=16)
 @given(scores_and_ks(), st.sampled_from([16, 64, 2048]), st.sampled_from([1, 16]))
 def test_the_cuts_are_those_that_sorting_finds(case: tuple[Tensor, list[int]], tile: int, per_copy: int) -> None:
     assert_as_sorted(*case, tile=tile, tokens_per_copy=per_copy)
@@ -73,7 +73,7 @@ def test_the_cuts_are_those_that_sorting_finds(case: tuple[Tensor, list[int]], t
 )
 def test_no_shape_needs_to_fit_the_tiles(shape: tuple[int, int, int]) -> None:
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    assert_as_sorted(scores, [shape[1] // 3, shape[1]], tile=2048)
+    assert_as_sorted(scores, [shape[1] * 2 // 3], tile=2048)
 
 
 @needs_a_device

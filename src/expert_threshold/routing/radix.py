@@ -43,7 +43,8 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
     k = torch.stack([scores.new_full((pools, experts), k, dtype=torch.int32) for k in ks])
     remaining = k.clone()  # how many tokens to take among those that share the prefix
     prefix = torch.zeros_like(k, dtype=torch.int64)  # the k-th largest key: its digits found so far, then zeros
-    for below, bits in SCORE_DIGITS:
+    of_score, of_index = digits(tokens)
+    for below, bits in of_score:
         histogram = own = _histogram(scores, prefix, below, bits)
         if group is not None:
             histogram = own.sum(0, keepdim=True, dtype=own.dtype)
@@ -53,17 +54,15 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
         digit = (prefix >> below) & ((1 << bits) - 1)
         ties = own.sum(0).gather(-1, digit[..., None])[..., 0]
         remaining = (remaining - ties_on_lower_ranks(ties, group)).minimum(ties).int()
-    for below, bits in INDEX_DIGITS:
-        if tokens > 1 << below:
-            _find_digit(_histogram(scores, prefix, below, bits), remaining, prefix, below, bits)
+    for below, bits in of_index:
+        _find_digit(_histogram(scores, prefix, below, bits), remaining, prefix, below, bits)
     last = torch.where(remaining > 0, tokens - 1 - (prefix & INDEX), -1)
     return torch.where(k > 0, scores_of((prefix >> 32) & INDEX), torch.inf), last
 
 
-def bytes_read(tokens: int, experts: int) -> int:
-    """Of the scores of one pool, in all rounds."""
-    rounds = len(SCORE_DIGITS) + sum(tokens > 1 << below for below, _ in INDEX_DIGITS)
-    return rounds * tokens * experts * 4
+def digits(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Of the score and of the index in pools of so many tokens; the scores are read once for each."""
+    return [*SCORE_DIGITS], [(below, bits) for below, bits in INDEX_DIGITS if tokens > 1 << below]
 
 
 def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:

@@ -62,7 +62,7 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     """Scores and indices of the k-th largest, both (ks, pools, experts): one opaque step for the compiler."""
-    if _has_kernels(scores) and scores.shape[1] > SORTED_AT_ONCE:
+    if runs_on_kernels(scores):
         from . import radix
 
         with torch.cuda.device_of(scores):
@@ -79,6 +79,11 @@ def _(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
 
 
 SORTED_AT_ONCE = 4096  # torch sorts as many in one block of a GPU; the histograms of a pool no larger would outweigh it
+
+
+def runs_on_kernels(scores: Tensor) -> bool:
+    """Whether pools (pools, tokens, experts) are worth radix selection, and Triton is there for it."""
+    return _has_kernels(scores) and scores.shape[1] > SORTED_AT_ONCE
 
 
 def _has_kernels(scores: Tensor) -> bool:
