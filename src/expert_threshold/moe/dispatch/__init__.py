@@ -20,7 +20,18 @@ class Dispatch(Protocol):
         """
 
 
-DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static}
+def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+    """The kernels of `triton.py`, imported when they are first called. Raises ValueError where they cannot run."""
+    try:
+        from .triton import routed_sum
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"dispatch='triton' needs {error.name}, which is missing; pip install 'expert-threshold[triton]'"
+        ) from None
+    return routed_sum(x, gates, assignment, experts, rows)
+
+
+DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static, "triton": _triton}
 
 
 def dispatch_named(name: str) -> Dispatch:

@@ -17,11 +17,7 @@ from ..experts import Activation, Experts, refuse_second_derivative
 
 
 def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """Equals `reference`; arguments as there. Without `rows` they are counted, which waits for the device; while a
-    compiler traces, there are as many as there could be.
-    """
-    if rows is None:
-        rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
+    """Equals `reference`; arguments as there."""
     y: Tensor = _Static.apply(
         x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
     )
@@ -38,10 +34,12 @@ class Segments(NamedTuple):
     of_token: Tensor  # (tokens + 1,) where in `by_token` the rows of each token begin; last the number of rows in use
 
 
-def segments(assignment: Tensor, rows: int) -> Segments:
+def segments(assignment: Tensor, rows: int | None) -> Segments:
     """Of assignment (tokens, experts) bool, into `rows` rows. Raises RuntimeError, on CUDA asynchronously, if that is
-    too few.
+    too few. None: they are counted, which waits for the device; while a compiler traces, there are as many as could be.
     """
+    if rows is None:
+        rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
     tokens, experts = assignment.shape
     by_expert = assignment.T.flatten()
     row, ends = by_expert.cumsum(0) - 1, assignment.sum(0).cumsum(0)
@@ -83,7 +81,7 @@ def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None
 
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
 def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows (rows, in) times the matrix of their segment, of weights (experts, in, out). Padding comes out as anything."""
+    """rows (rows, in) times the matrix of their segment, of weights (experts, in, out); padding is left as it was."""
     if _is_native(rows):
         return F.grouped_mm(rows, weights, offs=ends)
     y = rows.new_empty(len(rows), weights.shape[2])

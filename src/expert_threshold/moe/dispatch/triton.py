@@ -4,7 +4,7 @@ Rows are gathered while they are multiplied, so no copy of the tokens is made. K
 activations a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h).
 
 Tiles along the dimension that is summed over are the same in every configuration, and tokens are summed in the order of
-experts: a row's result does not depend on the other rows or on how many there are, bit by bit, nor on the tuning.
+experts: bit by bit, a row's result does not depend on the other rows or on how many there are.
 
 Under TRITON_INTERPRET=1, set before triton is imported, the kernels run on the CPU, very slowly: for tests.
 """
@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Along the dimension that is summed over, and columns whose part of a gate's gradient is summed at once.
 DEPTH, PART = (16, 16) if INTERPRETED else (64, 64)
 # Without tensor cores, which round float32, larger tiles do not fit the registers.
-FIXED = {"BLOCK_M": 16, "BLOCK_N": 32} if INTERPRETED else {"BLOCK_M": 64, "BLOCK_N": 64}
+FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
 TILES = [  # rows, columns, warps, stages of the pipeline
     (128, 256, 8, 3),
     (128, 256, 8, 4),
@@ -36,183 +36,385 @@ TILES = [  # rows, columns, warps, stages of the pipeline
     (64, 128, 4, 4),
 ]
 CONFIGS = [
-    triton.Config({"BLOCK_M": m, "BLOCK_N": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in TILES
+    triton.Config({"tile_m": m, "tile_n": n}, num_warps=warps, num_stages=stages) for m, n, warps, stages in TILES
 ]
 
 
 @triton.jit
 def multiply(
-    left: Any,
-    token: Any,
-    pair: Any,
-    ends: Any,
-    weights: Any,
-    gates: Any,
-    kept: Any,
-    out: Any,
-    gated: Any,
-    dots: Any,
-    EXPERTS: tl.constexpr,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    GATHERED: tl.constexpr,
-    OUT_IN: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    UPCAST: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    left: tl.tensor,
+    token: tl.tensor,
+    pair: tl.tensor,
+    ends: tl.tensor,
+    weights: tl.tensor,
+    gates: tl.tensor,
+    kept: tl.tensor,
+    out: tl.tensor,
+    gated: tl.tensor,
+    dots: tl.tensor,
+    experts: tl.constexpr,
+    d_in: tl.constexpr,
+    d_out: tl.constexpr,
+    gathered: tl.constexpr,
+    out_in: tl.constexpr,
+    epilogue: tl.constexpr,
+    upcast: tl.constexpr,
+    part: tl.constexpr,
+    tile_m: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_k: tl.constexpr,
 ) -> None:
-    """out (rows, N): every row times the matrix of its expert, (N, K) if OUT_IN, else (K, N).
+    """out (rows, d_out): every row times the matrix of its expert, (d_out, d_in) if out_in, else (d_in, d_out).
 
-    Rows are those of left (rows, K), or if GATHERED of left (tokens, K). EPILOGUE "relu2" writes relu(·)². "backward"
-    takes the product for the gradient of kept = relu(h)², and writes the gradient of h, gated = gate · kept, and into
-    dots (rows, parts) the parts of <gradient, kept>, which add up to the gate's gradient.
+    Rows are those of left (rows, d_in), or if gathered of left (tokens, d_in). epilogue "relu2" writes relu(·)²;
+    "backward" takes the product for the gradient of kept = relu(h)², and writes the gradient of h, gated = gate · kept,
+    and into dots (rows, parts) the parts of <gradient, kept>, which add up to the gate's gradient.
     """
-    columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    even: tl.constexpr = K % BLOCK_K == 0 and N % BLOCK_N == 0
-    expert = tl.arange(0, triton.next_power_of_2(EXPERTS))
-    end_of = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
-    begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < EXPERTS), other=0)
-    tiles_of = (end_of - begin_of + BLOCK_M - 1) // BLOCK_M
+    columns: tl.constexpr = (d_out + tile_n - 1) // tile_n
+    even: tl.constexpr = d_in % tile_k == 0 and d_out % tile_n == 0
+    expert = tl.arange(0, triton.next_power_of_2(experts))
+    end_of = tl.load(ends + expert, mask=expert < experts, other=0)
+    begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
+    tiles_of = (end_of - begin_of + tile_m - 1) // tile_m
     tiles_upto = tl.cumsum(tiles_of, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles_of) * columns, tl.num_programs(0)):
         e = tl.sum((tiles_upto <= tile // columns).to(tl.int32))
         first_tile = tl.sum(tl.where(expert < e, tiles_of, 0))
         begin = tl.sum(tl.where(expert == e, begin_of, 0))
         end = tl.sum(tl.where(expert == e, end_of, 0))
-        row = begin + (tile // columns - first_tile) * BLOCK_M + tl.arange(0, BLOCK_M)
-        column = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
-        k = tl.arange(0, BLOCK_K)
+        row = begin + (tile // columns - first_tile) * tile_m + tl.arange(0, tile_m)
+        column = tile % columns * tile_n + tl.arange(0, tile_n)
+        k = tl.arange(0, tile_k)
         inside = row < end
         # Rows behind the segment's end compute what its first row does, and write nothing.
         held = tl.where(inside, row, begin)
-        source = tl.load(token + held) if GATHERED else held.to(tl.int64)
-        lefts = left + source[:, None] * K + k[None, :]
-        place = k[:, None] + column[None, :] * K if OUT_IN else k[:, None] * N + column[None, :]
-        rights = weights + e.to(tl.int64) * (K * N) + place
-        product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for start in range(0, K, BLOCK_K):
+        source = tl.load(token + held) if gathered else held.to(tl.int64)
+        lefts = left + source[:, None] * d_in + k[None, :]
+        place = k[:, None] + column[None, :] * d_in if out_in else k[:, None] * d_out + column[None, :]
+        rights = weights + e.to(tl.int64) * (d_in * d_out) + place
+        product = tl.zeros((tile_m, tile_n), tl.float32)
+        for start in range(0, d_in, tile_k):
             if even:
                 l_tile, r_tile = tl.load(lefts), tl.load(rights)
             else:
-                left_in = k[None, :] < K - start
+                left_in = k[None, :] < d_in - start
                 l_tile = tl.load(lefts, mask=left_in, other=0)
-                r_tile = tl.load(rights, mask=(k[:, None] < K - start) & (column[None, :] < N), other=0)
-            if UPCAST:
+                r_tile = tl.load(rights, mask=(k[:, None] < d_in - start) & (column[None, :] < d_out), other=0)
+            if upcast:
                 l_tile, r_tile = l_tile.to(tl.float32), r_tile.to(tl.float32)
             product = tl.dot(l_tile, r_tile, product, input_precision="ieee")
-            lefts += BLOCK_K
-            rights += BLOCK_K if OUT_IN else BLOCK_K * N
-        at = row.to(tl.int64)[:, None] * N + column[None, :]
-        written = inside[:, None] & (column[None, :] < N)
-        if EPILOGUE == "relu2":
-            relu = tl.where(product < 0, 0.0, product)  # NaN stays
-            product = relu * relu
-        elif EPILOGUE == "backward":
-            a = tl.load(kept + at, mask=written, other=0).to(tl.float32)
-            gate = tl.load(gates + tl.load(pair + held)).to(tl.float32)[:, None]
-            tl.store(gated + at, (gate * a).to(gated.dtype.element_ty), mask=written)
-            parts: tl.constexpr = (N + PART - 1) // PART
-            by_part = tl.reshape(tl.where(written, product * a, 0.0), (BLOCK_M, BLOCK_N // PART, PART))
-            part = tile % columns * (BLOCK_N // PART) + tl.arange(0, BLOCK_N // PART)
-            part_at = row.to(tl.int64)[:, None] * parts + part[None, :]
-            tl.store(dots + part_at, tl.sum(by_part, 2), mask=inside[:, None] & (part[None, :] < parts))
-            product = product * (2 * gate * tl.sqrt(a))
-        tl.store(out + at, product.to(out.dtype.element_ty), mask=written)
+            lefts += tile_k
+            rights += tile_k if out_in else tile_k * d_out
+        if epilogue == "backward":
+            gate = tl.load(gates + tl.load(pair + held)).to(tl.float32)
+            write_backward(
+                product, row, inside, gate, kept, out, gated, dots, tile % columns * tile_n, d_out, tile_n, part
+            )
+        else:
+            if epilogue == "relu2":
+                relu = tl.where(product < 0, 0.0, product)  # NaN stays
+                product = relu * relu
+            at = row.to(tl.int64)[:, None] * d_out + column[None, :]
+            tl.store(out + at, product.to(out.dtype.element_ty), mask=inside[:, None] & (column[None, :] < d_out))
+
+
+@triton.jit
+def write_backward(
+    da: tl.tensor,
+    row: tl.tensor,
+    inside: tl.tensor,
+    gate: tl.tensor,
+    kept: tl.tensor,
+    dh: tl.tensor,
+    gated: tl.tensor,
+    dots: tl.tensor,
+    first: tl.tensor,
+    d_out: tl.constexpr,
+    width: tl.constexpr,
+    part: tl.constexpr,
+) -> None:
+    """What `multiply` writes for "backward", of columns first to first + width; so many at a time fit the registers."""
+    if width > part:
+        lower, upper = tl.split(tl.permute(tl.reshape(da, (da.shape[0], 2, width // 2)), (0, 2, 1)))
+        write_backward(lower, row, inside, gate, kept, dh, gated, dots, first, d_out, width // 2, part)
+        write_backward(upper, row, inside, gate, kept, dh, gated, dots, first + width // 2, d_out, width // 2, part)
+    else:
+        parts: tl.constexpr = (d_out + part - 1) // part
+        column = first + tl.arange(0, width)
+        at = row.to(tl.int64)[:, None] * d_out + column[None, :]
+        written = inside[:, None] & (column[None, :] < d_out)
+        a = tl.load(kept + at, mask=written, other=0).to(tl.float32)
+        tl.store(gated + at, (gate[:, None] * a).to(gated.dtype.element_ty), mask=written)
+        tl.store(dh + at, (da * (2 * gate[:, None] * tl.sqrt(a))).to(dh.dtype.element_ty), mask=written)
+        dot = tl.sum(tl.where(written, da * a, 0.0), 1)
+        tl.store(dots + row.to(tl.int64) * parts + first // part, dot, mask=inside & (first < d_out))
 
 
 @triton.jit
 def multiply_segments(
-    left: Any,
-    right: Any,
-    token: Any,
-    ends: Any,
-    out: Any,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    left: tl.tensor,
+    right: tl.tensor,
+    token: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    d_left: tl.constexpr,
+    d_right: tl.constexpr,
+    gather_left: tl.constexpr,
+    upcast: tl.constexpr,
+    tile_m: tl.constexpr,
+    tile_n: tl.constexpr,
+    tile_k: tl.constexpr,
 ) -> None:
-    """out (experts, M, N): leftᵀ right over the rows of every expert, zeros where it has none.
+    """out (experts, d_left, d_right): leftᵀ right over the rows of every expert, zeros where it has none.
 
-    One of both is gathered: left (tokens, M) and right (rows, N), or left (rows, M) and right (tokens, N).
+    One of both is gathered: left is (tokens, d_left) and right (rows, d_right), or rows and tokens the other way.
     """
-    columns: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    tiles: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * columns
+    columns: tl.constexpr = (d_right + tile_n - 1) // tile_n
+    tiles: tl.constexpr = (d_left + tile_m - 1) // tile_m * columns
     e = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    m = tile // columns * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tile % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tile // columns * tile_m + tl.arange(0, tile_m)
+    n = tile % columns * tile_n + tl.arange(0, tile_n)
     begin = tl.load(ends + e - 1, mask=e > 0, other=0)
     end = tl.load(ends + e)
-    product = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in range(begin, end, BLOCK_K):
-        row = start + tl.arange(0, BLOCK_K)
+    product = tl.zeros((tile_m, tile_n), tl.float32)
+    for start in range(begin, end, tile_k):
+        row = start + tl.arange(0, tile_k)
         inside = row < end
         source = tl.load(token + row, mask=inside, other=0)
-        left_row = source if GATHER_LEFT else row.to(tl.int64)
-        right_row = row.to(tl.int64) if GATHER_LEFT else source
-        l_tile = tl.load(left + left_row[:, None] * M + m[None, :], mask=inside[:, None] & (m[None, :] < M), other=0)
-        r_tile = tl.load(right + right_row[:, None] * N + n[None, :], mask=inside[:, None] & (n[None, :] < N), other=0)
-        if UPCAST:
+        left_row = source if gather_left else row.to(tl.int64)
+        right_row = row.to(tl.int64) if gather_left else source
+        l_tile = tl.load(
+            left + left_row[:, None] * d_left + m[None, :], mask=inside[:, None] & (m[None, :] < d_left), other=0
+        )
+        r_tile = tl.load(
+            right + right_row[:, None] * d_right + n[None, :], mask=inside[:, None] & (n[None, :] < d_right), other=0
+        )
+        if upcast:
             l_tile, r_tile = l_tile.to(tl.float32), r_tile.to(tl.float32)
         product = tl.dot(l_tile.T, r_tile, product, input_precision="ieee")
-    at = e.to(tl.int64) * (M * N) + m[:, None] * N + n[None, :]
-    tl.store(out + at, product.to(out.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+    at = e.to(tl.int64) * (d_left * d_right) + m[:, None] * d_right + n[None, :]
+    tl.store(out + at, product.to(out.dtype.element_ty), mask=(m[:, None] < d_left) & (n[None, :] < d_right))
 
 
 @triton.jit
 def sum_by_token(
-    rows: Any,
-    gates: Any,
-    pair: Any,
-    by_token: Any,
-    of_token: Any,
-    out: Any,
-    D: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows: tl.tensor,
+    gates: tl.tensor,
+    pair: tl.tensor,
+    by_token: tl.tensor,
+    of_token: tl.tensor,
+    out: tl.tensor,
+    width: tl.constexpr,
+    gated: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
-    """out (tokens, D): the sums of every token's rows, in the order of experts, times their gates if GATED."""
+    """out (tokens, width): the sums of every token's rows, in the order of experts, times their gates if gated."""
     t = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
+    d = tl.arange(0, tile)
+    total = tl.zeros((tile,), tl.float32)
     for place in range(tl.load(of_token + t), tl.load(of_token + t + 1)):
         row = tl.load(by_token + place)
-        values = tl.load(rows + row * D + d, mask=d < D, other=0).to(tl.float32)
-        if GATED:
+        values = tl.load(rows + row * width + d, mask=d < width, other=0).to(tl.float32)
+        if gated:
             values *= tl.load(gates + tl.load(pair + row)).to(tl.float32)
         total += values
-    tl.store(out + t * D + d, total.to(out.dtype.element_ty), mask=d < D)
+    tl.store(out + t * width + d, total.to(out.dtype.element_ty), mask=d < width)
 
 
 @triton.jit
 def spread_gates(
-    dots: Any,
-    pair: Any,
-    ends: Any,
-    dgates: Any,
-    EXPERTS: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dots: tl.tensor,
+    pair: tl.tensor,
+    ends: tl.tensor,
+    dgates: tl.tensor,
+    experts: tl.constexpr,
+    parts: tl.constexpr,
+    tile: tl.constexpr,
 ) -> None:
-    """Adds up the parts of dots (rows, PARTS) and puts them where dgates (tokens, experts) has the row's pair."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < tl.load(ends + EXPERTS - 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for part in range(PARTS):
-        total += tl.load(dots + row.to(tl.int64) * PARTS + part, mask=inside, other=0)
+    """Adds up the parts of dots (rows, parts) and puts them where dgates (tokens, experts) has the row's pair."""
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    inside = row < tl.load(ends + experts - 1)
+    total = tl.zeros((tile,), tl.float32)
+    for part in range(parts):
+        total += tl.load(dots + row.to(tl.int64) * parts + part, mask=inside, other=0)
     tl.store(dgates + tl.load(pair + row, mask=inside, other=0), total.to(dgates.dtype.element_ty), mask=inside)
 
 
-def _tuned(kernel: Any) -> Any:
-    """The kernel with the fastest tiles for its constants and dtypes, measured once and kept on disk."""
-    constants = ["K", "N", "GATHERED", "OUT_IN", "EPILOGUE"] if kernel is multiply else ["M", "N", "GATHER_LEFT"]
-    return triton.autotune(CONFIGS, key=["EXPERTS", *constants], cache_results=True)(kernel)
+def _tuned(kernel: Any, key: list[str]) -> Any:
+    """The kernel with the tiles that are fastest for these of its constants, measured once and kept on disk."""
+    return triton.autotune(CONFIGS, key=key, cache_results=True)(kernel)
 
 
+TUNED = {
+    multiply: _tuned(multiply, ["d_in", "d_out", "gathered", "out_in", "epilogue"]),
+    multiply_segments: _tuned(multiply_segments, ["d_left", "d_right", "gather_left"]),
+}
+
+
+def _launch(kernel: Any, grid: Any, first: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
+    with torch.cuda.device_of(first):
+        kernel[grid](first, *tensors, **constants, enable_fp_fusion=True)
+
+
+def _launch_product(kernel: Any, grid: Any, left: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
+    """With tiles that are tuned, or fixed."""
+    fixed = INTERPRETED or left.dtype == torch.float32
+    kernel, tiles = (kernel, FIXED) if fixed else (TUNED[kernel], {})
+    upcast = INTERPRETED and left.dtype == torch.bfloat16  # there, products of bfloat16 are wrong
+    _launch(kernel, grid, left, *tensors, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
+
+
+def _multiply(
+    left: Tensor,
+    segments: Segments,
+    weights: Tensor,
+    *,
+    gathered: bool = False,
+    out_in: bool = False,
+    epilogue: str = "",
+    gates: Tensor | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `multiply` writes; of the arguments that it leaves alone, None."""
+    rows, (experts, *matrix) = len(segments.token), weights.shape
+    d_out, d_in = matrix if out_in else reversed(matrix)
+    out = left.new_empty(rows, d_out)
+    gated = None if kept is None else torch.empty_like(kept)
+    dots = None if kept is None else left.new_empty(rows, triton.cdiv(d_out, PART), dtype=torch.float32)
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        """As many programs as run at a time: each goes on to other tiles."""
+        if not left.is_cuda:
+            return (3,)
+        processors = torch.cuda.get_device_properties(left.device).multi_processor_count
+        return (processors * (1 if meta["tile_m"] * meta["tile_n"] > 128 * 128 else 2),)
+
+    _launch_product(
+        multiply, grid,
+        left, segments.token, segments.pair, segments.ends, weights, gates, kept, out, gated, dots,
+        experts=experts, d_in=d_in, d_out=d_out, gathered=gathered, out_in=out_in, epilogue=epilogue, part=PART,
+    )  # fmt: skip
+    return out, gated, dots
+
+
+def _multiply_segments(left: Tensor, right: Tensor, segments: Segments, *, gather_left: bool) -> Tensor:
+    """leftᵀ right over the rows of every expert: (experts, m, n)."""
+    experts, m, n = len(segments.ends), left.shape[1], right.shape[1]
+    out = left.new_empty(experts, m, n)
+
+    def grid(meta: dict[str, int]) -> tuple[int]:
+        return (experts * triton.cdiv(m, meta["tile_m"]) * triton.cdiv(n, meta["tile_n"]),)
+
+    _launch_product(
+        multiply_segments, grid,
+        left, right, segments.token, segments.ends, out, d_left=m, d_right=n, gather_left=gather_left,
+    )  # fmt: skip
+    return out
+
+
+def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None) -> Tensor:
+    """(tokens, width): the sums of every token's rows, times their gates if there are any."""
+    tokens, width = len(segments.of_token) - 1, rows.shape[1]
+    out = rows.new_empty(tokens, width)
+    _launch(
+        sum_by_token, (tokens,),
+        rows, gates, segments.pair, segments.by_token, segments.of_token, out,
+        width=width, gated=gates is not None, tile=triton.next_power_of_2(width),
+    )  # fmt: skip
+    return out
+
+
+def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
+    """The gradient of the gates (tokens, experts), from its parts for each row."""
+    dgates = torch.zeros_like(gates)
+    _launch(
+        spread_gates, (triton.cdiv(len(dots), 128),),
+        dots, segments.pair, segments.ends, dgates,
+        experts=gates.shape[1], parts=dots.shape[1], tile=128,
+    )  # fmt: skip
+    return dgates
+
+
+# Custom operators: a compiler takes them as they are.
+@torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
+def triton_forward(
+    x: Tensor,
+    gates: Tensor,
+    token: Tensor,
+    pair: Tensor,
+    ends: Tensor,
+    by_token: Tensor,
+    of_token: Tensor,
+    up: Tensor,
+    down: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """y (tokens, d_model), and the activations a (rows, d_expert)."""
+    packed = Segments(token, pair, ends, by_token, of_token)
+    a, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
+    ys, _, _ = _multiply(a, packed, down, out_in=True)
+    return _sum_by_token(ys, packed, gates), a
+
+
+@triton_forward.register_fake
+def _(x: Tensor, gates: Tensor, token: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(token.shape[0], rest[-1].shape[2])
+
+
+@torch.library.custom_op("expert_threshold::triton_backward", mutates_args=())
+def triton_backward(
+    dy: Tensor,
+    x: Tensor,
+    gates: Tensor,
+    token: Tensor,
+    pair: Tensor,
+    ends: Tensor,
+    by_token: Tensor,
+    of_token: Tensor,
+    up: Tensor,
+    down: Tensor,
+    a: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, the gates, up and down."""
+    packed = Segments(token, pair, ends, by_token, of_token)
+    dh, gated, dots = _multiply(dy, packed, down, gathered=True, epilogue="backward", gates=gates, kept=a)
+    assert gated is not None
+    assert dots is not None
+    ddown = _multiply_segments(dy, gated, packed, gather_left=True)
+    dup = _multiply_segments(dh, x, packed, gather_left=False)
+    dxs, _, _ = _multiply(dh, packed, up)
+    return _sum_by_token(dxs, packed), _spread_gates(dots, packed, gates), dup, ddown
+
+
+@triton_backward.register_fake
+def _(dy: Tensor, x: Tensor, gates: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, up, down, _ = rest
+    return torch.empty_like(x), torch.empty_like(gates), torch.empty_like(up), torch.empty_like(down)
+
+
+class _Triton(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        y: Tensor
+        y, a = triton_forward(*tensors)
+        ctx.save_for_backward(*tensors, a)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        dx, dgates, dup, ddown = triton_backward(dy.contiguous(), *ctx.saved_tensors)
+        return dx, dgates, None, None, None, None, None, dup, ddown
+
+
+def routed_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+    """Equals `reference`; arguments as there. Raises ValueError for what the kernels cannot do."""
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(f"dispatch='triton' needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"dispatch='triton' computes in float32 or less and not in {x.dtype}; use dispatch='grouped'")
+    if experts.gate is not None:
+        raise ValueError("dispatch='triton' has no activation='swiglu'; use 'relu2', or dispatch='static'")
+    packed, (up,), down = segments(assignment, rows), experts.ups(x.dtype), experts.down.to(x.dtype)
+    y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())
+    return y

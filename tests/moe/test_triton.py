@@ -1,0 +1,239 @@
+"""The Triton kernels against `reference`, in Triton's interpreter where there is no GPU; and compiled for one."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from dispatch_cases import ASSIGNMENTS, EXPERTS, Case, assert_same, case, fanout, outputs_and_gradients
+from expert_threshold.moe import DISPATCHES, Experts
+from expert_threshold.moe.dispatch import reference
+from expert_threshold.moe.dispatch.static import segments
+
+pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[triton]'")
+from expert_threshold.moe.dispatch import triton as kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_a_device = pytest.mark.skipif(
+    DEVICE == "cpu" and not kernels.INTERPRETED,
+    reason="there is no GPU, and triton was imported without TRITON_INTERPRET=1",
+)
+SIZES = {"within a tile": (8, 12), "whole tiles": (32, 64), "parts of tiles": (20, 37), "a single column": (1, 1)}
+PADDING = 19  # rows more than needed
+
+
+def padded(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+    return DISPATCHES["triton"](x, gates, assignment, experts, int(assignment.sum()) + PADDING)
+
+
+def on_device(given: Case) -> Case:
+    return Case(*(value.to(DEVICE) for value in given))
+
+
+def random(tokens: int, experts: int, usage: float = 0.5) -> Tensor:
+    return torch.rand(tokens, experts, generator=torch.Generator().manual_seed(tokens)) < usage
+
+
+@needs_a_device
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
+def test_the_kernels_equal_the_reference_in_outputs_and_all_gradients(assignment: Tensor) -> None:
+    given = on_device(case(assignment))
+    expected = outputs_and_gradients(reference, given)
+    assert_same(outputs_and_gradients(padded, given), expected)
+    assert_same(outputs_and_gradients(DISPATCHES["triton"], given), expected)
+
+
+@needs_a_device
+@pytest.mark.parametrize(("d_model", "d_expert"), SIZES.values(), ids=SIZES.keys())
+def test_sizes_need_be_no_multiples_of_tiles(d_model: int, d_expert: int) -> None:
+    given = on_device(case(random(41, 3), d_model=d_model, d_expert=d_expert))
+    assert_same(outputs_and_gradients(padded, given), outputs_and_gradients(reference, given))
+
+
+@needs_a_device
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.003), (torch.bfloat16, 0.02)])
+def test_narrow_activations_differ_from_float32_by_their_rounding_alone(dtype: torch.dtype, tolerance: float) -> None:
+    given = on_device(case(random(20, 3), d_model=20, d_expert=37))
+    exact = outputs_and_gradients(reference, given)
+    found = outputs_and_gradients(padded, given._replace(x=given.x.to(dtype), upstream=given.upstream.to(dtype)))
+    assert found["y"].dtype == found["x"].dtype == dtype
+    assert found["gates"].dtype == found["up"].dtype == torch.float32
+    for key, value in exact.items():
+        assert (found[key].float() - value).norm() <= tolerance * value.norm(), key
+
+
+@needs_a_device
+@pytest.mark.parametrize("usage", [0.0, 0.4])
+def test_nan_in_padding_and_in_what_no_expert_reads_reaches_nothing(
+    usage: float, request: pytest.FixtureRequest
+) -> None:
+    assignment = random(18, EXPERTS, usage)
+    assignment[[1, 4, 7]] = False
+    clean = on_device(case(assignment))
+    expected = outputs_and_gradients(padded, clean)
+    idle = ~clean.assignment.any(-1, keepdim=True)
+    poisoned = clean._replace(
+        x=clean.x.masked_fill(idle, torch.nan),
+        gates=clean.gates.masked_fill(~clean.assignment, torch.nan),
+        upstream=clean.upstream.masked_fill(idle, torch.nan),
+    )
+    request.getfixturevalue("fresh_memory_is_nan")
+    found = outputs_and_gradients(padded, poisoned)
+    assert_same(found, expected, atol=0, rtol=0)
+    assert (found["y"][idle[:, 0]] == 0).all()
+    assert (found["x"][idle[:, 0]] == 0).all()
+    assert (found["gates"][~assignment] == 0).all()
+
+
+@needs_a_device
+def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
+    given = on_device(case(fanout(8, EXPERTS, 1)))
+    given.x[3] = torch.nan
+    expert = int(given.assignment[3].nonzero())
+    found = outputs_and_gradients(padded, given)
+    others = torch.arange(8) != 3
+    assert found["y"][3].isnan().all()
+    for key in ("y", "x", "gates"):
+        assert found[key][others].isfinite().all(), key
+    for key in ("up", "down"):
+        assert found[key][torch.arange(EXPERTS) != expert].isfinite().all(), key
+
+
+@needs_a_device
+def test_two_runs_give_the_same_bits_however_much_padding_there_is() -> None:
+    given = on_device(case(random(30, EXPERTS), d_model=20, d_expert=37))
+    once = outputs_and_gradients(padded, given)
+    assert_same(outputs_and_gradients(padded, given), once, atol=0, rtol=0)
+    assert_same(outputs_and_gradients(DISPATCHES["triton"], given), once, atol=0, rtol=0)
+
+
+@needs_a_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
+    """In its output and in the gradients that are its own."""
+    given = on_device(case(random(40, EXPERTS), dtype=dtype, d_model=20, d_expert=37))
+    together = outputs_and_gradients(padded, given)
+    for token in (0, 17, 39):
+        own = slice(token, token + 1)
+        alone = given._replace(**{
+            key: getattr(given, key)[own] for key in ("x", "gates", "assignment", "upstream")
+        })  # fmt: skip
+        found = outputs_and_gradients(padded, alone)
+        for key in ("y", "x", "gates"):
+            assert torch.equal(found[key], together[key][own]), (token, key)
+
+
+@needs_a_device
+def test_whatever_is_frozen_the_other_gradients_stay_the_same() -> None:
+    given = on_device(case(fanout(6, 3, 2)))
+    everything = outputs_and_gradients(padded, given)
+    for trained in ("x", "gates", "up", "down"):
+        experts = copy.deepcopy(given.experts)
+        tensors = {"x": given.x.clone(), "gates": given.gates.clone(), **dict(experts.named_parameters())}
+        for key, tensor in tensors.items():
+            tensor.requires_grad_(key == trained)
+        padded(tensors["x"], tensors["gates"], given.assignment, experts).backward(given.upstream)
+        assert {key for key, tensor in tensors.items() if tensor.grad is not None} == {trained}
+        torch.testing.assert_close(tensors[trained].grad, everything[trained], atol=0, rtol=0)
+
+
+@needs_a_device
+def test_backward_may_run_twice_and_leaves_its_upstream_gradient_alone() -> None:
+    given = on_device(case(fanout(6, 3, 2)))
+    once = outputs_and_gradients(padded, given)
+    x, gates, upstream = given.x.clone().requires_grad_(), given.gates.clone().requires_grad_(), given.upstream.clone()
+    y = padded(x, gates, given.assignment, given.experts)
+    for _ in range(2):
+        y.backward(upstream, retain_graph=True)
+    torch.testing.assert_close(x.grad, 2 * once["x"])
+    torch.testing.assert_close(gates.grad, 2 * once["gates"])
+    assert torch.equal(upstream, given.upstream)
+
+
+@needs_a_device
+def test_strides_of_what_it_is_given_change_nothing() -> None:
+    given = on_device(case(fanout(6, EXPERTS, 2)))
+    expected = outputs_and_gradients(padded, given._replace(upstream=torch.ones_like(given.x)))
+    x, gates = given.x.T.contiguous().T.requires_grad_(), given.gates.T.contiguous().T.requires_grad_()
+    y = padded(x, gates, given.assignment.T.contiguous().T, given.experts)
+    y.sum().backward()  # whose upstream gradient has stride 0
+    for found, key in ((y, "y"), (x.grad, "x"), (gates.grad, "gates")):
+        torch.testing.assert_close(found, expected[key], atol=0, rtol=0)
+
+
+@needs_a_device
+def test_a_second_derivative_is_refused_rather_than_wrong() -> None:
+    given = on_device(case(fanout(4, EXPERTS, 2)))
+    x = given.x.requires_grad_()
+    y = padded(x, given.gates, given.assignment, given.experts)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+@needs_a_device
+def test_the_operators_are_fit_for_the_compiler() -> None:
+    given = on_device(case(fanout(6, EXPERTS, 2)))
+    packed = segments(given.assignment, 12)  # without padding, which comes out as anything
+    tensors = (given.x, given.gates, *packed, given.experts.up.detach(), given.experts.down.detach())
+    torch.library.opcheck(kernels.triton_forward, tensors)
+    _, a = kernels.triton_forward(*tensors)
+    torch.library.opcheck(kernels.triton_backward, (given.upstream, *tensors, a))
+
+
+@needs_a_device
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler does itself
+def test_compiled_it_is_one_graph_with_the_same_bits() -> None:
+    given = on_device(case(fanout(6, EXPERTS, 2)))
+
+    def bounded(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+        return DISPATCHES["triton"](x, gates, assignment, experts, 12 + PADDING)
+
+    torch.compiler.reset()
+    compiled = torch.compile(bounded, fullgraph=True, backend="aot_eager", dynamic=False)
+    assert_same(outputs_and_gradients(compiled, given), outputs_and_gradients(padded, given), atol=0, rtol=0)
+
+
+@needs_a_device
+def test_what_the_kernels_cannot_do_is_refused_in_one_line() -> None:
+    assignment = fanout(4, EXPERTS, 2)
+    with pytest.raises(ValueError, match=r"not in torch.float64; use dispatch='grouped'"):
+        padded(*on_device(case(assignment, dtype=torch.float64))[:4])
+    with pytest.raises(ValueError, match="no activation='swiglu'; use 'relu2', or dispatch='static'"):
+        padded(*on_device(case(assignment, "swiglu"))[:4])
+
+
+def test_on_a_cpu_another_dispatch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="needs a CUDA GPU and not 'cpu'; use dispatch='auto'"):
+        padded(*case(fanout(4, EXPERTS, 2))[:4])
+
+
+def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, kernels.__name__)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match=r"needs triton, which is missing; pip install 'expert-threshold\[triton\]'"):
+        padded(*case(fanout(4, EXPERTS, 2))[:4])
+
+
+def test_the_package_does_not_import_triton() -> None:
+    program = "import sys, expert_threshold.moe; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_kernels_compile_for_a_gpu_with_its_matrix_instructions_and_spill_no_registers(tmp_path: Path) -> None:
+    """Without a GPU; in a process of its own, since here triton interprets."""
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=250, check=False
+    )
+    if process.returncode == 77:
+        pytest.skip(process.stdout)
+    assert process.returncode == 0, process.stdout + process.stderr
