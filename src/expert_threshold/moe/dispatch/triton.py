@@ -23,16 +23,15 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Along the dimension that is summed over, and columns whose part of a gate's gradient is summed at once.
-DEPTH, PART = (16, 16) if INTERPRETED else (64, 64)
+DEPTH, PART = (16, 16) if INTERPRETED else (64, 32)
 # Without tensor cores, which round float32, larger tiles do not fit the registers.
 FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
 TILES = [  # rows, columns, warps, stages of the pipeline
     (128, 256, 8, 3),
     (128, 256, 8, 4),
     (256, 128, 8, 3),
-    (128, 128, 8, 3),
+    (128, 128, 8, 4),
     (128, 128, 4, 3),
-    (64, 256, 4, 3),
     (64, 128, 4, 4),
 ]
 CONFIGS = [
@@ -77,7 +76,8 @@ def multiply(
     begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
     tiles_of = (end_of - begin_of + tile_m - 1) // tile_m
     tiles_upto = tl.cumsum(tiles_of, 0)
-    for tile in range(tl.program_id(0), tl.sum(tiles_of) * columns, tl.num_programs(0)):
+    # Flattened into one loop with the inner, so that a tile's first rows are read while the one before is multiplied.
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles_of) * columns, tl.num_programs(0), flatten=True):
         e = tl.sum((tiles_upto <= tile // columns).to(tl.int32))
         first_tile = tl.sum(tl.where(expert < e, tiles_of, 0))
         begin = tl.sum(tl.where(expert == e, begin_of, 0))
@@ -106,7 +106,7 @@ def multiply(
             lefts += tile_k
             rights += tile_k if out_in else tile_k * d_out
         if epilogue == "backward":
-            gate = tl.load(gates + tl.load(pair + held)).to(tl.float32)
+            gate = tl.load(gates + tl.load(pair + row, mask=inside, other=0), mask=inside, other=0).to(tl.float32)
             write_backward(
                 product, row, inside, gate, kept, out, gated, dots, tile % columns * tile_n, d_out, tile_n, part
             )
@@ -178,10 +178,12 @@ def multiply_segments(
     begin = tl.load(ends + e - 1, mask=e > 0, other=0)
     end = tl.load(ends + e)
     product = tl.zeros((tile_m, tile_n), tl.float32)
+    source = tl.load(token + begin + tl.arange(0, tile_k), mask=begin + tl.arange(0, tile_k) < end, other=0)
     for start in range(begin, end, tile_k):
         row = start + tl.arange(0, tile_k)
         inside = row < end
-        source = tl.load(token + row, mask=inside, other=0)
+        # Read one step ahead: the copies of rows would else wait for those of their indices.
+        next_source = tl.load(token + row + tile_k, mask=row + tile_k < end, other=0)
         left_row = source if gather_left else row.to(tl.int64)
         right_row = row.to(tl.int64) if gather_left else source
         l_tile = tl.load(
@@ -193,6 +195,7 @@ def multiply_segments(
         if upcast:
             l_tile, r_tile = l_tile.to(tl.float32), r_tile.to(tl.float32)
         product = tl.dot(l_tile.T, r_tile, product, input_precision="ieee")
+        source = next_source
     at = e.to(tl.int64) * (d_left * d_right) + m[:, None] * d_right + n[None, :]
     tl.store(out + at, product.to(out.dtype.element_ty), mask=(m[:, None] < d_left) & (n[None, :] < d_right))
 
