@@ -53,7 +53,7 @@ def test_the_kernels_equal_the_reference_in_outputs_and_all_gradients(assignment
 @needs_a_device
 @pytest.mark.parametrize(("d_model", "d_expert"), SIZES.values(), ids=SIZES.keys())
 def test_sizes_need_be_no_multiples_of_tiles(d_model: int, d_expert: int) -> None:
-    given = on_device(case(random(41, 3), d_model=d_model, d_expert=d_expert))
+    given = on_device(case(random(37, 3), d_model=d_model, d_expert=d_expert))
     assert_same(outputs_and_gradients(padded, given), outputs_and_gradients(reference, given))
 
 
@@ -108,7 +108,7 @@ def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
 
 @needs_a_device
 def test_two_runs_give_the_same_bits_however_much_padding_there_is() -> None:
-    given = on_device(case(random(30, EXPERTS), d_model=20, d_expert=37))
+    given = on_device(case(random(24, EXPERTS), d_model=20, d_expert=37))
     once = outputs_and_gradients(padded, given)
     assert_same(outputs_and_gradients(padded, given), once, atol=0, rtol=0)
     assert_same(outputs_and_gradients(DISPATCHES["triton"], given), once, atol=0, rtol=0)
@@ -118,9 +118,9 @@ def test_two_runs_give_the_same_bits_however_much_padding_there_is() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     """In its output and in the gradients that are its own."""
-    given = on_device(case(random(40, EXPERTS), dtype=dtype, d_model=20, d_expert=37))
+    given = on_device(case(random(24, EXPERTS), dtype=dtype, d_model=20, d_expert=37))
     together = outputs_and_gradients(padded, given)
-    for token in (0, 17, 39):
+    for token in (0, 23):
         own = slice(token, token + 1)
         alone = given._replace(**{
             key: getattr(given, key)[own] for key in ("x", "gates", "assignment", "upstream")
