@@ -37,6 +37,7 @@ from rich.progress import Progress
 from expert_threshold.train.device import pick_device, pick_dtype
 
 PAPER = {"d12": 768, "d20": 1280}
+SHAPES = (("256", "256-fine64", "256-fine256", "512", "d12"), ("d12", "d12-fine64", "d12-fine256", "d20"))  # CPU, CUDA
 TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-3}  # of a norm
 Row = dict[str, Any]
 
@@ -52,24 +53,23 @@ def shape_named(name: str, fanout: int, tokens: int) -> Shape:
     finer, more = (times, 1) if kind == "fine" else (1, times)
     if experts % 16 or d_model % 64 or 2 * d_model % (8 * finer) or not 1 <= fanout <= 16:
         raise ValueError(
-            f"--shapes {name} --fanouts {fanout}: use a d_model that 64 divides, experts that 16 divides and that leave "
-            "each a width that 8 divides, and fanouts of 1 to 16"
+            f"--shapes {name} --fanouts {fanout}: use a d_model that 64 divides, experts that 16 divides and that "
+            "leave each a width that 8 divides, and fanouts of 1 to 16"
         )
     return Shape(name, d_model, 2 * d_model // finer, experts, fanout * finer, tokens * more)
 
 
 def work(entry: Entry, case: Case) -> dict[str, int]:
-    """FLOPs, and bytes if everything that comes, goes or must be kept were moved once."""
+    """FLOPs, and the bytes if every row of every expert were moved once, as were weights and pre-activations."""
     rows, experts, d_model = int(entry.loads.sum()), int((entry.loads > 0).sum()), case.shape.d_model
-    weights = entry.matrices * experts * d_model * entry.width
-    tokens, kept = case.shape.tokens * d_model, rows * entry.width * (entry.matrices - 1)
+    weights, kept = entry.matrices * experts * d_model * entry.width, rows * entry.width * (entry.matrices - 1)
     flops = 2 * entry.matrices * d_model * entry.width * rows
     size = case.x.element_size()
     return {
         "forward_flops": flops,
         "flops": 3 * flops,
-        "forward_bytes": size * (2 * tokens + weights + kept),  # x, y; weights; pre-activations
-        "bytes": size * (5 * tokens + 3 * weights + 2 * kept),  # x twice, y, dy, dx; weights, again, their gradients
+        "forward_bytes": size * (2 * rows * d_model + weights + kept),  # x, y; weights; pre-activations
+        "bytes": size * (5 * rows * d_model + 3 * weights + 2 * kept),  # x twice, y, dy, dx; weights twice, gradients
     }
 
 
@@ -104,6 +104,10 @@ def forward_backward(entry: Entry, case: Case) -> None:
     torch.autograd.grad(entry.forward(), list(entry.leaves.values()), case.grad)
 
 
+def once(entry: Entry, case: Case) -> float:
+    return time_interleaved({"": lambda: forward_backward(entry, case)}, 1, 0, case.device)[""][0]
+
+
 def reason(failure: Exception) -> str:
     """Its first line; of failures that were not foreseen their kind, too."""
     line = (str(failure).strip().splitlines() or [""])[0]
@@ -111,8 +115,8 @@ def reason(failure: Exception) -> str:
     return line if foreseen and line else f"{type(failure).__name__}: {line}"
 
 
-def measure(case: Case, fanout: int, names: list[str], repeats: int) -> list[Row]:
-    """A row for each contestant."""
+def measure(case: Case, fanout: int, names: list[str], repeats: int, patience: float) -> list[Row]:
+    """A row for each contestant. patience: times the dense one's time, beyond which nothing is timed."""
     shape = case.shape
     known = {
         "benchmark": "peers",
@@ -124,6 +128,7 @@ def measure(case: Case, fanout: int, names: list[str], repeats: int) -> list[Row
     del known["name"]
     rows: dict[str, Row] = {}
     entries: dict[str, Entry] = {}
+    dense = float("inf")
     for name in names:
         rows[name] = {**known, "contestant": name, **version(name)}
         try:
@@ -138,7 +143,12 @@ def measure(case: Case, fanout: int, names: list[str], repeats: int) -> list[Row
         if off > TOLERANCE[case.dtype]:
             rows[name] |= {"status": "wrong", "reason": f"off by {off:.2g} of the norm"}
             continue
-        entries[name] = entry._replace(expected={})
+        entry = entry._replace(expected={})
+        dense = min(dense, once(entry, case)) if name.startswith("dense") else dense
+        if (slower := once(entry, case) / dense) > patience:
+            rows[name] |= {"status": "not run", "reason": f"too slow to time: {slower:.0f} times dense, once"}
+            continue
+        entries[name] = entry
         rows[name] |= work(entry, case) | memory(entries[name], case)
     for computed in ("of_any_fanout", "of_top_k"):
         case.__dict__.pop(computed, None)
@@ -205,8 +215,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, help="a folder for results.jsonl, results.md and roofline.png")
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line instead of tables")
-    parser.add_argument("--shapes", nargs="+", help="default: 256 256-fine64 256-fine256 512 d12; CUDA: d12, d20, fine")
+    parser.add_argument("--shapes", nargs="+", help=f"default: {' '.join(SHAPES[0])}; CUDA: {' '.join(SHAPES[1])}")
     parser.add_argument("--fanouts", type=int, nargs="+", default=[1, 2, 8], help="of 16 experts")
+    parser.add_argument("--fine-fanouts", type=int, nargs="+", help="with more experts; default: 1; CUDA: as --fanouts")
+    parser.add_argument("--patience", type=float, default=60, help="times dense's time, beyond which none is timed")
     parser.add_argument("--tokens", type=int, help="default: 4096; CUDA: 65536")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--device", default="auto")
@@ -251,7 +263,8 @@ def main() -> None:
         for shape, fanout in cases:
             progress.update(bar, description=f"{shape.name}, fanout {fanout}")
             case = Case(shape, dtype, device)
-            found = [row | {"repeats": repeats} | here for row in measure(case, fanout, names(arguments), repeats)]
+            measured = measure(case, fanout, arguments.contestants or list(contestants()), repeats, arguments.patience)
+            found = [row | {"repeats": repeats} | here for row in measured]
             rows += found
             if arguments.to:
                 arguments.to.mkdir(parents=True, exist_ok=True)
@@ -264,10 +277,6 @@ def main() -> None:
         write(arguments.to, rows)
     if not arguments.json:
         print(to_markdown(rows))
-
-
-def names(arguments: argparse.Namespace) -> list[str]:
-    return arguments.contestants or list(contestants())
 
 
 def cost(shape: Shape) -> int:

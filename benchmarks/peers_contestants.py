@@ -24,6 +24,9 @@ from expert_threshold.moe.dispatch import reference
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
 SETTLING_STEPS = 20
+ALL_GRADIENTS = (
+    64  # experts up to which weights' gradients are checked, too: the definition's cost is quadratic in them
+)
 
 INPUTS = ("x", "gates", "scores")
 Outcome = dict[str, Tensor]  # "y", and the gradient of every leaf by its name
@@ -101,8 +104,10 @@ class Case:
     def _reference(self, gates: Tensor, dense_gates: Callable[[Tensor], Tensor], assignment: Tensor) -> Outcome:
         """By definition, in float32."""
         x, gates = (t.detach().float().requires_grad_() for t in (self.x, gates))
-        experts = as_float32(self.weights)
-        leaves = {"x": x, "gates": gates, "up": experts.up, "down": experts.down}
+        experts = as_float32(self.weights).requires_grad_(self.shape.experts <= ALL_GRADIENTS)
+        leaves = {"x": x, "gates": gates}
+        if experts.up.requires_grad:
+            leaves |= {"up": experts.up, "down": experts.down}
         return self.outcome(lambda: reference(x, dense_gates(gates), assignment, experts), leaves)
 
     @cached_property
@@ -223,7 +228,9 @@ def transformers_backend(name: str) -> Callable[[Case], Entry]:
         shape = case.shape
         copied = case.top.numel() * shape.d_model * shape.width * case.x.element_size()
         if name == "batched_mm" and copied > BATCHED_MM_LIMIT:
-            raise UnavailableError(f"copies a matrix for every row, {copied / 2**30:,.0f} GiB; it is for decoding")
+            raise UnavailableError(
+                f"copies a matrix for every row, over {BATCHED_MM_LIMIT >> 20} MiB; it is for decoding"
+            )
         config = NemotronHConfig(
             hidden_size=shape.d_model,
             n_routed_experts=shape.experts,

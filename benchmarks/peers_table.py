@@ -108,5 +108,5 @@ def _left_out(rows: list[Row]) -> list[str]:
             reasons.setdefault((row["contestant"], said), []).append(f"{row['shape']} × {row['fanout']}")
     cases = len({(row["shape"], row["fanout"]) for row in rows})
     for (name, said), where in reasons.items():
-        lines.append(f"- {name}: {said}{'' if len(where) == cases else f' ({', '.join(where)})'}")
+        lines.append(f"- {name}: {said}" + ("" if len(where) == cases else f" ({', '.join(where)})"))
     return lines
