@@ -110,12 +110,18 @@ class _RotaryNorm(torch.autograd.Function):
 
 def norm(x: Tensor) -> Tensor:
     """RMSNorm without parameters over the last dimension."""
+    if torch.compiler.is_compiling():  # what is written plainly is fused
+        wide = x.float()
+        return (wide * (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt()).to(x.dtype)
     y: Tensor = _Norm.apply(x)
     return y
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions, then the norm, of x (batch, heads, time, head_dim)."""
+    if torch.compiler.is_compiling():
+        a, b = x.chunk(2, -1)
+        return norm(torch.cat((a * cos + b * sin, b * cos - a * sin), -1))
     y: Tensor = _RotaryNorm.apply(x, cos, sin)
     return y
 
@@ -132,32 +138,31 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y = torch.empty_like(q)
-        probabilities = []
+        y, probabilities = [], []
         for start in range(0, q.shape[1], QUERIES_PER_BLOCK):
             rows = q[:, start : start + QUERIES_PER_BLOCK]
             end = start + rows.shape[1]
             later = q.new_full((rows.shape[1], end), -math.inf).triu_(start + 1)
             p = torch.baddbmm(later, rows, k[:, :end].mT, alpha=q.shape[2] ** -0.5).softmax(-1)
-            torch.bmm(p, v[:, :end], out=y[:, start:end])
+            y.append(p @ v[:, :end])
             probabilities.append(p)
         ctx.save_for_backward(q, k, v, *probabilities)
-        return y
+        return torch.cat(y, 1)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         refuse_second_derivative()
         q, k, v, *probabilities = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         end = 0
         for p in probabilities:
             start, end = end, p.shape[2]
             dys = dy[:, start:end]
             dv[:, :end] += p.mT @ dys
             ds = torch._softmax_backward_data(dys @ v[:, :end].mT, p, -1, p.dtype).mul_(q.shape[2] ** -0.5)
-            torch.bmm(ds, k[:, :end], out=dq[:, start:end])
+            dq.append(ds @ k[:, :end])
             dk[:, :end] += ds.mT @ q[:, start:end]
-        return dq, dk, dv
+        return torch.cat(dq, 1), dk, dv
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

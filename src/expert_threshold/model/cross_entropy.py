@@ -40,47 +40,68 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
     return CrossEntropy(*_LinearCrossEntropy.apply(x, weight, targets, softcap, with_gradient))
 
 
+@torch.library.custom_op("expert_threshold::cross_entropy", mutates_args=())
+def _cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses (tokens,) and the gradients of their sum, but for `_slopes`; empty ones without gradient.
+
+    With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax alone; the
+    derivative is 4 σ (1 − σ). So one exponential does where tanh needs several.
+    """
+    cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
+    token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+    valid = targets >= 0
+    wanted = targets.clamp(min=0)[:, None]
+    dx = torch.empty_like(x if with_gradient else x[:0])
+    dweight = torch.zeros_like(weight if with_gradient else weight[:0])
+    size = max(LOGITS_PER_CHUNK // len(weight), 1)
+    # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
+    shape = (min(size, len(x)), len(weight))
+    rounded = x.new_empty(shape)
+    sigmas, scores, shares = (x.new_empty(shape, dtype=torch.float32) for _ in range(3))
+    for start in range(0, len(x), size):
+        chunk = slice(start, start + size)
+        rows = slice(0, len(x[chunk]))
+        torch.mm(x[chunk], cast_weight.T, out=rounded[rows])
+        logits, probabilities = scores[rows].copy_(rounded[rows]), shares[rows]
+        if softcap is not None:
+            sigma = torch.sigmoid(logits, out=sigmas[rows])
+            torch.mul(sigma, 2 * softcap, out=logits)
+        torch.softmax(logits, 1, out=probabilities)
+        # The sum of exponentials, from the largest: its probability never underflows.
+        below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
+        token_losses[chunk] = below_top - probabilities.amax(1).log()
+        if not with_gradient:
+            continue
+        dlogits = probabilities
+        dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
+        if softcap is not None:  # the factors 2 cap and 2 / cap are 4 together, and multiply at the end
+            torch.ops.aten.sigmoid_backward(dlogits, sigma, grad_input=dlogits)
+        dlogits = rounded[rows].copy_(dlogits)
+        torch.mm(dlogits, cast_weight, out=dx[chunk])
+        dweight += dlogits.T @ (x[chunk] * valid[chunk, None])
+    token_losses *= valid
+    return token_losses, dx, dweight
+
+
+@_cross_entropy.register_fake
+def _(
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    some = slice(None if with_gradient else 0)
+    return x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x[some]), torch.empty_like(weight[some])
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
-    """With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax alone; the
-    derivative is 4 σ (1 − σ). So one exponential does where tanh needs several."""
+    """Gradients are made with the losses and kept, where there are any."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
     ) -> tuple[Tensor, Tensor]:
-        cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
-        token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        token_losses, dx, dweight = _cross_entropy(x, weight, targets, softcap, with_gradient)
         valid = targets >= 0
-        wanted = targets.clamp(min=0)[:, None]
-        dx = torch.empty_like(x) if with_gradient else None
-        dweight = torch.zeros_like(weight) if with_gradient else None
-        size = max(LOGITS_PER_CHUNK // len(weight), 1)
-        # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
-        shape = (min(size, len(x)), len(weight))
-        rounded = x.new_empty(shape)
-        sigmas, scores, shares = (x.new_empty(shape, dtype=torch.float32) for _ in range(3))
-        for start in range(0, len(x), size):
-            chunk = slice(start, start + size)
-            rows = slice(0, len(x[chunk]))
-            torch.mm(x[chunk], cast_weight.T, out=rounded[rows])
-            logits, probabilities = scores[rows].copy_(rounded[rows]), shares[rows]
-            if softcap is not None:
-                sigma = torch.sigmoid(logits, out=sigmas[rows])
-                torch.mul(sigma, 2 * softcap, out=logits)
-            torch.softmax(logits, 1, out=probabilities)
-            # The sum of exponentials, from the largest: its probability never underflows.
-            below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
-            token_losses[chunk] = below_top - probabilities.amax(1).log()
-            if dx is None or dweight is None:
-                continue
-            dlogits = probabilities
-            dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
-            if softcap is not None:  # the factors 2 cap and 2 / cap are 4 together, and multiply at the end
-                torch.ops.aten.sigmoid_backward(dlogits, sigma, grad_input=dlogits)
-            dlogits = rounded[rows].copy_(dlogits)
-            torch.mm(dlogits, cast_weight, out=dx[chunk])
-            dweight += dlogits.T @ (x[chunk] * valid[chunk, None])
-        token_losses *= valid
         count = valid.sum().clamp(min=1)
         ctx.save_for_backward(dx, dweight, valid, count)
         ctx.slopes = (1, 1) if softcap is None else (2 * softcap, 4)

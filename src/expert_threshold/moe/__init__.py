@@ -7,6 +7,7 @@ from ..routing import (
     Routing,
     Rule,
     chooses_on_rank,
+    most_pairs,
     rule_from_dict,
     rule_to_dict,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "check_options",
     "chooses_on_rank",
     "follow",
+    "most_pairs",
     "rule_from_dict",
     "rule_to_dict",
 ]

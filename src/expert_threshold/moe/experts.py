@@ -143,6 +143,10 @@ class FeedForward(nn.Module):
         """(…, d_model) to (…, d_model)."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         ups = [linear.weight.to(x.dtype) for linear in linears]
+        if torch.compiler.is_compiling():  # what is written plainly is fused
+            hidden = [F.linear(x, up) for up in ups]
+            a = hidden[0].relu().square() if len(ups) == 1 else F.silu(hidden[0]) * hidden[1]
+            return F.linear(a, self.down.weight.to(x.dtype))
         flat = x.reshape(-1, x.shape[-1])
         y: Tensor = _FeedForwardFunction.apply(flat, self.activation, self.down.weight.to(x.dtype), *ups)
         return y.view(x.shape)

@@ -59,7 +59,7 @@ def chooses_on_rank(rule: Rule) -> bool:
 
 
 def most_pairs(rule: Rule, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-    """As many pairs of a token and an expert as the rule assigns at most, of one rank's `tokens` tokens, in pools of any
+    """As many pairs of a token and an expert as the rule assigns at most, of one rank's tokens, in pools of any
     size; None where nothing bounds them.
 
     ranks: those of the group that a global pool is formed over; it bounds their loads together, not those of one.

@@ -21,7 +21,7 @@ from .track import require_tracker
 
 # What may differ when a run is resumed, since it does not change what is learned.
 FREE_ON_RESUME = {
-    "device", "activation_checkpointing", "log_every", "eval_every", "eval_tokens", "sample_every",
+    "device", "activation_checkpointing", "compile", "log_every", "eval_every", "eval_tokens", "sample_every",
     "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads", "core_bundle", "core_every",
     "core_max_per_task", "expert_parallel", "shard", "timeout",
 }  # fmt: skip

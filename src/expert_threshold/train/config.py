@@ -7,6 +7,7 @@ from typing import Literal, get_args
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+CompileName = Literal["auto", "on", "off"]
 TrackerName = Literal["none", "tensorboard", "trackio"]
 
 
@@ -28,6 +29,8 @@ class TrainConfig:
     dtype: DtypeName = "auto"
     # Compute activations again in the backward pass, to save memory.
     activation_checkpointing: bool = False
+    # Compile the model with torch.compile; auto does in long runs of one process where a compiler works.
+    compile: CompileName = "auto"
     # Steps between two lines of training metrics.
     log_every: int = 10
     # Steps between two validations, one more at the end; None is off.
@@ -72,6 +75,11 @@ class TrainConfig:
                 raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or None")
         if not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to below 2**63")
-        for name, known in (("device", DeviceName), ("dtype", DtypeName), ("track", TrackerName)):
+        for name, known in (
+            ("device", DeviceName),
+            ("dtype", DtypeName),
+            ("compile", CompileName),
+            ("track", TrackerName),
+        ):
             if vars(self)[name] not in get_args(known):
                 raise ValueError(f"{name}={vars(self)[name]!r} is unknown; use one of {', '.join(get_args(known))}")

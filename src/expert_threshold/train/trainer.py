@@ -74,6 +74,7 @@ class Trainer:
     """A model in training. `step` counts the steps made, skipped ones included; `seconds` are those spent on them.
 
     loader: of this rank. portion: of this rank, all by default. shares: what this rank moves, all by default.
+    compiled: whether the model's forward and backward are.
     """
 
     def __init__(
@@ -86,8 +87,10 @@ class Trainer:
         parallel: Parallel = Parallel(),  # noqa: B008  a frozen record
         portion: Portion | None = None,
         shares: Shares | None = None,
+        compiled: bool = False,
     ) -> None:
         self.model = model
+        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
         self.optimizers = optimizers
         self.loader = loader
         self.config = config
@@ -155,7 +158,7 @@ class Trainer:
         tokens = batch.targets.numel() * self.parallel.ranks
         self.tokens += tokens
         self._interval_tokens += tokens
-        output = self.model(batch.tokens.to(self.device), batch.targets.to(self.device))
+        output = self.forward(batch.tokens.to(self.device), batch.targets.to(self.device))
         ranks = self.portion.sharers
         loss, cross_entropy = output.loss, output.cross_entropy
         if self.portion.one_mean:  # over the targets of all who share the micro-batch, however many are this rank's

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..experts import Experts
@@ -34,10 +35,16 @@ def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
 DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static, "triton": _triton}
 
 
+def auto(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
+    """`static` while a compiler traces, which sees no loads, and on GPUs where loads are bounded; else `grouped`."""
+    fits = torch.compiler.is_compiling() or (x.is_cuda and rows is not None)
+    return (static if fits else grouped)(x, gates, assignment, experts, rows)
+
+
 def dispatch_named(name: str) -> Dispatch:
-    """The dispatch of that name; 'auto' is the fastest. Raises ValueError if there is none."""
+    """The dispatch of that name. Raises ValueError if there is none."""
     if name == "auto":
-        return grouped
+        return auto
     if name not in DISPATCHES:
         raise ValueError(f"dispatch={name!r} is unknown; use one of auto, {', '.join(DISPATCHES)}")
     return DISPATCHES[name]

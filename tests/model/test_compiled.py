@@ -1,0 +1,125 @@
+"""The whole model as one compiled graph, against the same model as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
+
+EXPERTS = 8
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "expert_threshold": ExpertThreshold(EXPERTS, warmup_steps=1),
+    "expert_threshold, trend": ExpertThreshold(EXPERTS, warmup_steps=0, estimator="trend"),
+    "expert_threshold, pools of a sequence": ExpertThreshold(EXPERTS, 2, warmup_steps=1, pool="sequence"),
+    "expert_threshold without bounds": ExpertThreshold(EXPERTS, warmup_steps=1, capacity_slack=None),
+    "expert_choice, pools of a sequence": ExpertChoice(EXPERTS, pool="sequence"),
+    "expert_choice, one pool": ExpertChoice(EXPERTS, pool="batch"),
+    **{
+        f"token_choice, {balance}": TokenChoice(EXPERTS, 2, balance=balance)  # type: ignore[arg-type]
+        for balance in ("none", "aux", "global_aux", "loss_free", "loss_free_proportional")
+    },
+}
+OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01, "softcap": None}
+
+
+def tiny(rule: Rule | None, dtype: torch.dtype = torch.float32, **options: Any) -> GPT:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "context": 16, "layers": 2, "d_model": 16, "heads": 2, "kv_heads": 1}
+    config = GPTConfig(**shape, d_expert=32, d_feed_forward=64, rule=rule, **options)  # type: ignore[arg-type]
+    model = GPT(config, compute_dtype=dtype)
+    for parameter in model.parameters():  # none zero, so that every gradient is something
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return model
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def losses_and_gradients(model: GPT, forward: Any, steps: int = 3) -> dict[str, Tensor]:
+    """Of some steps, over the end of a warmup, in which only rules move."""
+    found = {}
+    for step in range(steps):
+        model.zero_grad()
+        output = forward(*batch(step))
+        output.loss.backward()
+        model.update_rules(output.observations)
+        found[f"{step} loss"] = output.loss.detach()
+        found |= {f"{step} {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_before() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(model: GPT) -> tuple[Any, CompileCounterWithBackend]:
+    """The model's forward as the trainer compiles it, but for the backend, and the count of its graphs."""
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, fullgraph=True, dynamic=False, backend=counter), counter
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_for_every_rule_the_whole_model_is_one_graph_whatever_the_loads(rule: Rule | None) -> None:
+    require_one_graph_and_the_same_numbers(rule, {})
+
+
+def test_with_other_options_it_is_one_graph_too() -> None:
+    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], OTHER_OPTIONS)
+
+
+def require_one_graph_and_the_same_numbers(rule: Rule | None, options: dict[str, Any]) -> None:
+    model, again = tiny(rule, **options), tiny(rule, **options)
+    forward, counter = compiled(model)
+    found = losses_and_gradients(model, forward)
+    assert counter.frame_count == 1
+    expected = losses_and_gradients(again, again)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, atol=2e-6, rtol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_in_bfloat16_it_is_one_graph_too(checkpointing: bool) -> None:
+    rule = RULES["expert_threshold"]
+    model, again = tiny(rule, torch.bfloat16), tiny(rule, torch.bfloat16)
+    model.activation_checkpointing = again.activation_checkpointing = checkpointing
+    forward, counter = compiled(model)
+    found = losses_and_gradients(model, forward, steps=1)
+    assert counter.frame_count == 1
+    for name, value in losses_and_gradients(again, again, steps=1).items():
+        error = (found[name] - value).norm() / value.norm()
+        assert error < 0.05, f"{name}: {error}"
+
+
+def train_on_tensors_without_data(model: GPT) -> None:
+    """Forward and backward; such tensors refuse whatever would wait for a number: `.item()`, `nonzero`, a condition."""
+    with FakeTensorMode() as mode:
+        own = {name: mode.from_tensor(t) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+        output = torch.func.functional_call(model, own, tuple(map(mode.from_tensor, batch(0))))
+        output.loss.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rule", [rule for name, rule in RULES.items() if "without bounds" not in name])
+def test_forward_and_backward_wait_for_no_number_of_the_device(rule: Rule | None, dtype: torch.dtype) -> None:
+    train_on_tensors_without_data(tiny(rule, dtype, dispatch="static"))
+
+
+def test_grouped_waits_for_loads() -> None:
+    with pytest.raises(DataDependentOutputException):
+        train_on_tensors_without_data(tiny(RULES["expert_threshold"], dispatch="grouped"))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_threshold.cli import main
+from expert_threshold.model import GPTConfig
+from expert_threshold.routing import ExpertThreshold
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig, compilation
+from expert_threshold.train.compilation import pick_compile
+
+CPU = torch.device("cpu")
+LONG = TrainConfig(steps=100_000)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "failure", lambda device: None)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "failure", lambda device: "no g++")
+
+
+def test_a_long_run_of_one_process_is_compiled(compiler: None) -> None:
+    assert pick_compile(GPTConfig(), LONG, CPU, ranks=1)
+
+
+def test_what_does_not_pay_or_work_is_not(compiler: None) -> None:
+    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=2)
+    assert not pick_compile(GPTConfig(), LONG, torch.device("mps"), ranks=1)
+    assert not pick_compile(GPTConfig.preset("tiny"), TrainConfig(steps=10), CPU, ranks=1)
+    assert not pick_compile(GPTConfig(rule=ExpertThreshold(capacity_slack=None)), LONG, CPU, ranks=1)
+    assert not pick_compile(GPTConfig(), TrainConfig(steps=100_000, compile="off"), CPU, ranks=1)
+
+
+def test_without_a_compiler_auto_goes_on_without_and_on_says_so(no_compiler: None) -> None:
+    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1)
+    with pytest.raises(
+        ValueError, match=r"compile='on' does not work on this machine \(no g\+\+\); give --compile off"
+    ):
+        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=1)
+
+
+def test_several_ranks_are_refused(compiler: None) -> None:
+    with pytest.raises(ValueError, match="only runs of one process"):
+        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2)
+
+
+def test_an_unknown_word_is_refused() -> None:
+    with pytest.raises(ValueError, match="compile='yes' is unknown; use one of auto, on, off"):
+        TrainConfig(compile="yes")  # type: ignore[arg-type]
+
+
+def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("g++: not found\nand much more")
+
+    monkeypatch.setattr(torch, "compile", broken)
+    compilation.failure.cache_clear()
+    assert compilation.failure(CPU) == "g++: not found"
+    compilation.failure.cache_clear()
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, while it compiles
+def test_compiled_by_inductor_a_run_learns_as_without_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def run(name: str, *options: str) -> RunFolder:
+        out = tmp_path / name
+        arguments = ["train", "tiny", "--steps", "6", "--seed", "1", "--dtype", "float32", "--log-every", "1"]
+        assert main([*arguments, "--checkpoint-every", "3", "--out", str(out), *options]) == 0
+        return RunFolder.open(out)
+
+    plain, compiled = run("plain", "--compile", "off"), run("compiled", "--compile", "on")
+    assert compiled.config["compiled"]
+    assert not plain.config["compiled"]
+    losses = [[r["loss"] for r in folder.metrics.read() if r["split"] == "train"] for folder in (plain, compiled)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    whole = compiled.load_checkpoint(6).tensors["model"]
+    for file in sorted((compiled.path / "checkpoints" / "step_000006").rglob("*"), reverse=True):
+        file.unlink()
+    (compiled.path / "checkpoints" / "step_000006").rmdir()
+    assert main(["train", "--resume", str(compiled.path)]) == 0
+    resumed = compiled.load_checkpoint(6).tensors["model"]
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
