@@ -9,6 +9,7 @@ experts: bit by bit, a row's result does not depend on the other rows or on how 
 Under TRITON_INTERPRET=1, set before triton is imported, the kernels run on the CPU, very slowly: for tests.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -255,6 +256,10 @@ TUNED = {
 }
 
 
+def _is_tuned(dtype: torch.dtype) -> bool:
+    return not INTERPRETED and dtype != torch.float32
+
+
 def _launch(kernel: Any, grid: Any, first: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
     with torch.cuda.device_of(first):
         kernel[grid](first, *tensors, **constants, enable_fp_fusion=True)
@@ -262,8 +267,7 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *tensors: Tensor | None, **co
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
     """With tiles that are tuned, or fixed."""
-    fixed = INTERPRETED or left.dtype == torch.float32
-    kernel, tiles = (kernel, FIXED) if fixed else (TUNED[kernel], {})
+    kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # there, products of bfloat16 are wrong
     _launch(kernel, grid, left, *tensors, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
@@ -339,6 +343,36 @@ def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
     return dgates
 
 
+def _forward(x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    a, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
+    ys, _, _ = _multiply(a, packed, down, out_in=True)
+    return _sum_by_token(ys, packed, gates), a
+
+
+def _backward(
+    dy: Tensor, x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor, a: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dh, gated, dots = _multiply(dy, packed, down, gathered=True, epilogue="backward", gates=gates, kept=a)
+    assert gated is not None
+    assert dots is not None
+    dgates = _spread_gates(dots, packed, gates)
+    ddown = _multiply_segments(dy, gated, packed, gather_left=True)
+    del gated, dots  # as large as a
+    dup = _multiply_segments(dh, x, packed, gather_left=False)
+    dxs, _, _ = _multiply(dh, packed, up)
+    return _sum_by_token(dxs, packed), dgates, dup, ddown
+
+
+@functools.cache
+def _tune(experts: int, d_model: int, d_expert: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Measure tiles on many rows, lest whatever batch comes first, a short prompt say, decides for all that follow."""
+    x, up = (torch.linspace(-1, 1, n * d_model, device=device, dtype=dtype).view(n, d_model) for n in (2**14, d_expert))
+    own = torch.arange(len(x), device=device)[:, None] % experts == torch.arange(experts, device=device)
+    packed, gates, ups = segments(own, len(x)), own.float(), up.expand(experts, -1, -1).contiguous()
+    y, a = _forward(x, gates, packed, ups, ups.mT.contiguous())
+    _backward(y, x, gates, packed, ups, ups.mT.contiguous(), a)
+
+
 # Custom operators: a compiler takes them as they are.
 @torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
 def triton_forward(
@@ -353,10 +387,9 @@ def triton_forward(
     down: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """y (tokens, d_model), and the activations a (rows, d_expert)."""
-    packed = Segments(token, pair, ends, by_token, of_token)
-    a, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
-    ys, _, _ = _multiply(a, packed, down, out_in=True)
-    return _sum_by_token(ys, packed, gates), a
+    if _is_tuned(x.dtype):
+        _tune(*down.shape, x.dtype, x.device)
+    return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
 
 
 @triton_forward.register_fake
@@ -379,14 +412,7 @@ def triton_backward(
     a: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, the gates, up and down."""
-    packed = Segments(token, pair, ends, by_token, of_token)
-    dh, gated, dots = _multiply(dy, packed, down, gathered=True, epilogue="backward", gates=gates, kept=a)
-    assert gated is not None
-    assert dots is not None
-    ddown = _multiply_segments(dy, gated, packed, gather_left=True)
-    dup = _multiply_segments(dh, x, packed, gather_left=False)
-    dxs, _, _ = _multiply(dh, packed, up)
-    return _sum_by_token(dxs, packed), _spread_gates(dots, packed, gates), dup, ddown
+    return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, a)
 
 
 @triton_backward.register_fake
