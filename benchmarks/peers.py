@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import re
 import statistics
 import sys
@@ -38,7 +39,7 @@ from expert_threshold.train.device import pick_device, pick_dtype
 
 PAPER = {"d12": 768, "d20": 1280}
 SHAPES = (("256", "256-fine64", "256-fine256", "512", "d12"), ("d12", "d12-fine64", "d12-fine256", "d20"))  # CPU, CUDA
-TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-3}  # of a norm
+TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # of a row's norm
 Row = dict[str, Any]
 
 
@@ -91,12 +92,13 @@ def kept_for_backward(entry: Entry) -> int:
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest distance from what is expected, over its norm; NaN and all other surprises are infinite."""
+    """How far the worst row (a token, an expert) is off, over the root mean square of rows' norms; NaN is infinite."""
     worst = 0.0
     for name, exact in expected.items():
         if name in found:
-            far = float((found[name].float() - exact).norm() / exact.norm().clamp(min=1e-30))
-            worst = max(worst, far) if far == far else float("inf")
+            far, size = ((t.flatten(1).norm(dim=1)) for t in (found[name].float() - exact, exact))
+            off = float(far.max() / size.square().mean().sqrt().clamp(min=1e-30))
+            worst = max(worst, off) if math.isfinite(off) else math.inf
     return worst
 
 
@@ -141,7 +143,7 @@ def measure(case: Case, fanout: int, names: list[str], repeats: int, patience: f
         rows[name] |= {"status": "timed", "error": float(f"{off:.3g}"), "rows": int(entry.loads.sum())}
         rows[name]["largest_load"] = round(float(entry.loads.max() / entry.loads.float().mean()), 3)
         if off > TOLERANCE[case.dtype]:
-            rows[name] |= {"status": "wrong", "reason": f"off by {off:.2g} of the norm"}
+            rows[name] |= {"status": "wrong", "reason": f"a row is off by {off:.2g} of the norm"}
             continue
         entry = entry._replace(expected={})
         dense = min(dense, once(entry, case)) if name.startswith("dense") else dense

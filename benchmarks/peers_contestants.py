@@ -4,7 +4,8 @@ A contestant computes y_t = Σ_i z[t,i] · g[t,i] · expert_i(x_t) of given assi
 expert. Where it can take any number of experts per token, z is expert threshold's; else it is the top k of the same
 scores, k the mean fanout. Other people's code is called through its public interface, if it is installed.
 
-MegaBlocks' and SonicMoE's adapters were written without a GPU and not run; ScatterMoE's ran in Triton's interpreter.
+Adapters were written without a GPU: ScatterMoE's was run in Triton's interpreter, MegaBlocks' there with its CUDA
+operations replaced, both right; SonicMoE's was not run.
 """
 
 from __future__ import annotations
@@ -384,7 +385,7 @@ EQUALISED = {
 }
 UNTRIED = {
     "scattermoe": "adapter run in Triton's interpreter only",
-    "megablocks": "adapter not run here",
+    "megablocks": "adapter run in Triton's interpreter only, CUDA operations replaced",
     "sonicmoe": "adapter not run here",
 }
 
