@@ -15,16 +15,16 @@ from triton.compiler import ASTSource
 from expert_threshold.moe.dispatch import triton as kernels
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TYPES = {"ends": "*i32", "gates": "*fp32", "dgates": "*fp32", "dots": "*fp32"}
+TYPES = {"rows": "i32", "ends": "*i32", "gates": "*fp32", "dgates": "*fp32", "dots": "*fp32"}
 TYPES |= dict.fromkeys(("token", "pair", "by_token", "of_token"), "*i64")
-TYPES |= dict.fromkeys(("left", "right", "weights", "kept", "out", "gated", "rows"), "*bf16")
+TYPES |= dict.fromkeys(("left", "right", "weights", "kept", "out", "gated", "terms"), "*bf16")
 UNUSED = ("gates", "kept", "gated", "dots")
 
 
 def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else TYPES[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name].startswith("*")}
     source = ASTSource(kernel, signature, constants, aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
 
@@ -58,16 +58,14 @@ def main() -> None:
         "dup": (kernels.multiply_segments, outer | {"d_left": h, "d_right": d, "gather_left": False}),
         "ddown": (kernels.multiply_segments, outer | {"d_left": d, "d_right": h, "gather_left": True}),
     }  # fmt: skip
-    everywhere = kernels.CONFIGS if "--all" in sys.argv else kernels.CONFIGS[:1]
+    config = kernels.CONFIGS[0]
     for name, (kernel, constants) in products.items():
-        for config in everywhere:
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-            result = compiled(kernel, constants | {"tile_k": kernels.DEPTH} | config.kwargs, **options)
-            instructions = result.asm["ptx"].count("wgmma.mma_async")
-            stack = local_memory(result)
-            print(name, config, f"{instructions} wgmma, {stack}, {result.metadata.shared} bytes shared")
-            assert instructions, name
-            assert stack == "STACK:0", name
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        result = compiled(kernel, constants | {"tile_k": kernels.DEPTH} | config.kwargs, **options)
+        instructions, stack = result.asm["ptx"].count("wgmma.mma_async"), local_memory(result)
+        print(f"{name}: {instructions} wgmma, {stack}, {result.metadata.shared} bytes shared")
+        assert instructions, name
+        assert stack == "STACK:0", name
     compiled(kernels.sum_by_token, {"width": d, "gated": True, "tile": d})
     compiled(kernels.sum_by_token, {"width": d, "gated": False, "tile": d, "gates": None})
     compiled(kernels.spread_gates, {"experts": 16, "parts": h // kernels.PART, "tile": 128})

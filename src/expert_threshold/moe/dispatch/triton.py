@@ -40,7 +40,7 @@ CONFIGS = [
 ]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def multiply(
     left: tl.tensor,
     token: tl.tensor,
@@ -52,6 +52,7 @@ def multiply(
     out: tl.tensor,
     gated: tl.tensor,
     dots: tl.tensor,
+    rows: tl.tensor,
     experts: tl.constexpr,
     d_in: tl.constexpr,
     d_out: tl.constexpr,
@@ -68,7 +69,7 @@ def multiply(
 
     Rows are those of left (rows, d_in), or if gathered of left (tokens, d_in). epilogue "relu2" writes relu(·)²;
     "backward" takes the product for the gradient of kept = relu(h)², and writes the gradient of h, gated = gate · kept,
-    and into dots (rows, parts) the parts of <gradient, kept>, which add up to the gate's gradient.
+    and into dots (parts, rows) the parts of <gradient, kept>, which add up to the gate's gradient.
     """
     columns: tl.constexpr = (d_out + tile_n - 1) // tile_n
     even: tl.constexpr = d_in % tile_k == 0 and d_out % tile_n == 0
@@ -109,7 +110,7 @@ def multiply(
         if epilogue == "backward":
             gate = tl.load(gates + tl.load(pair + row, mask=inside, other=0), mask=inside, other=0).to(tl.float32)
             write_backward(
-                product, row, inside, gate, kept, out, gated, dots, tile % columns * tile_n, d_out, tile_n, part
+                product, row, inside, gate, kept, out, gated, dots, rows, tile % columns * tile_n, d_out, tile_n, part
             )
         else:
             if epilogue == "relu2":
@@ -129,6 +130,7 @@ def write_backward(
     dh: tl.tensor,
     gated: tl.tensor,
     dots: tl.tensor,
+    rows: tl.tensor,
     first: tl.tensor,
     d_out: tl.constexpr,
     width: tl.constexpr,
@@ -137,10 +139,11 @@ def write_backward(
     """What `multiply` writes for "backward", of columns first to first + width; so many at a time fit the registers."""
     if width > part:
         lower, upper = tl.split(tl.permute(tl.reshape(da, (da.shape[0], 2, width // 2)), (0, 2, 1)))
-        write_backward(lower, row, inside, gate, kept, dh, gated, dots, first, d_out, width // 2, part)
-        write_backward(upper, row, inside, gate, kept, dh, gated, dots, first + width // 2, d_out, width // 2, part)
+        write_backward(lower, row, inside, gate, kept, dh, gated, dots, rows, first, d_out, width // 2, part)
+        write_backward(
+            upper, row, inside, gate, kept, dh, gated, dots, rows, first + width // 2, d_out, width // 2, part
+        )
     else:
-        parts: tl.constexpr = (d_out + part - 1) // part
         column = first + tl.arange(0, width)
         at = row.to(tl.int64)[:, None] * d_out + column[None, :]
         written = inside[:, None] & (column[None, :] < d_out)
@@ -148,7 +151,7 @@ def write_backward(
         tl.store(gated + at, (gate[:, None] * a).to(gated.dtype.element_ty), mask=written)
         tl.store(dh + at, (da * (2 * gate[:, None] * tl.sqrt(a))).to(dh.dtype.element_ty), mask=written)
         dot = tl.sum(tl.where(written, da * a, 0.0), 1)
-        tl.store(dots + row.to(tl.int64) * parts + first // part, dot, mask=inside & (first < d_out))
+        tl.store(dots + first // part * rows.to(tl.int64) + row, dot, mask=inside & (first < d_out))
 
 
 @triton.jit
@@ -203,7 +206,7 @@ def multiply_segments(
 
 @triton.jit
 def sum_by_token(
-    rows: tl.tensor,
+    terms: tl.tensor,
     gates: tl.tensor,
     pair: tl.tensor,
     by_token: tl.tensor,
@@ -213,35 +216,39 @@ def sum_by_token(
     gated: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """out (tokens, width): the sums of every token's rows, in the order of experts, times their gates if gated."""
+    """out (tokens, width): the sums of every token's rows of terms (rows, width), in the order of experts.
+
+    Each is multiplied by its gate if gated.
+    """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, tile)
     total = tl.zeros((tile,), tl.float32)
     for place in range(tl.load(of_token + t), tl.load(of_token + t + 1)):
         row = tl.load(by_token + place)
-        values = tl.load(rows + row * width + d, mask=d < width, other=0).to(tl.float32)
+        values = tl.load(terms + row * width + d, mask=d < width, other=0).to(tl.float32)
         if gated:
             values *= tl.load(gates + tl.load(pair + row)).to(tl.float32)
         total += values
     tl.store(out + t * width + d, total.to(out.dtype.element_ty), mask=d < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def spread_gates(
     dots: tl.tensor,
     pair: tl.tensor,
     ends: tl.tensor,
     dgates: tl.tensor,
+    rows: tl.tensor,
     experts: tl.constexpr,
     parts: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Adds up the parts of dots (rows, parts) and puts them where dgates (tokens, experts) has the row's pair."""
+    """Adds up the parts of dots (parts, rows) and puts them where dgates (tokens, experts) has the row's pair."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < tl.load(ends + experts - 1)
     total = tl.zeros((tile,), tl.float32)
     for part in range(parts):
-        total += tl.load(dots + row.to(tl.int64) * parts + part, mask=inside, other=0)
+        total += tl.load(dots + part * rows.to(tl.int64) + row, mask=inside, other=0)
     tl.store(dgates + tl.load(pair + row, mask=inside, other=0), total.to(dgates.dtype.element_ty), mask=inside)
 
 
@@ -260,16 +267,16 @@ def _is_tuned(dtype: torch.dtype) -> bool:
     return not INTERPRETED and dtype != torch.float32
 
 
-def _launch(kernel: Any, grid: Any, first: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
+def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
     with torch.cuda.device_of(first):
-        kernel[grid](first, *tensors, **constants, enable_fp_fusion=True)
+        kernel[grid](first, *rest, **constants, enable_fp_fusion=True)
 
 
-def _launch_product(kernel: Any, grid: Any, left: Tensor, *tensors: Tensor | None, **constants: Any) -> None:
+def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
     """With tiles that are tuned, or fixed."""
     kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # there, products of bfloat16 are wrong
-    _launch(kernel, grid, left, *tensors, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
+    _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
 
 def _multiply(
@@ -288,7 +295,7 @@ def _multiply(
     d_out, d_in = matrix if out_in else reversed(matrix)
     out = left.new_empty(rows, d_out)
     gated = None if kept is None else torch.empty_like(kept)
-    dots = None if kept is None else left.new_empty(rows, triton.cdiv(d_out, PART), dtype=torch.float32)
+    dots = None if kept is None else left.new_empty(triton.cdiv(d_out, PART), rows, dtype=torch.float32)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
         """As many programs as run at a time: each goes on to other tiles."""
@@ -299,7 +306,7 @@ def _multiply(
 
     _launch_product(
         multiply, grid,
-        left, segments.token, segments.pair, segments.ends, weights, gates, kept, out, gated, dots,
+        left, segments.token, segments.pair, segments.ends, weights, gates, kept, out, gated, dots, rows,
         experts=experts, d_in=d_in, d_out=d_out, gathered=gathered, out_in=out_in, epilogue=epilogue, part=PART,
     )  # fmt: skip
     return out, gated, dots
@@ -336,9 +343,9 @@ def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
     """The gradient of the gates (tokens, experts), from its parts for each row."""
     dgates = torch.zeros_like(gates)
     _launch(
-        spread_gates, (triton.cdiv(len(dots), 128),),
-        dots, segments.pair, segments.ends, dgates,
-        experts=gates.shape[1], parts=dots.shape[1], tile=128,
+        spread_gates, (triton.cdiv(dots.shape[1], 128),),
+        dots, segments.pair, segments.ends, dgates, dots.shape[1],
+        experts=gates.shape[1], parts=len(dots), tile=128,
     )  # fmt: skip
     return dgates
 
