@@ -39,7 +39,7 @@ from expert_threshold.train.device import pick_device, pick_dtype
 
 PAPER = {"d12": 768, "d20": 1280}
 SHAPES = (("256", "256-fine64", "256-fine256", "512", "d12"), ("d12", "d12-fine64", "d12-fine256", "d20"))  # CPU, CUDA
-TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 1e-3}  # of a row's norm
+TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 5e-3}  # of a row's norm; that of TF32 passes
 Row = dict[str, Any]
 
 
@@ -249,15 +249,15 @@ def main() -> None:
     try:
         device = pick_device(arguments.device)
         dtype, cuda = pick_dtype(arguments.dtype, device), device.type == "cuda"
-        fine = ["-fine64", "-fine256"]
-        default = (
-            ["d12", *(f"d12{f}" for f in fine), "d20"] if cuda else ["256", *(f"256{f}" for f in fine), "512", "d12"]
-        )
-        tokens = arguments.tokens or (65536 if cuda else 4096)
-        cases = [(shape_named(n, f, tokens), f) for n in arguments.shapes or default for f in arguments.fanouts]
+        shapes, tokens = arguments.shapes or SHAPES[cuda], arguments.tokens or (65536 if cuda else 4096)
+        fine = arguments.fine_fanouts or (arguments.fanouts if cuda else [1])
+        fanouts = {name: fine if "-" in name else arguments.fanouts for name in shapes}
+        cases = [(shape_named(name, fanout, tokens), fanout) for name in shapes for fanout in fanouts[name]]
     except ValueError as refusal:
         print(refusal, file=sys.stderr)
         sys.exit(2)
+    if cuda:
+        torch.cuda.set_device(device.index or 0)
     repeats, here = arguments.repeats or (20 if cuda else 5), machine(device) | origin()
     rows: list[Row] = []
     with Progress(console=Console(stderr=True)) as progress:
@@ -275,6 +275,7 @@ def main() -> None:
             for row in found if arguments.json else []:
                 print(json.dumps(row), flush=True)
             progress.advance(bar, cost(shape))
+            del case
     if arguments.to:
         write(arguments.to, rows)
     if not arguments.json:

@@ -211,8 +211,8 @@ def ours(name: str) -> Callable[[Case], Entry]:
         layer.experts = case.weights
         scores = case.scores.clone().requires_grad_()
         routing = case.routing._replace(scores=scores[None])
-        forward = lambda: layer.compute(case.x[None], routing)[0]  # noqa: E731
-        return case.any_fanout(forward, scores=scores, up=case.weights.up, down=case.weights.down)
+        leaves = {"scores": scores, "up": case.weights.up, "down": case.weights.down}
+        return case.any_fanout(lambda: layer.compute(case.x[None], routing)[0], **leaves)
 
     return make
 
@@ -243,8 +243,8 @@ def transformers_backend(name: str) -> Callable[[Case], Entry]:
             layer = NemotronHExperts(config)
         layer.up_proj, layer.down_proj = case.weights.up, case.weights.down
         gates = case.top_gates()
-        forward = lambda: layer(case.x, case.top, gates)  # noqa: E731
-        return case.top_k(forward, gates=gates, up=case.weights.up, down=case.weights.down)
+        leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
+        return case.top_k(lambda: layer(case.x, case.top, gates), **leaves)
 
     return make
 
@@ -262,8 +262,8 @@ def scattermoe(case: Case) -> Entry:
         layer = MLP(shape.d_model, shape.width, shape.experts, shape.experts_per_token, activation=relu_squared)
     layer.experts.weight, layer.output_experts.weight = case.weights.up, case.weights.down
     gates = case.top_gates()
-    forward = lambda: layer(case.x, gates, case.top)  # noqa: E731
-    return case.top_k(forward, gates=gates, up=case.weights.up, down=case.weights.down)
+    leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
+    return case.top_k(lambda: layer(case.x, gates, case.top), **leaves)
 
 
 def megablocks(case: Case) -> Entry:
@@ -297,8 +297,8 @@ def megablocks(case: Case) -> Entry:
         layer.mlp.w1.copy_(case.weights.up.flatten(0, 1))
         layer.mlp.w2.copy_(case.weights.down.mT.flatten(0, 1))
     gates = case.top_gates()
-    forward = lambda: layer(case.x[None], None, gates, case.top)[0]  # noqa: E731
-    return case.top_k(forward, gates=gates, w1=layer.mlp.w1, w2=layer.mlp.w2)
+    leaves = {"gates": gates, "w1": layer.mlp.w1, "w2": layer.mlp.w2}
+    return case.top_k(lambda: layer(case.x[None], None, gates, case.top)[0], **leaves)
 
 
 def sonicmoe(case: Case) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +19,11 @@ def to_markdown(rows: list[Row]) -> str:
     moe = [row for row in timed if not row["contestant"].startswith("dense")]
     first = rows[0]
     where = first.get("gpu") or f"{first['cpu']}, {first['threads']} threads"
+    product, copy = (statistics.median(row[key] for row in timed) for key in ("product_tflops", "copy_gb_per_second"))
     lines = [
         f"{where}; torch {first['torch']}, {first['dtype']}, {first['repeats']} repetitions, {first['date']}, commit "
-        f"{(first['commit'] or '')[:8]}",
+        f"{(first['commit'] or '')[:8]}. Beside the cases, medians: a product at {product * 1e3:,.0f} GFLOP/s, a copy at "
+        f"{copy:,.0f} GB/s.",
         "",
         "## Forward + backward, GFLOP/s",
         "",
