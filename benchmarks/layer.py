@@ -1,6 +1,6 @@
 """The MoE layer, forward and backward, against the dense feed-forward of equal active FLOPs, in one run.
 
-    python benchmarks/layer.py [--json] [--d-model 256 512 768] [--tokens 8192] [--dtype auto]
+    python benchmarks/layer.py [--json] [--d-model 256 512 768] [--tokens 8192] [--dtype auto] [--compile]
 
 Weights are already in the compute dtype. `ratio_to_dense` is the MoE's median time over dense's, repetitions
 interleaved; dense is the faster of the model's own feed-forward and the plain PyTorch expression.
@@ -40,7 +40,9 @@ def forward_backward(layer: nn.Module, x: Tensor, grad: Tensor) -> None:
     layer.zero_grad(set_to_none=True)
 
 
-def measure(d_model: int, tokens: int, dtype: torch.dtype, repeats: int) -> dict[str, float | int | str]:
+def measure(
+    d_model: int, tokens: int, dtype: torch.dtype, repeats: int, compiling: bool
+) -> dict[str, float | int | str]:
     torch.manual_seed(0)
     x = torch.randn(tokens // 512, 512, d_model).to(dtype).requires_grad_()
     grad = torch.randn_like(x)
@@ -55,6 +57,8 @@ def measure(d_model: int, tokens: int, dtype: torch.dtype, repeats: int) -> dict
         "dense": FeedForward(d_model, 4 * d_model).to(dtype),
         "dense_plain": PlainFeedForward(d_model, 4 * d_model).to(dtype),
     }
+    if compiling:
+        layers = {name: torch.compile(layer, fullgraph=True, dynamic=False) for name, layer in layers.items()}
     times = time_interleaved({name: lambda m=m: forward_backward(m, x, grad) for name, m in layers.items()}, repeats)
     medians = {name: statistics.median(values) for name, values in times.items()}
     flops = 3 * 2 * tokens * 2 * d_model * 4 * d_model
@@ -62,6 +66,7 @@ def measure(d_model: int, tokens: int, dtype: torch.dtype, repeats: int) -> dict
         "d_model": d_model,
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiling,
         "fanout": round(fanout, 4),
         "ratio_to_dense": round(medians["moe"] / min(medians["dense"], medians["dense_plain"]), 4),
         "ratio_to_plain_dense": round(medians["moe"] / medians["dense_plain"], 4),
@@ -77,13 +82,14 @@ def main() -> None:
     parser.add_argument("--d-model", type=int, nargs="+", default=[256, 512, 768])
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
+    parser.add_argument("--compile", action="store_true", help="all layers, each as one graph")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     for d_model in args.d_model:
-        row = measure(d_model, args.tokens, compute_dtype(args.dtype), args.repeats)
+        row = measure(d_model, args.tokens, compute_dtype(args.dtype), args.repeats, args.compile)
         if args.json:
             print(json.dumps(row), flush=True)
         else:

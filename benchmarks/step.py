@@ -1,6 +1,6 @@
 """A whole optimizer step of a preset: its model FLOPs over time, against a 2048³ product's rate in the same run.
 
-    python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--json]
+    python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--compile off on] [--json]
 
 Model FLOPs are those of `flops_per_token`: 6 per active weight that multiplies and attention's products. Muon's
 products, routing and everything else count as time, not as work. Batches are of the embedded corpus; loads are those of
@@ -10,6 +10,7 @@ a model that has trained `--warm-steps` steps, past the warmup of expert thresho
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -21,9 +22,12 @@ from expert_threshold.config import resolve
 from expert_threshold.data import Loader, Tokenizer, open_source, pack
 from expert_threshold.model import GPT, flops_per_token, parameter_counts
 from expert_threshold.optim import make_optimizers
+from expert_threshold.train.compilation import compiled
 
 
-def measure(preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps: int) -> dict[str, float | int | str]:
+def measure(
+    preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps: int, compiling: bool
+) -> dict[str, float | int | str]:
     torch.manual_seed(0)
     options = {"warmup_steps": warm_steps // 2} if rule == "expert_threshold" else {}
     run = resolve(preset, rule, rule_options=options)
@@ -31,6 +35,7 @@ def measure(preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps
     tokenizer = Tokenizer.train(corpus.documents("train"), run.model.vocab_size)
     loader = Loader(pack(corpus, tokenizer, "validation"), run.train.batch_size, run.model.context, seed=0)
     model = GPT(run.model, dtype)
+    forward = compiled(model) if compiling else model
     optimizers = make_optimizers(model.named_parameters(), run.optim, run.model.d_model)
     parts: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
     steps_done = 0
@@ -39,7 +44,7 @@ def measure(preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps
         nonlocal steps_done
         batch = next(loader)
         times = [time.perf_counter()]
-        output = model(batch.tokens, batch.targets)
+        output = forward(batch.tokens, batch.targets)
         times.append(time.perf_counter())
         assert output.loss is not None
         output.loss.backward()
@@ -64,6 +69,7 @@ def measure(preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps
         "preset": preset,
         "rule": rule,
         "dtype": str(dtype).removeprefix("torch."),
+        "compiled": compiling,
         "utilisation": round(rate / peak, 4),
         "step_ms": round(step_seconds * 1e3, 2),
         **{f"{part}_ms": round(statistics.median(v[-repeats:]) * 1e3, 2) for part, v in parts.items()},
@@ -82,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--rule", nargs="+", default=["expert_threshold"])
+    parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off"], help="one line for each")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
@@ -89,13 +96,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    for rule in args.rule:
-        row = measure(args.preset, rule, compute_dtype(args.dtype), args.repeats, args.warm_steps)
+    for rule, compiling in itertools.product(args.rule, args.compile):
+        row = measure(args.preset, rule, compute_dtype(args.dtype), args.repeats, args.warm_steps, compiling == "on")
         if args.json:
             print(json.dumps(row), flush=True)
         else:
             print(
-                f"{row['preset']} {rule} {row['dtype']}: {row['step_ms']} ms a step (forward {row['forward_ms']}, "
+                f"{row['preset']} {rule} {row['dtype']}{', compiled' if compiling == 'on' else ''}: "
+                f"{row['step_ms']} ms a step (forward {row['forward_ms']}, "
                 f"backward {row['backward_ms']}, optimizer {row['optimizer_ms']}), {row['tokens_per_second']} "
                 f"tokens/s, {row['gflops']} of {row['product_gflops']} GFLOP/s: utilisation {row['utilisation']}",
                 flush=True,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 
-from ..model import GPTConfig, flops_per_token
+from ..model import GPT, GPTConfig, Output, flops_per_token
 from ..moe import most_pairs
 from .config import TrainConfig
 
@@ -25,6 +26,12 @@ def pick_compile(model: GPTConfig, config: TrainConfig, device: torch.device, ra
         if (reason := failure(device)) is not None:
             raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
     return config.compile == "on"
+
+
+def compiled(model: GPT) -> Callable[..., Output]:
+    """Its forward and backward as one graph, for batches of one shape; weights are the model's."""
+    forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
+    return forward
 
 
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:

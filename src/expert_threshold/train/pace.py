@@ -12,7 +12,7 @@ import torch
 from ..data import Batch, Loader
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
-from .compilation import pick_compile
+from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import pick_device, pick_dtype
 from .trainer import Trainer
@@ -35,8 +35,8 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
-        compiled = pick_compile(model, config, device, ranks=1)
-        trainer = Trainer(gpt, optimizers, cast(Loader, batches), config, compiled=compiled)
+        forward = compiled(gpt) if pick_compile(model, config, device, ranks=1) else None
+        trainer = Trainer(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(trainer)]  # in which the model is compiled
         end = time.perf_counter() + SECONDS
         while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):

@@ -25,7 +25,7 @@ from ..optim import OptimConfig, make_optimizers
 from ..runs import Checkpoint, RunFolder
 from ..runs.files import damage_told
 from .checks import require_same_corpus, require_trainable, require_unchanged
-from .compilation import pick_compile
+from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import pick_dtype
 from .layout import lay_out
@@ -66,7 +66,7 @@ def prepare(
     if resume:
         require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
-    record["compiled"] = compiled = pick_compile(model, config, device, parallel.ranks)
+    record["compiled"] = pick_compile(model, config, device, parallel.ranks)
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
@@ -86,12 +86,13 @@ def prepare(
     loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, portion)
     shares = lay_out(gpt, optim, config, parallel)
     optimizers = make_optimizers(shares.named.items(), optim, model.d_model)
+    forward = compiled(gpt) if record["compiled"] else None
     trainer = Trainer(
-        gpt, optimizers, loader, config, parallel=parallel, portion=portion, shares=shares, compiled=compiled
+        gpt, optimizers, loader, config, parallel=parallel, portion=portion, shares=shares, forward=forward
     )
     if saved is not None:
         trainer.restore(saved)
-    if compiled:
+    if record["compiled"]:
         display.say("the model is compiled at the first step, which takes up to a minute")
     return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Loader, Position
-from ..model import GPT, Observation
+from ..model import GPT, Observation, Output
 from ..optim import Optimizers, Shares, Slice, Unshared
 from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
@@ -74,7 +74,7 @@ class Trainer:
     """A model in training. `step` counts the steps made, skipped ones included; `seconds` are those spent on them.
 
     loader: of this rank. portion: of this rank, all by default. shares: what this rank moves, all by default.
-    compiled: whether the model's forward and backward are.
+    forward: the model's, compiled maybe; as it is by default.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Trainer:
         parallel: Parallel = Parallel(),  # noqa: B008  a frozen record
         portion: Portion | None = None,
         shares: Shares | None = None,
-        compiled: bool = False,
+        forward: Callable[..., Output] | None = None,
     ) -> None:
         self.model = model
-        self.forward = torch.compile(model, fullgraph=True, dynamic=False) if compiled else model
+        self.forward: Callable[..., Output] = forward or model
         self.optimizers = optimizers
         self.loader = loader
         self.config = config
@@ -161,6 +161,8 @@ class Trainer:
         output = self.forward(batch.tokens.to(self.device), batch.targets.to(self.device))
         ranks = self.portion.sharers
         loss, cross_entropy = output.loss, output.cross_entropy
+        assert loss is not None
+        assert cross_entropy is not None
         if self.portion.one_mean:  # over the targets of all who share the micro-batch, however many are this rank's
             weight = int((batch.targets >= 0).sum()) * ranks / max(self.loader.targets, 1)
             if weight != 1:
