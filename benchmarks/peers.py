@@ -241,45 +241,63 @@ def write(folder: Path, rows: list[Row]) -> None:
 
 def main() -> None:
     arguments = parse()
-    if arguments.redraw:
-        lines = (arguments.to / "results.jsonl").read_text(encoding="utf-8").splitlines()
-        write(arguments.to, [json.loads(line) for line in lines])
-        return
-    torch.set_num_threads(arguments.threads)
     try:
+        if arguments.redraw:
+            write(arguments.to, read(arguments.to))
+            return
         device = pick_device(arguments.device)
-        dtype, cuda = pick_dtype(arguments.dtype, device), device.type == "cuda"
-        shapes, tokens = arguments.shapes or SHAPES[cuda], arguments.tokens or (65536 if cuda else 4096)
-        fine = arguments.fine_fanouts or (arguments.fanouts if cuda else [1])
-        fanouts = {name: fine if "-" in name else arguments.fanouts for name in shapes}
-        cases = [(shape_named(name, fanout, tokens), fanout) for name in shapes for fanout in fanouts[name]]
+        dtype, cases = pick_dtype(arguments.dtype, device), chosen_cases(arguments, device.type == "cuda")
     except ValueError as refusal:
         print(refusal, file=sys.stderr)
         sys.exit(2)
-    if cuda:
+    torch.set_num_threads(arguments.threads)
+    if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    repeats, here = arguments.repeats or (20 if cuda else 5), machine(device) | origin()
+    repeats = arguments.repeats or (20 if device.type == "cuda" else 5)
+    here = {"repeats": repeats} | machine(device) | origin()
     rows: list[Row] = []
     with Progress(console=Console(stderr=True)) as progress:
         bar = progress.add_task("", total=sum(cost(shape) for shape, _ in cases))
         for shape, fanout in cases:
             progress.update(bar, description=f"{shape.name}, fanout {fanout}")
-            case = Case(shape, dtype, device)
-            measured = measure(case, fanout, arguments.contestants or list(contestants()), repeats, arguments.patience)
-            found = [row | {"repeats": repeats} | here for row in measured]
-            rows += found
+            measured = measure(
+                Case(shape, dtype, device),
+                fanout,
+                arguments.contestants or list(contestants()),
+                repeats,
+                arguments.patience,
+            )
+            rows += (found := [row | here for row in measured])
             if arguments.to:
-                arguments.to.mkdir(parents=True, exist_ok=True)
-                with (arguments.to / "results.jsonl").open("a" if len(rows) > len(found) else "w") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
+                append(arguments.to, found, first=len(rows) == len(found))
             for row in found if arguments.json else []:
                 print(json.dumps(row), flush=True)
             progress.advance(bar, cost(shape))
-            del case
     if arguments.to:
         write(arguments.to, rows)
     if not arguments.json:
         print(to_markdown(rows))
+
+
+def chosen_cases(arguments: argparse.Namespace, cuda: bool) -> list[tuple[Shape, int]]:
+    shapes, tokens = arguments.shapes or SHAPES[cuda], arguments.tokens or (65536 if cuda else 4096)
+    fine = arguments.fine_fanouts or (arguments.fanouts if cuda else [1])
+    fanouts = {name: fine if "-" in name else arguments.fanouts for name in shapes}
+    return [(shape_named(name, fanout, tokens), fanout) for name in shapes for fanout in fanouts[name]]
+
+
+def append(folder: Path, rows: list[Row], *, first: bool) -> None:
+    """As they come, so that a run that is cut off leaves what it had."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "results.jsonl").open("w" if first else "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def read(folder: Path) -> list[Row]:
+    path = folder / "results.jsonl"
+    if not path.exists():
+        raise ValueError(f"--redraw: {path} does not exist; measure with --to {folder} first")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def cost(shape: Shape) -> int:

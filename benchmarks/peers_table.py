@@ -22,8 +22,8 @@ def to_markdown(rows: list[Row]) -> str:
     product, copy = (statistics.median(row[key] for row in timed) for key in ("product_tflops", "copy_gb_per_second"))
     lines = [
         f"{where}; torch {first['torch']}, {first['dtype']}, {first['repeats']} repetitions, {first['date']}, commit "
-        f"{(first['commit'] or '')[:8]}. Beside the cases, medians: a product at {product * 1e3:,.0f} GFLOP/s, a copy at "
-        f"{copy:,.0f} GB/s.",
+        f"{(first['commit'] or '')[:8]}. Beside the cases, medians: a product at {product * 1e3:,.0f} GFLOP/s, "
+        f"a copy at {copy:,.0f} GB/s.",
         "",
         "## Forward + backward, GFLOP/s",
         "",
