@@ -115,6 +115,14 @@ def test_two_runs_give_the_same_bits_however_much_padding_there_is() -> None:
 
 
 @needs_a_device
+def test_no_bit_depends_on_the_size_of_tiles_which_is_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = on_device(case(random(24, EXPERTS), d_model=20, d_expert=37))
+    expected = outputs_and_gradients(padded, given)
+    monkeypatch.setattr(kernels, "FIXED", {"tile_m": 32, "tile_n": 64 if kernels.INTERPRETED else 32})
+    assert_same(outputs_and_gradients(padded, given), expected, atol=0, rtol=0)
+
+
+@needs_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
     """In its output and in the gradients that are its own."""

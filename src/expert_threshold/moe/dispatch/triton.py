@@ -4,7 +4,7 @@ Rows are gathered while they are multiplied, so no copy of the tokens is made. K
 activations a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h).
 
 Tiles along the dimension that is summed over are the same in every configuration, and tokens are summed in the order of
-experts: bit by bit, a row's result does not depend on the other rows or on how many there are.
+experts: bit by bit, a row's result does not depend on the other rows, on how many there are, or on the tuning.
 
 Under TRITON_INTERPRET=1, set before triton is imported, the kernels run on the CPU, very slowly: for tests.
 """
