@@ -5,20 +5,24 @@ All goes through the store that the launcher keeps, which outlives every rank.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from torch.distributed import DistError, DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 GRACE = 5.0  # seconds that ranks wait for each other's word before they end
 MEETING = timedelta(minutes=5)  # for all ranks to have started
-LONG = timedelta(days=7)  # the first rank may train a tokenizer, or ask CORE
+BEAT = 5.0  # seconds between two signs of the first rank while it works alone
+PATIENCE = 600.0  # seconds without one, until told otherwise
 
 
 class Fault(NamedTuple):
@@ -45,6 +49,7 @@ class Meeting:
         self._store = PrefixStore("meeting", store)
         self._launch = PrefixStore("launch", launch or store)
         self._count = 0
+        self.patience = PATIENCE
 
     def note(self, what: str) -> None:
         """Let those know who are started anew."""
@@ -56,23 +61,53 @@ class Meeting:
     def from_first(self, make: Callable[[], Any]) -> Any:
         """What `make` returns on rank 0, on every rank; all ranks call this in the same order.
 
-        Raises ValueError on every rank where it does on rank 0, or OSError there.
+        It may take as long as it likes: meanwhile rank 0 gives signs. Raises ValueError on every rank where it does on
+        rank 0, or OSError there; DistError where rank 0 gave none for `patience` seconds.
         """
         self._count += 1
         key = f"value/{self._count}"
         if self.rank == 0:
             try:
-                value = make()
+                with self._giving_signs():
+                    value = make()
             except (ValueError, OSError) as error:
                 self._store.set(key, json.dumps({"error": str(error)}))
                 raise
             self._store.set(key, json.dumps({"value": value}))
             return value
-        self._store.wait([key], LONG)
+        self._wait_for(key)
         said = json.loads(self._store.get(key))
         if "error" in said:
             raise ValueError(said["error"])
         return said["value"]
+
+    @contextlib.contextmanager
+    def _giving_signs(self) -> Iterator[None]:
+        done = threading.Event()
+
+        def give() -> None:
+            while not done.wait(BEAT):
+                self._store.add("signs", 1)
+
+        thread = threading.Thread(target=give, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _wait_for(self, key: str) -> None:
+        signs, since = -1, time.monotonic()
+        while True:
+            try:
+                return self._store.wait([key], timedelta(seconds=min(BEAT, self.patience)))
+            except DistStoreError:  # not there yet
+                now = self._store.add("signs", 0)
+            if now != signs:
+                signs, since = now, time.monotonic()
+            elif time.monotonic() - since > self.patience:
+                raise DistError(f"rank 0 gave no sign for {self.patience:g} seconds")
 
     def end(self, fault: Fault | None, remedy: str, tell: Callable[[str], None]) -> int:
         """Let one rank tell what ended this launch, rank 0 if it has a fault itself; returns the exit code.

@@ -128,6 +128,7 @@ def joined(meeting: Meeting | None, config: TrainConfig) -> Iterator[Parallel]:
         mesh_sizes(1, config.expert_parallel)
         yield Parallel(device=pick_device(config.device))
         return
+    meeting.patience = config.timeout
     sizes = mesh_sizes(meeting.ranks, config.expert_parallel)
     device = local_device(config.device, meeting.local_rank, meeting.local_ranks)
     backend = "gloo"

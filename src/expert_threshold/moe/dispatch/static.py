@@ -131,7 +131,7 @@ class _Static(torch.autograd.Function):
         ys = segment_product(activation.value(keep), down.mT, packed.ends)
         ctx.activation = activation
         ctx.save_for_backward(x, gates, *packed, keep, down, *ups)
-        return sum_by_token(ys, packed, _of_rows(gates, packed).to(x.dtype))
+        return sum_by_token(ys, packed, gate_of_rows(gates, packed).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,7 +139,7 @@ class _Static(torch.autograd.Function):
         x, gates, *rest = ctx.saved_tensors
         packed, (keep, down, *ups) = Segments(*rest[:5]), rest[5:]
         activation: Activation = ctx.activation
-        gate = _of_rows(gates, packed)
+        gate = gate_of_rows(gates, packed)
         scale = (gate * activation.scale).to(x.dtype)
         dys = dy.index_select(0, packed.token)
         a = activation.value(keep)
@@ -158,7 +158,7 @@ class _Static(torch.autograd.Function):
         return dx, dgates.view_as(gates), None, None, None, None, None, None, ddown, *dups
 
 
-def _of_rows(gates: Tensor, packed: Segments) -> Tensor:
+def gate_of_rows(gates: Tensor, packed: Segments) -> Tensor:
     """The gate of every row; that of a padding row is 0."""
     return torch.cat((gates.flatten(), gates.new_zeros(1))).index_select(0, packed.pair)
 

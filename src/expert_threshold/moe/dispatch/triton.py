@@ -2,6 +2,7 @@
 
 Rows are gathered while they are multiplied, so no copy of the tokens is made. Kept for backward are the input, the
 activations a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h).
+SwiGLU is not fused: h is kept, and PyTorch computes the activation and its slope.
 
 Tiles along the dimension that is summed over are the same in every configuration, and tokens are summed in the order of
 experts: bit by bit, a row's result does not depend on the other rows, on how many there are, or on the tuning.
@@ -17,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts import Experts, refuse_second_derivative
-from .static import Segments, segments
+from ..experts import Experts, activation_named, refuse_second_derivative
+from .static import Segments, gate_of_rows, segments
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
+SWIGLU = activation_named("swiglu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Along the dimension that is summed over, and columns whose part of a gate's gradient is summed at once.
@@ -351,15 +353,25 @@ def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
 
 
 def _forward(x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-    a, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
+    if _is_relu2(up, down):
+        kept, _, _ = _multiply(x, packed, up, gathered=True, out_in=True, epilogue="relu2")
+        a = kept
+    else:
+        kept, _, _ = _multiply(x, packed, up, gathered=True, out_in=True)
+        a = SWIGLU.value(kept)
     ys, _, _ = _multiply(a, packed, down, out_in=True)
-    return _sum_by_token(ys, packed, gates), a
+    return _sum_by_token(ys, packed, gates), kept
 
 
 def _backward(
-    dy: Tensor, x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor, a: Tensor
+    dy: Tensor, x: Tensor, gates: Tensor, packed: Segments, up: Tensor, down: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dh, gated, dots = _multiply(dy, packed, down, gathered=True, epilogue="backward", gates=gates, kept=a)
+    if _is_relu2(up, down):
+        dh, gated, dots = _multiply(dy, packed, down, gathered=True, epilogue="backward", gates=gates, kept=kept)
+    else:
+        da, _, _ = _multiply(dy, packed, down, gathered=True)
+        a, gate = SWIGLU.value(kept), gate_of_rows(gates, packed).to(x.dtype)[:, None]
+        dh, gated, dots = SWIGLU.slope(kept, da * gate), a * gate, torch.sum(a * da, 1, dtype=torch.float32)[None]
     assert gated is not None
     assert dots is not None
     dgates = _spread_gates(dots, packed, gates)
@@ -370,14 +382,21 @@ def _backward(
     return _sum_by_token(dxs, packed), dgates, dup, ddown
 
 
+def _is_relu2(up: Tensor, down: Tensor) -> bool:
+    """SwiGLU has two matrices before the nonlinearity, here one below the other."""
+    return up.shape[1] == down.shape[2]
+
+
 @functools.cache
-def _tune(experts: int, d_model: int, d_expert: int, dtype: torch.dtype, device: torch.device) -> None:
+def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch.device) -> None:
     """Measure tiles on many rows, lest whatever batch comes first, a short prompt say, decides for all that follow."""
-    x, up = (torch.linspace(-1, 1, n * d_model, device=device, dtype=dtype).view(n, d_model) for n in (2**14, d_expert))
+    experts, hidden, d_model = up_shape
+    x, w = (torch.linspace(-1, 1, n * d_model, device=device, dtype=dtype).view(n, d_model) for n in (2**14, hidden))
     own = torch.arange(len(x), device=device)[:, None] % experts == torch.arange(experts, device=device)
-    packed, gates, ups = segments(own, len(x)), own.float(), up.expand(experts, -1, -1).contiguous()
-    y, a = _forward(x, gates, packed, ups, ups.mT.contiguous())
-    _backward(y, x, gates, packed, ups, ups.mT.contiguous(), a)
+    up, packed, gates = w.expand(experts, -1, -1).contiguous(), segments(own, len(x)), own.float()
+    down = up[:, :d_expert].mT.contiguous()
+    y, kept = _forward(x, gates, packed, up, down)
+    _backward(y, x, gates, packed, up, down, kept)
 
 
 # Custom operators: a compiler takes them as they are.
@@ -393,15 +412,15 @@ def triton_forward(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """y (tokens, d_model), and the activations a (rows, d_expert)."""
+    """y (tokens, d_model), and of every row what backward needs: relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
-        _tune(*down.shape, x.dtype, x.device)
+        _tune(up.shape, down.shape[2], x.dtype, x.device)
     return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
 
 
 @triton_forward.register_fake
 def _(x: Tensor, gates: Tensor, token: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(token.shape[0], rest[-1].shape[2])
+    return torch.empty_like(x), x.new_empty(token.shape[0], rest[-2].shape[1])
 
 
 @torch.library.custom_op("expert_threshold::triton_backward", mutates_args=())
@@ -416,10 +435,10 @@ def triton_backward(
     of_token: Tensor,
     up: Tensor,
     down: Tensor,
-    a: Tensor,
+    kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, the gates, up and down."""
-    return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, a)
+    return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, kept)
 
 
 @triton_backward.register_fake
@@ -432,8 +451,8 @@ class _Triton(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         y: Tensor
-        y, a = triton_forward(*tensors)
-        ctx.save_for_backward(*tensors, a)
+        y, kept = triton_forward(*tensors)
+        ctx.save_for_backward(*tensors, kept)
         return y
 
     @staticmethod
@@ -449,8 +468,7 @@ def routed_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, r
         raise ValueError(f"dispatch='triton' needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'")
     if x.dtype not in DTYPES:
         raise ValueError(f"dispatch='triton' computes in float32 or less and not in {x.dtype}; use dispatch='grouped'")
-    if experts.gate is not None:
-        raise ValueError("dispatch='triton' has no activation='swiglu'; use 'relu2', or dispatch='static'")
-    packed, (up,), down = segments(assignment, rows), experts.ups(x.dtype), experts.down.to(x.dtype)
+    ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
+    up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
     y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())
     return y
