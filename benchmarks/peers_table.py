@@ -33,6 +33,7 @@ def to_markdown(rows: list[Row]) -> str:
         "",
         *_table(timed, lambda row: f"{row['share_of_product']:.2f}", max, lambda row: row["share_of_product"]),
     ]
+    lines += _fastest(moe)
     for title, key in (
         ("Forward + backward: time per FLOP over the faster dense one's", "ratio_to_dense"),
         ("Forward: time per FLOP over the faster dense one's", "forward_ratio_to_dense"),
@@ -72,6 +73,28 @@ def _table(
         sizes = (row["d_model"], row["experts"], row["width"], row["experts_per_token"], row["tokens"])
         lines.append(f"| {' | '.join(f'{size:,}' for size in sizes)} | {' | '.join(shown)} |")
     return lines
+
+
+def _fastest(rows: list[Row]) -> list[str]:
+    """Ours against others', by time per FLOP; plain PyTorch is nobody's."""
+    lines = []
+    for key in dict.fromkeys((row["shape"], row["fanout"]) for row in rows):
+        here = [row for row in rows if (row["shape"], row["fanout"]) == key]
+        ours, *others = (
+            max((row for row in here if row["contestant"].startswith(whose)), key=_of("tflops"), default=None)
+            for whose in (("ours",), ("transformers",), ("transformers", "scattermoe", "megablocks", "sonicmoe"))
+        )
+        if ours and all(others):
+            shown = [f"{other['contestant']} | {ours['tflops'] / other['tflops']:.2f}" for other in others]
+            lines.append(f"| {key[0]} | {key[1]} | {ours['contestant']} | {' | '.join(shown)} |")
+    head = [
+        "",
+        "## Forward + backward: how many times as fast ours is",
+        "",
+        "| shape | fanout of 16 | ours | as transformers' | times | as anyone's | times |",
+        "| --- | ---: | --- | --- | ---: | --- | ---: |",
+    ]
+    return [*head, *lines] if lines else []
 
 
 def _cost_per_token(rows: list[Row]) -> list[str]:
