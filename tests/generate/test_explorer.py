@@ -313,6 +313,9 @@ def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Served) 
         for name, value in HEADERS.items():
             assert lower[name.lower()] == value
     assert "'unsafe" not in HEADERS["Content-Security-Policy"]
+    metrics = fetch(server, "/metrics")[2].decode()
+    assert 'et_requests_total{path="/",status="200"}' in metrics
+    assert 'et_requests_total{path="/static/{file}",status="200"}' in metrics
 
 
 def test_no_other_file_is(server: Served) -> None:

@@ -51,9 +51,9 @@ def run(arguments: Sequence[str]) -> None:
     source = RunFolder.open(options["run"])
     require_cutoffs(source)
     require_free(options["to"])
-    for name in ("tokens", "batch_size", "eval_tokens"):
-        if options[name] is not None and options[name] < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: must be at least 1")
+    for name, least in (("tokens", 1), ("batch_size", 1), ("eval_tokens", 1), ("seed", 0)):
+        if options[name] is not None and options[name] < least:
+            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: must be at least {least}")
     device = pick_device(options["device"])
     keep_freed_memory()
     saved = source.load_checkpoint(options["step"], parts=("model",))

@@ -214,7 +214,13 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
     names = [name.lower() for name in names]
 
     async def page(request: HttpRequest) -> Response:
-        path = files.get(request.path_params.get("file", "index.html"))
+        return sent("index.html")
+
+    async def file(request: HttpRequest) -> Response:
+        return sent(request.path_params["file"])
+
+    def sent(name: str) -> Response:
+        path = files.get(name)
         if path is None:
             raise ApiError(404, "there is no such file", code="not_found")
         return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
@@ -234,7 +240,7 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
 
     return [
         Route("/", page),
-        Route("/static/{file}", page),
+        Route("/static/{file}", file),
         Route("/explorer/runs", told),
         Route("/explorer/read", read, methods=["POST"]),
     ]
