@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
 from expert_threshold.cli import main
-from expert_threshold.model import GPTConfig
+from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, compilation
@@ -64,6 +65,16 @@ def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     compilation.failure.cache_clear()
     assert compilation.failure(CPU) == "g++: not found"
     compilation.failure.cache_clear()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
+def test_more_models_than_torch_keeps_graphs_of_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    models = [GPT(GPTConfig(32, 4, layers, 8, 1, 1, 8, 8, rule=None)) for layers in range(1, 5)]
+    for model in models:
+        compilation.compiled(model)(tokens, tokens)
 
 
 @pytest.mark.soak

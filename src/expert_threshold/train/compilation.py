@@ -29,7 +29,11 @@ def pick_compile(model: GPTConfig, config: TrainConfig, device: torch.device, ra
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Its forward and backward as one graph, for batches of one shape; weights are the model's."""
+    """Its forward and backward as one graph, for batches of one shape; weights are the model's.
+
+    What was compiled before is forgotten, as the graphs of a process are limited in number.
+    """
+    torch.compiler.reset()
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
     return forward
 
