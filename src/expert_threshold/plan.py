@@ -103,7 +103,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, fused: bool, l
     itemsize: bytes of a number of the compute dtype. fused: as on a GPU, attention keeps no probabilities.
     """
     micro_batch, accumulation = share_out(config, machine)
-    step = Step(config.model, micro_batch, itemsize, fused)
+    step = Step(config.model, micro_batch, itemsize, fused, machine.gpus)
     with torch.device("meta"):
         model = GPT(config.model)
     whole = _parameters(model)

@@ -67,7 +67,7 @@ def test_chunk_boundaries_change_nothing(
     monkeypatch: pytest.MonkeyPatch, per_chunk: int, softcap: float | None
 ) -> None:
     """10 tokens of 20 logits each: less than a token, exact multiples, one more and one less."""
-    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": per_chunk})
     assert_equals_whole(problem(10, 20), softcap)
 
 
@@ -83,7 +83,7 @@ def test_value_and_gradients_equal_those_of_whole_logits_for_any_size_and_softca
     tokens: int, vocab: int, per_chunk: int, softcap: float | None, upstream: float
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", per_chunk)
+        patch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": per_chunk})
         assert_equals_whole(problem(tokens, vocab), softcap, upstream=upstream)
 
 
@@ -176,7 +176,7 @@ def created_by(work: Callable[[], Any]) -> list[int]:
 
 @softcaps
 def test_no_tensor_as_large_as_all_logits_ever_exists(monkeypatch: pytest.MonkeyPatch, softcap: float | None) -> None:
-    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", 1 << 10)
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": 1 << 10})
     tokens, vocab = 128, 64
     x, weight, targets = problem(tokens, vocab)
     assert max(created_by(lambda: whole(x, weight, targets, softcap))) == tokens * vocab

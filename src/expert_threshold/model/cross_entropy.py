@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..moe.experts import refuse_second_derivative
 
-LOGITS_PER_CHUNK = 1 << 20  # float32 numbers that exist at a time: 4 MiB, and one copy
+# Float32 numbers that exist at a time, in three copies: few enough for a processor's cache, enough to fill a GPU.
+LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
 
 
 class CrossEntropy(NamedTuple):
@@ -55,7 +56,7 @@ def _cross_entropy(
     wanted = targets.clamp(min=0)[:, None]
     dx = torch.empty_like(x if with_gradient else x[:0])
     dweight = torch.zeros_like(weight if with_gradient else weight[:0])
-    size = max(LOGITS_PER_CHUNK // len(weight), 1)
+    size = max(LOGITS_PER_CHUNK["cpu" if x.is_cpu else "gpu"] // len(weight), 1)
     # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
     shape = (min(size, len(x)), len(weight))
     rounded = x.new_empty(shape)

@@ -1,7 +1,7 @@
 """How many bytes a training step needs, counted from the shapes that forward keeps for backward; no tensor is made.
 
-It follows attention.py, experts.py, grouped.py and cross_entropy.py: whoever changes what those keep changes it here.
-tests/test_plan.py compares it with the allocator's own count.
+It follows attention.py, experts.py, grouped.py, static.py and cross_entropy.py: whoever changes what those keep changes
+it here. tests/test_plan.py compares it with the allocator's own count.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
 from .attention import QUERIES_PER_BLOCK
@@ -38,12 +39,13 @@ class Memory(NamedTuple):
 
 class Step(NamedTuple):
     """A micro-batch on one device. itemsize: bytes of a number of the compute dtype. fused: attention keeps no
-    probabilities, as everywhere but on a CPU."""
+    probabilities, as everywhere but on a CPU. ranks: that share a global pool."""
 
     config: GPTConfig
     sequences: int
     itemsize: int
     fused: bool
+    ranks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -65,9 +67,13 @@ class Step(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Rows that the experts compute, padding included, at even loads."""
+        """Rows of the experts' buffers, padding included: on a GPU as many as the rule's bounds allow, else as many as
+        there are at even loads."""
         rule = self.config.rule
         assert rule is not None
+        most = most_pairs(rule, self.tokens, training=True, ranks=self.ranks)
+        if self.fused and most is not None:
+            return most
         return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
 
     def has_experts(self, layer: int) -> bool:
@@ -123,7 +129,11 @@ class Step(NamedTuple):
         """While the loss is computed: the last hidden states, the head in the compute dtype and a product for its
         gradient, a chunk of logits; and scores and assignments, which are held until the forward is over."""
         vocab, head = self.config.vocab_size, self.config.vocab_size * self.config.d_model
-        chunk = min(max(LOGITS_PER_CHUNK // vocab, 1), self.tokens) * vocab * (self.itemsize + 3 * FLOAT32)
+        chunk = (
+            min(max(LOGITS_PER_CHUNK["gpu" if self.fused else "cpu"] // vocab, 1), self.tokens)
+            * vocab
+            * (self.itemsize + 3 * FLOAT32)
+        )
         product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
         experts = 0 if self.config.rule is None else self.config.rule.num_experts
         layers = sum(self.has_experts(layer) for layer in range(self.config.layers))
