@@ -76,8 +76,9 @@ def test_for_every_rule_the_whole_model_is_one_graph_whatever_the_loads(rule: Ru
     require_one_graph_and_the_same_numbers(rule, {})
 
 
-def test_with_other_options_it_is_one_graph_too() -> None:
-    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], OTHER_OPTIONS)
+@pytest.mark.parametrize("dispatch", ["grouped", "static"])
+def test_with_other_options_it_is_one_graph_too(dispatch: str) -> None:
+    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], OTHER_OPTIONS | {"dispatch": dispatch})
 
 
 def require_one_graph_and_the_same_numbers(rule: Rule | None, options: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ import torch
 
 from expert_threshold.cli import main
 from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, compilation
 from expert_threshold.train.compilation import pick_compile
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
 
 CPU = torch.device("cpu")
 LONG = TrainConfig(steps=100_000)
@@ -28,28 +29,34 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_long_run_of_one_process_is_compiled(compiler: None) -> None:
-    assert pick_compile(GPTConfig(), LONG, CPU, ranks=1)
+    assert pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
 
 
 def test_what_does_not_pay_or_work_is_not(compiler: None) -> None:
-    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=2)
-    assert not pick_compile(GPTConfig(), LONG, torch.device("mps"), ranks=1)
-    assert not pick_compile(GPTConfig.preset("tiny"), TrainConfig(steps=10), CPU, ranks=1)
-    assert not pick_compile(GPTConfig(rule=ExpertThreshold(capacity_slack=None)), LONG, CPU, ranks=1)
-    assert not pick_compile(GPTConfig(), TrainConfig(steps=100_000, compile="off"), CPU, ranks=1)
+    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=2, say=print)
+    assert not pick_compile(GPTConfig(), LONG, torch.device("mps"), ranks=1, say=print)
+    assert not pick_compile(GPTConfig.preset("tiny"), TrainConfig(steps=10), CPU, ranks=1, say=print)
+    assert not pick_compile(GPTConfig(), TrainConfig(steps=100_000, compile="off"), CPU, ranks=1, say=print)
 
 
 def test_without_a_compiler_auto_goes_on_without_and_on_says_so(no_compiler: None) -> None:
-    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1)
+    assert not pick_compile(GPTConfig(), LONG, CPU, ranks=1, say=print)
     with pytest.raises(
         ValueError, match=r"compile='on' does not work on this machine \(no g\+\+\); give --compile off"
     ):
-        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=1)
+        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=1, say=print)
 
 
 def test_several_ranks_are_refused(compiler: None) -> None:
     with pytest.raises(ValueError, match="only runs of one process"):
-        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2)
+        pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)
+
+
+def test_a_compiled_model_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    arguments = ["train", "tiny", "--steps", "2", "--eval-tokens", "256", "--sample-every", "9"]
+    assert main([*arguments, "--compile", "on", "--out", str(tmp_path / "run")]) == 0
+    assert RunFolder.open(tmp_path / "run").config["compiled"]
 
 
 def test_an_unknown_word_is_refused() -> None:
@@ -67,7 +74,6 @@ def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     compilation.failure.cache_clear()
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
 def test_more_models_than_torch_keeps_graphs_of_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import DistError, HashStore
 
-from expert_threshold.train import meeting
+from expert_threshold.train import TrainConfig, meeting, parallel
 from expert_threshold.train.meeting import Meeting
 
 
@@ -38,3 +38,18 @@ def test_without_a_sign_the_first_rank_counts_as_lost(ranks: tuple[Meeting, Meet
     _, second = ranks
     with pytest.raises(DistError, match=r"rank 0 gave no sign for 0\.4 seconds"):
         second.from_first(lambda: "never made")
+
+
+def test_patience_is_longer_than_the_time_between_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):  # noqa: N818
+        pass
+
+    def stop(*_: object, **__: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(parallel.dist, "init_process_group", stop)
+    for timeout, patience in ((1, meeting.LEAST_PATIENCE), (900, 900)):
+        first = Meeting(HashStore(), 0, 2, 0, 2)
+        with pytest.raises(Reached), parallel.joined(first, TrainConfig(timeout=timeout, device="cpu")):
+            pass
+        assert first.patience == patience > meeting.BEAT

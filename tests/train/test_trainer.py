@@ -200,7 +200,7 @@ def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
     before = alive()
     for _ in range(5):
         trainer.advance()
-    assert alive() == before
+    assert alive() <= before
     interval = trainer.take_interval()
     assert interval is not None
     assert not any(tensor.requires_grad for tensor in interval.seen.tensors().values())

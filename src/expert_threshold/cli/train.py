@@ -160,7 +160,7 @@ def _within_minutes(given: dict[str, Any], config: RunConfig, console: Console, 
             )
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes={minutes} must be above 0 and finite")
-    console.print("measuring how fast this machine is, for up to a minute where the model is compiled", highlight=False)
+    console.print("measuring how fast this machine is", highlight=False)
     return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 
 

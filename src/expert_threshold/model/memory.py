@@ -72,7 +72,7 @@ class Step(NamedTuple):
         rule = self.config.rule
         assert rule is not None
         most = most_pairs(rule, self.tokens, training=True, ranks=self.ranks)
-        if self.fused and most is not None:
+        if self.fused and most is not None and self.config.dispatch not in ("reference", "grouped"):
             return most
         return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
 

@@ -19,6 +19,7 @@ class Activation(NamedTuple):
     the gradient of h but for the factor `scale`, which is cheaper to apply where rows are narrow; it may overwrite da.
     """
 
+    name: ActivationName
     width: int  # matrices before the nonlinearity: 1, or 2 where one gates the other
     scale: int
     keep: Callable[[Tensor], Tensor]
@@ -40,8 +41,8 @@ def _swiglu_slope(h: Tensor, da: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Activation] = {
-    "relu2": Activation(1, 2, torch.relu_, torch.square, lambda relu, da: da.mul_(relu)),
-    "swiglu": Activation(2, 1, lambda h: h, _swiglu, _swiglu_slope),
+    "relu2": Activation("relu2", 1, 2, torch.relu_, torch.square, lambda relu, da: da.mul_(relu)),
+    "swiglu": Activation("swiglu", 2, 1, lambda h: h, _swiglu, _swiglu_slope),
 }
 
 
@@ -58,11 +59,11 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("this layer has no second derivative; call backward without create_graph=True")
 
 
-def up_project(x: Tensor, matrices: tuple[Tensor, ...]) -> Tensor:
+def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
     """Pre-activations (…, rows, width · d_expert) of x (…, rows, d_model), the matrices' outputs side by side."""
     if len(matrices) == 1:
-        return x @ matrices[0].mT
-    return torch.cat([x @ m.mT for m in matrices], -1)
+        return torch.matmul(x, matrices[0].mT, out=out)
+    return torch.cat([x @ m.mT for m in matrices], -1, out=out)
 
 
 # Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products.

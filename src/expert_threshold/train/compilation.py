@@ -6,42 +6,48 @@ import functools
 from collections.abc import Callable
 
 import torch
+import torch._dynamo
 
 from ..model import GPT, GPTConfig, Output, flops_per_token
-from ..moe import most_pairs
 from .config import TrainConfig
 
-# FLOPs of a run from which on compiling takes less time than it saves. Compiling takes half a minute of a CPU and saves
-# a third of the time of steps at some 10¹¹ FLOP/s (docs/log.md); of a GPU not measured.
-PAYS = {"cpu": 2e13, "cuda": 1e16}
+# FLOPs of a run from which on compiling takes clearly less time than it saves: on a CPU a minute, for a fifth of the
+# time of steps (docs/log.md); on a GPU not measured.
+PAYS = {"cpu": 1e14, "cuda": 1e16}
+GRAPHS = 64  # that torch keeps in a process, at least: `et compare` trains many models in one
 
 
-def pick_compile(model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int) -> bool:
-    """Whether to compile; `auto` does where it pays and works. Raises ValueError where it is on and cannot be."""
-    if config.compile == "auto":
-        return ranks == 1 and _pays(model, config, device) and failure(device) is None
-    if config.compile == "on":
-        if ranks > 1:
-            raise ValueError("compile='on': only runs of one process are compiled; give --compile off")
-        if (reason := failure(device)) is not None:
-            raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
-    return config.compile == "on"
+def pick_compile(
+    model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int, say: Callable[[str], None]
+) -> bool:
+    """Whether to compile; `auto` does where it pays and works. Raises ValueError where it is on and cannot be.
+
+    say: told what takes long.
+    """
+    if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
+        return False
+    if ranks > 1:
+        raise ValueError("compile='on': only runs of one process are compiled; give --compile off")
+    say("trying torch's compiler, half a minute the first time")
+    reason = failure(device)
+    if reason is None:
+        say("the model is compiled at the first step, which takes up to a minute")
+    elif config.compile == "on":
+        raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
+    else:
+        say(f"it does not work on this machine ({reason}): going on without")
+    return reason is None
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Its forward and backward as one graph, for batches of one shape; weights are the model's.
-
-    What was compiled before is forgotten, as the graphs of a process are limited in number.
-    """
-    torch.compiler.reset()
+    """Its forward and backward as one graph, for batches of one shape; weights are the model's."""
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
     return forward
 
 
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
     tokens = config.batch_size * model.context
-    if model.rule is not None and most_pairs(model.rule, tokens, training=True) is None:
-        return False  # buffers would be made for every token at every expert
     flops = config.steps * config.accumulation * tokens * flops_per_token(model)
     return flops >= PAYS.get(device.type, float("inf"))
 

@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 GRACE = 5.0  # seconds that ranks wait for each other's word before they end
 MEETING = timedelta(minutes=5)  # for all ranks to have started
 BEAT = 5.0  # seconds between two signs of the first rank while it works alone
-PATIENCE = 600.0  # seconds without one, until told otherwise
+LEAST_PATIENCE = 3 * BEAT  # seconds without one after which it may count as lost
 
 
 class Fault(NamedTuple):
@@ -49,7 +49,7 @@ class Meeting:
         self._store = PrefixStore("meeting", store)
         self._launch = PrefixStore("launch", launch or store)
         self._count = 0
-        self.patience = PATIENCE
+        self.patience = 600.0  # seconds, until told otherwise
 
     def note(self, what: str) -> None:
         """Let those know who are started anew."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..model import Rule, chooses_on_rank
 from .config import TrainConfig
 from .device import pick_device
-from .meeting import Meeting, from_first
+from .meeting import LEAST_PATIENCE, Meeting, from_first
 
 DP, EP = "dp", "ep"
 CPU = torch.device("cpu")
@@ -128,7 +128,7 @@ def joined(meeting: Meeting | None, config: TrainConfig) -> Iterator[Parallel]:
         mesh_sizes(1, config.expert_parallel)
         yield Parallel(device=pick_device(config.device))
         return
-    meeting.patience = config.timeout
+    meeting.patience = max(config.timeout, LEAST_PATIENCE)
     sizes = mesh_sizes(meeting.ranks, config.expert_parallel)
     device = local_device(config.device, meeting.local_rank, meeting.local_ranks)
     backend = "gloo"

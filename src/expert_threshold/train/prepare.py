@@ -66,7 +66,7 @@ def prepare(
     if resume:
         require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
-    record["compiled"] = pick_compile(model, config, device, parallel.ranks)
+    record["compiled"] = pick_compile(model, config, device, parallel.ranks, display.say)
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
@@ -92,8 +92,6 @@ def prepare(
     )
     if saved is not None:
         trainer.restore(saved)
-    if record["compiled"]:
-        display.say("the model is compiled at the first step, which takes up to a minute")
     return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
 
 

@@ -90,7 +90,7 @@ class Trainer:
         forward: Callable[..., Output] | None = None,
     ) -> None:
         self.model = model
-        self.forward: Callable[..., Output] = forward or model
+        self.forward: Callable[..., Output] = model if forward is None else forward
         self.optimizers = optimizers
         self.loader = loader
         self.config = config

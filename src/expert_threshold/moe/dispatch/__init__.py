@@ -2,13 +2,12 @@
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ..experts import Experts
 from .grouped import grouped
 from .reference import reference
-from .static import static
+from .static import is_native, static
 
 
 class Dispatch(Protocol):
@@ -36,8 +35,8 @@ DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "
 
 
 def auto(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """`static` while a compiler traces, which sees no loads, and on GPUs where loads are bounded; else `grouped`."""
-    fits = torch.compiler.is_compiling() or (x.is_cuda and rows is not None)
+    """`static` where loads are bounded and segments are multiplied without waiting for their ends; else `grouped`."""
+    fits = rows is not None and is_native(x, *experts.down.shape[1:])
     return (static if fits else grouped)(x, gates, assignment, experts, rows)
 
 

@@ -5,12 +5,21 @@ Only the input, the pre-activations and the indices are kept for backward.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..experts import HIDDEN_PER_BLOCK, Activation, Experts, refuse_second_derivative, up_project
+from ..experts import (
+    HIDDEN_PER_BLOCK,
+    Activation,
+    Experts,
+    activation_named,
+    refuse_second_derivative,
+    up_project,
+)
 
 # Rows computed over rows asked for, up to which experts of unequal loads share a batched product.
 PADDING = 1.25
@@ -18,9 +27,13 @@ PADDING = 1.25
 
 def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
     """Equals `reference`; arguments as there. Segments may have any length, none included."""
-    y: Tensor = _Grouped.apply(
-        x, gates, assignment, experts.activation, experts.down.to(x.dtype), *experts.ups(x.dtype)
-    )
+    weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
+    y: Tensor
+    if torch.compiler.is_compiling():
+        slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
+        y = _Traced.apply(x, gates, assignment, experts.activation, slots, *weights)
+    else:
+        y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
     return y
 
 
@@ -103,59 +116,144 @@ def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None
     return y
 
 
-class _Grouped(torch.autograd.Function):
+class Plan(NamedTuple):
+    """How an assignment is computed."""
+
+    groups: list[Group]
+    packing: Packing
+
+    @classmethod
+    def of(cls, assignment: Tensor, hidden: int) -> Plan:
+        loads = assignment.sum(0)
+        groups = form_groups(loads.tolist(), hidden)
+        return cls(groups, pack(assignment, loads, groups))
+
+
+def _forward(
+    x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
+) -> Tensor:
     """The groups one after the other, so that each one's intermediates stay in cache.
 
     As gates multiply the rows of experts' outputs, they multiply the rows of all gradients: they are applied while rows
     of d_model are gathered, which costs nothing, and not to hidden activations.
-    """
 
+    weights: down, then ups; kept: (slots or more, width · d_expert), what backward needs is written there.
+    """
+    (down, *ups), (groups, packing) = weights, plan
+    xs = sum_rows(x, packing.token, packing.of_slot)
+    ys = torch.empty_like(xs)
+    for group in groups:
+        keep = group.of(kept)
+        up_project(group.of(xs), tuple(up[group.experts] for up in ups), out=keep)
+        torch.bmm(activation.value(activation.keep(keep)), down[group.experts].mT, out=group.of(ys))
+    gate = gates.flatten().index_select(0, packing.pair).to(x.dtype)
+    return sum_rows(ys, packing.slot[packing.by_token], packing.of_token, gate[packing.by_token])
+
+
+def _backward(
+    dy: Tensor, x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
+) -> list[Tensor]:
+    """The gradients of x, gates, down and ups."""
+    (down, *ups), (groups, packing) = weights, plan
+    gate = gates.flatten().index_select(0, packing.pair)
+    scale = (gate * activation.scale).to(x.dtype)
+    xs = sum_rows(x, packing.token, packing.of_slot, scale)
+    dys = sum_rows(dy, packing.token, packing.of_slot)
+    gated_dys = sum_rows(dy, packing.token, packing.of_slot, gate.to(x.dtype))
+    dxs, dgate = torch.empty_like(xs), gates.new_empty(len(xs))
+    all_have_tokens = sum(len(group.of(dgate)) for group in groups) == len(down)
+    new = torch.empty_like if all_have_tokens else torch.zeros_like  # filling costs as much as a tenth of a product
+    ddown, dups = new(down), [new(up) for up in ups]
+    for group in groups:
+        keep = group.of(kept)
+        a = activation.value(keep)
+        torch.bmm(group.of(gated_dys).mT, a, out=ddown[group.experts])
+        da = torch.bmm(group.of(dys), down[group.experts])
+        torch.sum(a.mul_(da), -1, dtype=gates.dtype, out=group.of(dgate))
+        parts = activation.slope(keep, da).chunk(activation.width, -1)
+        torch.bmm(parts[0], ups[0][group.experts], out=group.of(dxs))
+        for up, dup, part in zip(ups, dups, parts, strict=True):
+            torch.bmm(part.mT, group.of(xs), out=dup[group.experts])
+            if up is not ups[0]:
+                group.of(dxs).baddbmm_(part, up[group.experts])
+    dx = sum_rows(dxs, packing.slot[packing.by_token], packing.of_token, scale[packing.by_token])
+    dgates = torch.zeros(gates.numel(), dtype=gates.dtype, device=gates.device)
+    dgates[packing.pair] = dgate[packing.slot]
+    return [dx, dgates.view_as(gates), ddown, *dups]
+
+
+class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, down: Tensor, *ups: Tensor
+        ctx: Any, x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, *weights: Tensor
     ) -> Tensor:
-        loads = assignment.sum(0)
-        groups = form_groups(loads.tolist(), down.shape[2])
-        packing = pack(assignment, loads, groups)
-        xs = sum_rows(x, packing.token, packing.of_slot)
-        ys = torch.empty_like(xs)
-        kept = []
-        for group in groups:
-            kept.append(activation.keep(up_project(group.of(xs), tuple(up[group.experts] for up in ups))))
-            torch.bmm(activation.value(kept[-1]), down[group.experts].mT, out=group.of(ys))
-        ctx.activation, ctx.groups = activation, groups
-        ctx.save_for_backward(x, gates, *packing, down, *ups, *kept)
-        gate = gates.flatten().index_select(0, packing.pair).to(x.dtype)
-        return sum_rows(ys, packing.slot[packing.by_token], packing.of_token, gate[packing.by_token])
+        plan = Plan.of(assignment, weights[0].shape[2])
+        kept = x.new_empty(len(plan.packing.of_slot), activation.width * weights[0].shape[2])
+        y = _forward(x, gates, plan, activation, weights, kept)
+        ctx.activation, ctx.groups = activation, plan.groups
+        ctx.save_for_backward(x, gates, kept, *plan.packing, *weights)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        x, gates, *rest = ctx.saved_tensors
-        packing, (down, *rest) = Packing(*rest[:6]), rest[6:]
-        activation: Activation = ctx.activation
-        ups, kept = rest[: activation.width], rest[activation.width :]
-        gate = gates.flatten().index_select(0, packing.pair)
-        scale = (gate * activation.scale).to(x.dtype)
-        xs = sum_rows(x, packing.token, packing.of_slot, scale)
-        dys = sum_rows(dy, packing.token, packing.of_slot)
-        gated_dys = sum_rows(dy, packing.token, packing.of_slot, gate.to(x.dtype))
-        dxs, dgate = torch.empty_like(xs), gates.new_empty(len(xs))
-        all_have_tokens = sum(len(group.of(dgate)) for group in ctx.groups) == len(down)
-        new = torch.empty_like if all_have_tokens else torch.zeros_like  # filling costs as much as a tenth of a product
-        ddown, dups = new(down), [new(up) for up in ups]
-        for group, keep in zip(ctx.groups, kept, strict=True):
-            a = activation.value(keep)
-            torch.bmm(group.of(gated_dys).mT, a, out=ddown[group.experts])
-            da = torch.bmm(group.of(dys), down[group.experts])
-            torch.sum(a.mul_(da), -1, dtype=gates.dtype, out=group.of(dgate))
-            parts = activation.slope(keep, da).chunk(activation.width, -1)
-            torch.bmm(parts[0], ups[0][group.experts], out=group.of(dxs))
-            for up, dup, part in zip(ups, dups, parts, strict=True):
-                torch.bmm(part.mT, group.of(xs), out=dup[group.experts])
-                if up is not ups[0]:
-                    group.of(dxs).baddbmm_(part, up[group.experts])
-        dx = sum_rows(dxs, packing.slot[packing.by_token], packing.of_token, scale[packing.by_token])
-        dgates = torch.zeros(gates.numel(), dtype=gates.dtype, device=gates.device)
-        dgates[packing.pair] = dgate[packing.slot]
-        return dx, dgates.view_as(gates), None, None, ddown, *dups
+        x, gates, kept, *rest = ctx.saved_tensors
+        packed = len(Packing._fields)
+        plan = Plan(ctx.groups, Packing(*rest[:packed]))
+        dx, dgates, *dweights = _backward(dy, x, gates, plan, ctx.activation, rest[packed:], kept)
+        return dx, dgates, None, None, *dweights
+
+
+class _Traced(torch.autograd.Function):
+    """The same for a compiler, which looks into neither half: how the experts are grouped depends on their loads.
+
+    slots: of the buffer for what backward needs; memory beyond those in use is never touched.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, slots: int, *weights: Tensor
+    ) -> Tensor:
+        y: Tensor
+        y, kept = _opaque_forward(x, gates, assignment, list(weights), activation.name, slots)
+        ctx.activation = activation.name
+        ctx.save_for_backward(x, gates, assignment, kept, *weights)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
+        x, gates, assignment, kept, *weights = ctx.saved_tensors
+        dx, dgates, *dweights = _opaque_backward(dy, x, gates, assignment, list(weights), ctx.activation, kept)
+        return dx, dgates, None, None, None, *dweights
+
+
+@torch.library.custom_op("expert_threshold::grouped_forward", mutates_args=())
+def _opaque_forward(
+    x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
+) -> tuple[Tensor, Tensor]:
+    act = activation_named(activation)
+    kept = x.new_empty(slots, act.width * weights[0].shape[2])
+    return _forward(x, gates, Plan.of(assignment, weights[0].shape[2]), act, weights, kept), kept
+
+
+@_opaque_forward.register_fake
+def _(
+    x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(slots, activation_named(activation).width * weights[0].shape[2])
+
+
+@torch.library.custom_op("expert_threshold::grouped_backward", mutates_args=())
+def _opaque_backward(
+    dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
+) -> list[Tensor]:
+    plan = Plan.of(assignment, weights[0].shape[2])
+    return _backward(dy, x, gates, plan, activation_named(activation), weights, kept)
+
+
+@_opaque_backward.register_fake
+def _(
+    dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
+) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in (x, gates, *weights)]

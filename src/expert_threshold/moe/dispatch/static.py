@@ -1,4 +1,5 @@
-"""Every shape follows from the arguments' shapes, so nothing waits for the device: fit for CUDA graphs and compilers.
+"""Every shape follows from the arguments' shapes, so that where `is_native` nothing waits for the device: fit for CUDA
+graphs.
 
 Rows of all experts lie in one buffer that has as many as the rule's bounds allow; where each expert's rows end is known
 to the device alone. Products leave out the padding behind the last row. Only the input, the pre-activations and the
@@ -82,7 +83,7 @@ def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
 def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     """rows (rows, in) times the matrix of their segment, of weights (experts, in, out); padding is left as it was."""
-    if _is_native(rows):
+    if is_native(rows, *weights.shape[1:]):
         return F.grouped_mm(rows, weights, offs=ends)
     y = rows.new_empty(len(rows), weights.shape[2])
     start = 0
@@ -100,7 +101,7 @@ def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("expert_threshold::segment_outer", mutates_args=())
 def segment_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """leftᵀ right of each segment, (experts, m, n) of left (rows, m) and right (rows, n); zeros where it is empty."""
-    if _is_native(left):
+    if is_native(left, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=ends)
     y = left.new_empty(len(ends), left.shape[1], right.shape[1])
     start = 0
@@ -115,9 +116,11 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
-def _is_native(rows: Tensor) -> bool:
-    """Whether PyTorch multiplies segments in one kernel; elsewhere it reads the ends, too."""
-    return rows.is_cuda and rows.dtype == torch.bfloat16 and torch.cuda.get_device_capability(rows.device) >= (9, 0)
+def is_native(rows: Tensor, *widths: int) -> bool:
+    """Whether PyTorch multiplies segments of such widths in one kernel; elsewhere their ends are read."""
+    if not (rows.is_cuda and rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)):
+        return False
+    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 class _Static(torch.autograd.Function):
