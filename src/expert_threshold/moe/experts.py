@@ -66,8 +66,8 @@ def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = Non
     return torch.cat([x @ m.mT for m in matrices], -1, out=out)
 
 
-# Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products. More where
-# it multiplies whole tiles (docs/log.md).
+# Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products. More
+# where it multiplies whole tiles (docs/log.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 
