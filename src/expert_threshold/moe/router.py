@@ -60,7 +60,7 @@ class Router(nn.Module):
         if self.z_loss is not None and self.training:
             tokens = scores[..., 0].numel()
             z_loss = self.z_loss * scores.logsumexp(-1).square().sum() / max(tokens, 1)
-            routing = routing._replace(loss=z_loss if routing.loss is None else routing.loss + z_loss)
+            routing = Routing(*routing[:-1], loss=z_loss if routing.loss is None else routing.loss + z_loss)
         return routing
 
     @property

@@ -170,15 +170,15 @@ def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cu
     above = (pools.scores > cutoff).sum(1)
     excess = above - taken.sum(1)  # (pools, experts): turned away or, where negative, filled in
     target = k * scores[..., 0].numel() / max(pools.tokens, 1)
-    observation = observe(scores, taken, target=target)._replace(
-        pools=above.new_full((), len(pools.scores)),
-        cutoff_sum=kth.score.sum(0),
-        raw_load=above.sum(0),
-        dropped=excess.clamp(min=0).sum(0),
-        filled=(-excess).clamp(min=0).sum(0),
-        sketch_sum=_sketch_sum(pools.scores.flatten(0, 1)),
-    )
-    return Routing(scores, taken.reshape(scores.shape), observation, None)
+    seen = observe(scores, taken, target=target)._asdict() | {  # torch 2.11 cannot trace a record's _replace
+        "pools": above.new_full((), len(pools.scores)),
+        "cutoff_sum": kth.score.sum(0),
+        "raw_load": above.sum(0),
+        "dropped": excess.clamp(min=0).sum(0),
+        "filled": (-excess).clamp(min=0).sum(0),
+        "sketch_sum": _sketch_sum(pools.scores.flatten(0, 1)),
+    }
+    return Routing(scores, taken.reshape(scores.shape), Observation(**seen), None)
 
 
 def _sketch_sum(scores: Tensor) -> Tensor:
