@@ -11,11 +11,14 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.moe import Experts
+from expert_threshold.moe.dispatch.grouped import _opaque_backward, _opaque_forward
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
 
 EXPERTS = 8
+FAKE = ("test_schema", "test_faketensor")
 RULES: dict[str, Rule | None] = {
     "dense": None,
     "expert_threshold": ExpertThreshold(EXPERTS, warmup_steps=1),
@@ -92,6 +95,33 @@ def require_one_graph_and_the_same_numbers(rule: Rule | None, options: dict[str,
         torch.testing.assert_close(
             found[name], value, atol=2e-6, rtol=2e-4, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_without_gradients_it_is_one_graph_too(activation: str) -> None:
+    model = tiny(RULES["expert_threshold"], activation=activation).eval()
+    forward, counter = compiled(model)
+    with torch.no_grad():
+        torch.testing.assert_close(forward(batch(0)[0]).logits, model(batch(0)[0]).logits)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("shape", [(1, 12, 8), (3, 4, 8)])
+def test_the_tracers_idea_of_the_grouped_operators_is_what_they_do(shape: tuple[int, int, int]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape[0], shape[2], shape[1]).transpose(1, 2).flatten(0, 1).requires_grad_()
+    experts, assignment = Experts(4, 8, 12), torch.rand(12, 4) < 0.5
+    weights = [experts.down, experts.up]
+    torch.library.opcheck(_opaque_forward, (x, torch.rand(12, 4), assignment, weights, "relu2", 60), test_utils=FAKE)
+    kept = torch.rand(60, 12)
+    arguments = (x.detach(), x.detach(), torch.rand(12, 4), assignment, [w.detach() for w in weights], "relu2", kept)
+    torch.library.opcheck(_opaque_backward, arguments, test_utils=FAKE)
+
+
+def test_too_few_slots_are_refused() -> None:
+    experts, everywhere = Experts(4, 8, 12), torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="more pairs of tokens and experts than fit into 11 slots"):
+        _opaque_forward(torch.rand(3, 8), torch.rand(3, 4), everywhere, [experts.down, experts.up], "relu2", 11)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -47,6 +47,14 @@ def test_without_a_compiler_auto_goes_on_without_and_on_says_so(no_compiler: Non
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=1, say=print)
 
 
+def test_where_nothing_compiles_minutes_say_so_too(
+    no_compiler: None, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = str(tmp_path / "run")
+    assert main(["train", "tiny", "--minutes", "0.1", "--compile", "on", "--out", out]) == 2
+    assert "compile='on' does not work on this machine (no g++); give --compile off" in capsys.readouterr().err
+
+
 def test_several_ranks_are_refused(compiler: None) -> None:
     with pytest.raises(ValueError, match="only runs of one process"):
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)

@@ -67,7 +67,7 @@ def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = Non
 
 
 # Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products. More
-# where it multiplies whole tiles (docs/log.md).
+# where it multiplies whole tiles of bfloat16 (docs/log.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 

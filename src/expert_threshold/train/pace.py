@@ -12,7 +12,7 @@ import torch
 from ..data import Batch, Loader
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
-from .compilation import compiled
+from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import pick_device, pick_dtype
 from .trainer import Trainer
@@ -35,15 +35,15 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
-        forward = compiled(gpt) if config.compile == "on" else None  # auto decides by the steps that come out
+        # auto decides by the steps that come out
+        compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
+        forward = compiled(gpt) if compiling else None
         trainer = Trainer(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(trainer)]
-        if forward is not None:
-            seconds -= times[0]  # the run compiles as long again
         end = time.perf_counter() + SECONDS
         while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):
             times.append(_seconds_of_step(trainer))
-    steps = SHARE_OF_STEPS * max(seconds, 0) / statistics.median(times[WARMUP_STEPS:])
+    steps = SHARE_OF_STEPS * seconds / statistics.median(times[WARMUP_STEPS:])
     return max(round(steps), 1) * config.batch_size * config.accumulation * model.context
 
 

@@ -31,7 +31,7 @@ def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
     y: Tensor
     if torch.compiler.is_compiling():
         slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
-        y = _Traced.apply(x, gates, assignment, experts.activation, slots, *weights)
+        y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
     else:
         y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
     return y
@@ -207,16 +207,15 @@ class _Grouped(torch.autograd.Function):
 class _Traced(torch.autograd.Function):
     """The same for a compiler, which looks into neither half: how the experts are grouped depends on their loads.
 
-    slots: of the buffer for what backward needs; memory beyond those in use is never touched.
+    slots: of the buffer for what backward needs; on a CPU memory beyond those in use is never touched.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, slots: int, *weights: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, activation: str, slots: int, *tensors: Tensor) -> Tensor:
+        x, gates, assignment, *weights = tensors
         y: Tensor
-        y, kept = _opaque_forward(x, gates, assignment, list(weights), activation.name, slots)
-        ctx.activation = activation.name
+        y, kept = _opaque_forward(x, gates, assignment, weights, activation, slots)
+        ctx.activation = activation
         ctx.save_for_backward(x, gates, assignment, kept, *weights)
         return y
 
@@ -225,7 +224,7 @@ class _Traced(torch.autograd.Function):
         refuse_second_derivative()
         x, gates, assignment, kept, *weights = ctx.saved_tensors
         dx, dgates, *dweights = _opaque_backward(dy, x, gates, assignment, list(weights), ctx.activation, kept)
-        return dx, dgates, None, None, None, *dweights
+        return None, None, dx, dgates, None, *dweights
 
 
 @torch.library.custom_op("expert_threshold::grouped_forward", mutates_args=())
@@ -233,15 +232,19 @@ def _opaque_forward(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
 ) -> tuple[Tensor, Tensor]:
     act = activation_named(activation)
-    kept = x.new_empty(slots, act.width * weights[0].shape[2])
-    return _forward(x, gates, Plan.of(assignment, weights[0].shape[2]), act, weights, kept), kept
+    hidden = weights[0].shape[2]
+    plan = Plan.of(assignment, hidden)
+    if len(plan.packing.of_slot) > slots:
+        raise RuntimeError(f"more pairs of tokens and experts than fit into {slots} slots")
+    kept = x.new_empty(slots, act.width * hidden)
+    return _forward(x, gates, plan, act, weights, kept), kept
 
 
 @_opaque_forward.register_fake
 def _(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(slots, activation_named(activation).width * weights[0].shape[2])
+    return x.new_empty(x.shape), x.new_empty(slots, activation_named(activation).width * weights[0].shape[2])
 
 
 @torch.library.custom_op("expert_threshold::grouped_backward", mutates_args=())
@@ -256,4 +259,4 @@ def _opaque_backward(
 def _(
     dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
 ) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in (x, gates, *weights)]
+    return [tensor.new_empty(tensor.shape) for tensor in (x, gates, *weights)]
