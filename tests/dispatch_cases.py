@@ -82,3 +82,16 @@ ASSIGNMENTS = {
     "more experts than tokens": torch.eye(3, 9, dtype=torch.bool),
     **{f"fanout {n} of {EXPERTS}": fanout(7, EXPERTS, n) for n in range(EXPERTS + 1)},
 }
+
+
+def require_nan_to_stay_with_its_row_and_its_experts(dispatch: Dispatch, given: Case) -> None:
+    """given: each token at one expert of its own, so that most experts are another's."""
+    given.x[3] = torch.nan
+    expert = int(given.assignment[3].nonzero())
+    found = outputs_and_gradients(dispatch, given)
+    others = torch.arange(len(given.x)) != 3
+    assert found["y"][3].isnan().all()
+    for key in ("y", "x", "gates"):
+        assert found[key][others].isfinite().all(), key
+    for key in ("up", "down"):
+        assert found[key][torch.arange(EXPERTS) != expert].isfinite().all(), key

@@ -39,6 +39,7 @@ from expert_threshold.cli.options import Command, Option, describe, parse, parse
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, RunConfig, resolve
 from expert_threshold.generate import Step
+from expert_threshold.moe import DISPATCHES
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.pace import SHARE_OF_STEPS
@@ -696,3 +697,15 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     result = subprocess.run(command, timeout=120, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("dispatch='triton' needs a CUDA GPU")
+
+    monkeypatch.setitem(DISPATCHES, "triton", refuse)
+    assert main(["train", "tiny", "--dispatch", "triton", "--out", str(tmp_path / "run")]) == 2
+    assert "et train: dispatch='triton' needs a CUDA GPU" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

@@ -12,7 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch_cases import ASSIGNMENTS, EXPERTS, Case, assert_same, case, fanout, outputs_and_gradients
+from dispatch_cases import (
+    ASSIGNMENTS,
+    EXPERTS,
+    Case,
+    assert_same,
+    case,
+    fanout,
+    outputs_and_gradients,
+    require_nan_to_stay_with_its_row_and_its_experts,
+)
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, MoE
 from expert_threshold.moe.dispatch import reference
 from expert_threshold.moe.dispatch.static import segments
@@ -99,16 +108,7 @@ def test_nan_in_padding_and_in_what_no_expert_reads_reaches_nothing(
 
 @needs_a_device
 def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
-    given = on_device(case(fanout(8, EXPERTS, 1)))
-    given.x[3] = torch.nan
-    expert = int(given.assignment[3].nonzero())
-    found = outputs_and_gradients(padded, given)
-    others = torch.arange(8) != 3
-    assert found["y"][3].isnan().all()
-    for key in ("y", "x", "gates"):
-        assert found[key][others].isfinite().all(), key
-    for key in ("up", "down"):
-        assert found[key][torch.arange(EXPERTS) != expert].isfinite().all(), key
+    require_nan_to_stay_with_its_row_and_its_experts(padded, on_device(case(fanout(8, EXPERTS, 1))))
 
 
 @needs_a_device

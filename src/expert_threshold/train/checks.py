@@ -11,6 +11,7 @@ import torch
 from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..model import GPTConfig
+from ..moe.dispatch import require_dispatch
 from ..moe.dispatch.expert_parallel import require_even_split
 from ..optim import OptimConfig
 from ..runs import RunFolder
@@ -29,7 +30,7 @@ FREE_ON_RESUME = {
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Raise ValueError for options that no text can be trained with, or not on this machine or so many ranks."""
-    pick_device(config.device)
+    require_dispatch(model.dispatch, pick_device(config.device))
     if config.threads is not None:
         _require_few(config.threads)
     mesh_sizes(ranks, config.expert_parallel)

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ..experts import Experts
@@ -49,4 +50,10 @@ def dispatch_named(name: str) -> Dispatch:
     return DISPATCHES[name]
 
 
-__all__ = ["DISPATCHES", "Dispatch", "dispatch_named", "grouped", "reference", "static"]
+def require_dispatch(name: str, device: torch.device) -> None:
+    """Raises ValueError where the dispatch of that name cannot compute on the device; tried on no tokens."""
+    nothing = torch.zeros(0, 1, device=device)
+    dispatch_named(name)(nothing, nothing, nothing.bool(), Experts(1, 1, 1).to(device))
+
+
+__all__ = ["DISPATCHES", "Dispatch", "dispatch_named", "grouped", "reference", "require_dispatch", "static"]
