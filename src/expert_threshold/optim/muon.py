@@ -40,7 +40,7 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
     a, b, c = COEFFICIENTS
     rows, columns = matrices.shape[-2:]
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS)
-    x: Tensor = (matrices / norm).to(dtype).reshape(-1, rows, columns)
+    x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)
     # The polynomial acts from the smaller side: X (a + b XᵀX + …) is the same matrix.
     wide = rows <= columns
     gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
@@ -90,13 +90,15 @@ class Muon:
 
     def _move(self, names: list[str], learning_rate: float, momentum: float) -> None:
         for batch in self._batches(names):
-            for piece in batch:
+            sizes = [len(piece.weight) for piece in batch]
+            rows, columns = batch[0].weight.shape[-2:]
+            nesterov = batch[0].grad.new_empty(sum(sizes), rows, columns)
+            for piece, place in zip(batch, nesterov.split(sizes), strict=True):
                 piece.momentum.lerp_(piece.grad, 1 - momentum)
-            nesterov = torch.cat([piece.grad.lerp(piece.momentum, momentum) for piece in batch])
+                torch.lerp(piece.grad, piece.momentum, momentum, out=place)
             update = newton_schulz(nesterov, self.ns_steps, self.ns_dtype)
-            rows, columns = update.shape[-2:]
             scale = math.sqrt(max(1.0, rows / columns))
-            for piece, part in zip(batch, update.split([len(piece.weight) for piece in batch]), strict=True):
+            for piece, part in zip(batch, update.split(sizes), strict=True):
                 piece.weight.add_(part, alpha=-learning_rate * scale)
 
     def tensors(self) -> dict[str, Tensor]:
