@@ -21,11 +21,13 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": set(),
+    "autograd": set(),
+    "native": {"autograd"},
     "routing": set(),
     "optim": set(),
     "data": set(),
-    "moe": {"routing"},
-    "model": {"moe"},
+    "moe": {"autograd", "native", "routing"},
+    "model": {"autograd", "native", "moe"},
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},
     "generate": {"runs", "model", "data"},

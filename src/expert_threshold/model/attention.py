@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd import refuse_second_derivative
 from ..moe import Linear
-from ..moe.experts import refuse_second_derivative
 
 
 class Cache:

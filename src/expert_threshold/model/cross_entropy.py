@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..moe.experts import refuse_second_derivative
+from ..autograd import refuse_second_derivative
 
 # Float32 numbers that exist at a time, in three copies: few enough for a processor's cache, enough to fill a GPU.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}

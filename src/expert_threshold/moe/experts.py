@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd import refuse_second_derivative
+from ..native import experts as kernels
+
 ActivationName = Literal["relu2", "swiglu"]
 
 
@@ -51,12 +54,6 @@ def activation_named(name: str) -> Activation:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r} is unknown; use one of {', '.join(get_args(ActivationName))}")
     return ACTIVATIONS[name]
-
-
-def refuse_second_derivative() -> None:
-    """To be called in a hand-written backward: raises RuntimeError under create_graph=True, where it would be wrong."""
-    if torch.is_grad_enabled():
-        raise RuntimeError("this layer has no second derivative; call backward without create_graph=True")
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -145,6 +142,8 @@ class FeedForward(nn.Module):
         """(…, d_model) to (…, d_model)."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         ups = [linear.weight.to(x.dtype) for linear in linears]
+        if kernels.applies(x, len(ups[0]), self.activation.name):
+            return kernels.feed_forward(x.flatten(0, -2), ups[0], self.down.weight.to(x.dtype)).view(x.shape)
         if torch.compiler.is_compiling():  # what is written plainly is fused
             hidden = [F.linear(x, up) for up in ups]
             a = hidden[0].relu().square() if len(ups) == 1 else F.silu(hidden[0]) * hidden[1]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..autograd import refuse_second_derivative
 from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff, dial, rule_name
-from .experts import refuse_second_derivative
 
 
 class _Scores(torch.autograd.Function):

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...autograd import refuse_second_derivative
 from ...routing import ExpertChoice, ExpertThreshold, Rule
 from ...routing.pools import bounds
-from ..experts import Experts, refuse_second_derivative
+from ..experts import Experts
 from ..layer import MoE
 from . import Dispatch
 from .grouped import sum_rows

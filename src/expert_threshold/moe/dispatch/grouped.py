@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...autograd import refuse_second_derivative
+from ...native import experts as kernels
 from ..experts import (
     HIDDEN_PER_BLOCK,
     Activation,
     Experts,
     activation_named,
-    refuse_second_derivative,
     up_project,
 )
 
@@ -26,7 +27,12 @@ PADDING = 1.25
 
 
 def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """Equals `reference`; arguments as there. Segments may have any length, none included."""
+    """Equals `reference`; arguments as there. Segments may have any length, none included.
+
+    By the processor's own kernels where there are some.
+    """
+    if kernels.applies(x, experts.down.shape[2], experts.activation.name):
+        return kernels.routed_sum(x, gates, assignment, experts.up.to(x.dtype), experts.down.to(x.dtype), rows)
     weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
     y: Tensor
     if torch.compiler.is_compiling():

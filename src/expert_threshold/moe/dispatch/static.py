@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts import Activation, Experts, refuse_second_derivative
+from ...autograd import refuse_second_derivative
+from ..experts import Activation, Experts
 
 
 def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:

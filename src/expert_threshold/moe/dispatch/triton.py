@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..experts import Experts, activation_named, refuse_second_derivative
+from ...autograd import refuse_second_derivative
+from ..experts import Experts, activation_named
 from .static import Segments, gate_of_rows, segments
 
 INTERPRETED: bool = triton.knobs.runtime.interpret

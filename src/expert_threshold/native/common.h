@@ -1,0 +1,136 @@
+// Products of bfloat16 matrices by oneDNN's kernels for one block, as PyTorch brings them, and the packing they need.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/native/CPUBlas.h>
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+using bf16 = at::BFloat16;
+
+namespace {
+
+constexpr int64_t DEPTH = 512;   // of a product at a time, and its height: what they need fits the first cache
+constexpr int64_t HEIGHT = 128;
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+inline int64_t panel(int64_t columns) { return columns % 64 ? 32 : 64; }
+
+inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
+inline __m256i round(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline __m256i read(const bf16* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline void write(bf16* p, __m256i x) { _mm256_storeu_si256((__m256i*)p, x); }
+inline __m512 load(const bf16* p) { return widen(read(p)); }
+inline void store(bf16* p, __m512 x) { write(p, round(x)); }
+inline __m512i round(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
+inline __m512i read_all(const bf16* p) { return _mm512_loadu_si512(p); }
+inline __m512 widen_low(__m512i x) { return widen(_mm512_castsi512_si256(x)); }
+inline __m512 widen_high(__m512i x) { return widen(_mm512_extracti64x4_epi64(x, 1)); }
+inline __m512 maximum(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); }  // in this order NaN stays NaN
+inline void stream(bf16* p, __m512i x) { _mm512_stream_si512((__m512i*)p, x); }
+inline void write(bf16* p, __m512i x) { _mm512_storeu_si512(p, x); }
+
+// Memory of a thread, kept between calls.
+class Scratch {
+ public:
+  template <class T>
+  T* take(int64_t count) {
+    if (buffers().size() == next_) buffers().emplace_back();
+    auto& buffer = buffers()[next_++];
+    const size_t bytes = round_up(count * sizeof(T), 64) + 64;
+    if (buffer.size() < bytes) buffer = std::vector<char>(bytes);
+    return (T*)round_up((int64_t)buffer.data(), 64);
+  }
+
+ private:
+  static std::vector<std::vector<char>>& buffers() {
+    thread_local std::vector<std::vector<char>> all;
+    return all;
+  }
+  size_t next_ = 0;
+};
+
+// A packed matrix (k, n) has panels of 64 columns (32 where 64 do not divide n), each (k / 2, columns, 2).
+
+// Of w (n, k): the matrix is its transpose.
+inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
+  const int64_t columns = panel(n);
+  for (int64_t j = 0; j < n; j += 16)
+    for (int64_t i = 0; i < k; i += 32)
+      at::vec::transpose_mxn<float>((const float*)(w + j * k + i), k / 2,
+                                    (float*)(out + j / columns * columns * k) + i / 2 * columns + j % columns, columns,
+                                    16, 16);
+}
+
+// Of w (k, n); `far`: for later, past the caches.
+template <bool far>
+inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
+  const int64_t columns = panel(n);
+  for (int64_t i = 0; i < k; i += 2)
+    for (int64_t j = 0; j < n; j += 16) {
+      const __m512i even = _mm512_cvtepu16_epi32(read(w + i * n + j));
+      const __m512i odd = _mm512_cvtepu16_epi32(read(w + (i + 1) * n + j));
+      const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
+      bf16* to = out + j / columns * columns * k + i * columns + j % columns * 2;
+      far ? stream(to, pairs) : write(to, pairs);
+    }
+}
+
+// out (columns, rows) = the transpose of x (rows, columns), past the caches.
+inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
+  alignas(64) float tile[16 * 16], turned[16 * 16];
+  for (int64_t r = 0; r < rows; r += 32)
+    for (int64_t c = 0; c < columns; c += 16) {
+      for (int64_t i = 0; i < 16; ++i) {
+        const bf16* pair = x + (r + 2 * i) * columns + c;
+        const __m512i even = _mm512_cvtepu16_epi32(read(pair)), odd = _mm512_cvtepu16_epi32(read(pair + columns));
+        _mm512_store_si512(tile + 16 * i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
+      }
+      at::vec::transpose_mxn<float>(tile, 16, turned, 16, 16, 16);
+      for (int64_t i = 0; i < 16; ++i) stream(out + (c + i) * rows + r, _mm512_load_si512(turned + 16 * i));
+    }
+}
+
+// Each part c (rows, columns) of a (m, k) · b, followed by then(c, its first row, rows, first column, columns).
+template <class Then>
+inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, Then&& then) {
+  alignas(64) float c[HEIGHT * 64];
+  const int64_t columns = panel(n);
+  for (int64_t j = 0; j < n; j += columns)
+    for (int64_t r = 0; r < m; r += HEIGHT) {
+      const int64_t rows = std::min(HEIGHT, m - r);
+      for (int64_t i = 0; i < k; i += DEPTH)
+        at::native::cpublas::brgemm(rows, columns, std::min(DEPTH, k - i), k, columns, columns, i > 0, a + r * k + i,
+                                    b + j * k + i * columns, c);
+      then(c, r, rows, j, columns);
+    }
+}
+
+// c, in panels of columns, each (m, columns), = a (m, k) · b, added to what is there if `add`.
+inline void accumulate(int64_t m, int64_t n, int64_t k, int64_t columns, const bf16* a, const bf16* b, float* c, bool add) {
+  for (int64_t j = 0; j < n; j += columns)
+    for (int64_t r = 0; r < m; r += HEIGHT)
+      at::native::cpublas::brgemm(std::min(HEIGHT, m - r), columns, k, k, columns, columns, add, a + r * k, b + j * k,
+                                  c + j * m + r * columns);
+}
+
+// What `accumulate` made, as out (m, n), whose rows are `stride` from each other.
+inline void unpack(const float* c, int64_t m, int64_t n, int64_t columns, bf16* out, int64_t stride) {
+  for (int64_t j = 0; j < n; j += columns)
+    for (int64_t i = 0; i < m; ++i, c += columns)
+      for (int64_t l = 0; l < columns; l += 32)
+        stream(out + i * stride + j + l, round(_mm512_loadu_ps(c + l), _mm512_loadu_ps(c + l + 16)));
+}
+
+// At the end of a thread's work: others see what it streamed, and the processor's tiles are given back.
+inline void finish() {
+  _mm_sfence();
+  at::native::cpublas::brgemm_release();
+}
+
+}  // namespace

@@ -1,0 +1,220 @@
+"""Experts by the processor's own kernels against PyTorch's operations, and against the definition in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from dispatch_cases import (
+    Case,
+    assert_same,
+    case,
+    fanout,
+    outputs_and_gradients,
+    require_nan_to_stay_with_its_row_and_its_experts,
+)
+from expert_threshold.moe import DISPATCHES, FeedForward
+from expert_threshold.native import experts as kernels
+from expert_threshold.native import library
+
+pytestmark = [
+    pytest.mark.skipif(
+        library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
+    ),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer
+]
+FAKE = ("test_schema", "test_faketensor")
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda: False)
+
+
+def skewed(tokens: int, experts: int) -> Tensor:
+    """Expert 0 takes every token, each later one half as many, the last none."""
+    return torch.arange(tokens)[:, None] % 2 ** torch.arange(experts) == 0
+
+
+def some(tokens: int, experts: int) -> Tensor:
+    chosen = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3)) < 0.3
+    chosen[:, -1] = False
+    chosen[tokens // 2] = False
+    return chosen
+
+
+ASSIGNMENTS = {
+    "one each": fanout(640, 4, 1),
+    "three each": fanout(517, 5, 3),
+    "skewed": skewed(1000, 6),
+    "some, an expert and a token without": some(301, 7),
+    "all to one": fanout(513, 1, 1),
+    "none": torch.zeros(64, 3, dtype=torch.bool),
+    "many experts": fanout(200, 65, 2),
+}
+SHAPES = {"panels of 64": (128, 64), "panels of 32": (32, 96), "more than a product's depth": (64, 576)}
+
+
+def in_float32(given: Case) -> Case:
+    experts = given.experts.bfloat16().float()
+    return given._replace(x=given.x.float(), upstream=given.upstream.float(), experts=experts)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+@pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
+def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
+    assignment: Tensor, shape: tuple[int, int]
+) -> None:
+    d_model, d_expert = shape
+    given = case(assignment, dtype=torch.bfloat16, d_model=d_model, d_expert=d_expert)
+    assert kernels.applies(given.x, d_expert, "relu2")
+    found = outputs_and_gradients(DISPATCHES["grouped"], given)
+    for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
+        difference, size = (t.flatten(1).norm(dim=1) for t in (found[name].float() - value, value))
+        assert (difference <= 0.02 * size + 0.02 * size.square().mean().sqrt()).all(), name  # 8 bits, a few roundings
+
+
+def test_they_are_as_exact_as_operations_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = case(fanout(600, 4, 2), dtype=torch.bfloat16, d_model=128, d_expert=256)
+    found = outputs_and_gradients(DISPATCHES["grouped"], given)
+    without_kernels(monkeypatch)
+    by_pytorch = outputs_and_gradients(DISPATCHES["grouped"], given)
+    for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
+        assert (found[name] - value).norm() <= 1.05 * (by_pytorch[name] - value).norm(), name
+
+
+def test_the_same_bits_come_in_every_run_and_with_any_number_of_threads() -> None:
+    given = case(some(900, 6), dtype=torch.bfloat16, d_model=64, d_expert=128)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3, 1):
+            torch.set_num_threads(count)
+            found.append(outputs_and_gradients(DISPATCHES["grouped"], given))
+    finally:
+        torch.set_num_threads(threads)
+    for again in found[1:]:
+        assert_same(again, found[0], atol=0, rtol=0)
+
+
+def test_a_row_does_not_depend_on_those_beside_it() -> None:
+    given = case(fanout(512, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=128)
+    other = given._replace(
+        x=torch.cat((given.x[:100], 3 * given.x[100:].flip(0))),
+        assignment=torch.cat((given.assignment[:100], ~given.assignment[100:])),
+    )
+    a, b = (outputs_and_gradients(DISPATCHES["grouped"], each) for each in (given, other))
+    for name in ("y", "x", "gates"):
+        torch.testing.assert_close(a[name][:100], b[name][:100], atol=0, rtol=0)
+
+
+def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
+    given = case(fanout(96, 4, 1), dtype=torch.bfloat16, d_model=32, d_expert=32)
+    require_nan_to_stay_with_its_row_and_its_experts(DISPATCHES["grouped"], given)
+
+
+def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
+    assignment = some(301, 7)
+    idle = ~assignment.any(-1, keepdim=True)
+    given = case(assignment, dtype=torch.bfloat16, d_model=32, d_expert=32)
+    poisoned = given._replace(
+        x=given.x.masked_fill(idle, torch.nan),
+        gates=given.gates.masked_fill(~assignment, torch.nan),
+        upstream=given.upstream.masked_fill(idle, torch.nan),
+    )
+    found, expected = (outputs_and_gradients(DISPATCHES["grouped"], each) for each in (poisoned, given))
+    assert_same(found, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [64, 300, 512])
+def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = FeedForward(64, 160)
+    x, upstream = torch.randn(2, tokens, 64).bfloat16()
+
+    def outcome() -> dict[str, Tensor]:
+        rows = x.clone().requires_grad_()
+        y = layer(rows)
+        grads = torch.autograd.grad(y, (rows, *layer.parameters()), upstream)
+        return {"y": y.detach(), **dict(zip(("x", "up", "down"), grads, strict=True))}
+
+    found = outcome()
+    without_kernels(monkeypatch)
+    for name, value in outcome().items():
+        assert (found[name] - value).norm() <= 0.01 * value.norm(), name
+
+
+def test_without_gradients_the_output_is_the_same() -> None:
+    given = case(fanout(300, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    expected = outputs_and_gradients(DISPATCHES["grouped"], given)["y"]
+    with torch.no_grad():
+        torch.testing.assert_close(DISPATCHES["grouped"](*given[:4]), expected, atol=0, rtol=0)
+
+
+def test_what_is_kept_is_the_input_and_the_pre_activations() -> None:
+    given = case(fanout(512, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        DISPATCHES["grouped"](given.x.requires_grad_(), *given[1:4])
+    sizes = [
+        t.numel() * t.itemsize for t in kept if t.data_ptr() not in {p.data_ptr() for p in given.experts.parameters()}
+    ]
+    weights = 2 * 2 * given.experts.up.numel()  # cast to bfloat16
+    assert sum(sizes) <= 512 * 64 * 2 + 1024 * 96 * 2 + 512 * 4 * (4 + 1) + weights
+
+
+def test_a_second_derivative_is_refused() -> None:
+    given = case(fanout(64, 4, 1), dtype=torch.bfloat16, d_model=32, d_expert=32)
+    x = given.x.requires_grad_()
+    y = DISPATCHES["grouped"](x, *given[1:4])
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(y.float().sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("other", ["float32", "swiglu", "few rows", "odd width"])
+def test_they_are_left_out_where_they_do_not_apply(other: str) -> None:
+    x = torch.randn(8 if other == "few rows" else 128, 40 if other == "odd width" else 64)
+    x = x if other == "float32" else x.bfloat16()
+    assert not kernels.applies(x, 64, "swiglu" if other == "swiglu" else "relu2")
+    assert kernels.applies(torch.randn(128, 64).bfloat16(), 64, "relu2")
+
+
+def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
+    torch.manual_seed(0)
+    x, gates = torch.randn(96, 64).bfloat16(), torch.rand(96, 3)
+    up, down = torch.randn(3, 32, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
+    everywhere = torch.ones(96, 3, dtype=torch.bool)
+    for routing in ((gates, everywhere), (None, None)):
+        weights = (up, down) if routing[0] is not None else (up[:1], down[:1])
+        arguments: tuple[Any, ...] = (x, *routing, *weights)
+        torch.library.opcheck(kernels._forward, (*arguments, 300), test_utils=FAKE)
+        torch.library.opcheck(kernels._backward, (x, *arguments, torch.rand(300, 32).bfloat16()), test_utils=FAKE)
+
+
+def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
+    torch._dynamo.reset()
+    given = case(fanout(128, 4, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    layer = FeedForward(64, 96)
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def both(x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
+        return DISPATCHES["grouped"](x, gates, assignment, given.experts, 400) + layer(x)
+
+    whole = torch.compile(both, fullgraph=True, dynamic=False, backend=counter)
+    for per_token in (1, 3, 2):
+        x = given.x.clone().requires_grad_()
+        arguments = (x, given.gates, fanout(128, 4, per_token))
+        for found, expected in zip(
+            *(torch.autograd.grad(f(*arguments).float().sum(), x) for f in (whole, both)), strict=True
+        ):
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+    assert counter.frame_count == 1
+
+
+def test_more_pairs_than_there_is_room_for_are_refused() -> None:
+    x, weights = torch.randn(64, 32).bfloat16(), torch.randn(2, 32, 32).bfloat16()
+    with pytest.raises(RuntimeError, match="128 pairs of tokens and experts do not fit into 127 rows"):
+        kernels._forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), weights, weights, 127)
