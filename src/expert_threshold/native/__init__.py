@@ -1,7 +1,8 @@
 """Kernels for processors, in C++: built by the machine's compiler when first used, and kept among torch's extensions.
 
-They multiply bfloat16 matrices block by block where PyTorch's operations would send each intermediate through memory.
-Each has a caller that does the same by PyTorch's operations where there is no compiler, or another processor.
+They multiply bfloat16 matrices block by block where PyTorch's operations would send each intermediate through memory;
+and a decoder's is a whole step, of hundreds of operations on a few numbers each. Each has a caller that does the same
+by PyTorch's operations where there is no compiler, or another processor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,10 +19,11 @@ from pathlib import Path
 
 import torch
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+DECODER = Path(__file__).parent / "decode.cpp"
+SOURCES = sorted({*Path(__file__).parent.glob("*.cpp")} - {DECODER})
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-w"]
-FLAGS += ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
+TORCH = ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
 SECONDS = 120  # a compiler that takes longer hangs
 
@@ -30,12 +33,17 @@ def library() -> ctypes.CDLL | None:
     """The kernels, or None where they cannot run: another processor than one that multiplies bfloat16 tiles (AMX), no
     C++ compiler, or EXPERT_THRESHOLD_NATIVE=0. Takes five seconds the first time.
     """
-    if os.environ.get(VARIABLE) == "0" or sys.platform != "linux" or not torch.cpu._is_amx_tile_supported():
+    if not torch.cpu._is_amx_tile_supported():
         return None
-    try:
-        return ctypes.CDLL(str(_build()))
-    except (OSError, subprocess.SubprocessError):
-        return None
+    folder = Path(torch.__file__).parent
+    libraries = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return _load([*SOURCES, *HEADERS], [*FLAGS, *TORCH], libraries)
+
+
+@functools.cache
+def decoder() -> ctypes.CDLL | None:
+    """The decoder's, by itself, since any processor can run it; or None as above."""
+    return _load([DECODER], [*FLAGS, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"], [])
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -44,22 +52,38 @@ def available() -> bool:
     return library() is not None
 
 
-def _build() -> Path:
+def _load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
+    if os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
+        return None
+    try:
+        return ctypes.CDLL(str(_build(files, flags, libraries)))
+    except FileNotFoundError:  # no compiler
+        return None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
+        reason = next((line for line in said.splitlines() if "error" in line), str(error))
+        print(f"kernels for this processor cannot be built, going on without: {reason}", file=sys.stderr)
+        return None
+
+
+def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
     """The shared library, compiled unless it is there. Raises OSError or SubprocessError where that fails."""
-    compiler, torch_folder = os.environ.get("CXX", "g++"), Path(torch.__file__).parent
-    libraries = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
+    compiler = os.environ.get("CXX", "g++")
     machine = sorted(torch.cpu.get_capabilities().items())
-    files = [file.read_text() for file in SOURCES + HEADERS]
-    text = "\0".join([compiler, *FLAGS, *libraries, torch.__version__, str(machine), *files])
+    contents = [file.read_text() for file in files]
+    text = "\0".join([compiler, *flags, *libraries, torch.__version__, str(machine), *contents])
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     target = Path(extensions).expanduser() / "expert_threshold" / f"{name}.so"
     if not target.exists():
+        if shutil.which(compiler) is None:
+            raise FileNotFoundError(compiler)
         target.parent.mkdir(parents=True, exist_ok=True)
         print("building kernels for this processor, which takes some seconds once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
-            command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(built), *libraries]
+            sources = [str(file) for file in files if file.suffix == ".cpp"]
+            command = [compiler, *flags, *sources, "-o", str(built), *libraries]
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             os.replace(built, target)  # others may build at the same time
     return target

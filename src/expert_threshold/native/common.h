@@ -67,22 +67,28 @@ inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
                                     16, 16);
 }
 
-// Of w (k, n); `far`: for later, past the caches.
+// Of w (rows, n), rows of the matrix from `offset` on; `far`: for later, past the caches.
 template <bool far>
-inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
+inline void pack_rows(const bf16* w, int64_t rows, int64_t n, bf16* out, int64_t k, int64_t offset) {
   const int64_t columns = panel(n);
-  for (int64_t i = 0; i < k; i += 2)
+  for (int64_t i = 0; i < rows; i += 2)
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i even = _mm512_cvtepu16_epi32(read(w + i * n + j));
       const __m512i odd = _mm512_cvtepu16_epi32(read(w + (i + 1) * n + j));
       const __m512i pairs = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16));
-      bf16* to = out + j / columns * columns * k + i * columns + j % columns * 2;
+      bf16* to = out + j / columns * columns * k + (offset + i) * columns + j % columns * 2;
       far ? stream(to, pairs) : write(to, pairs);
     }
 }
 
-// out (columns, rows) = the transpose of x (rows, columns), past the caches.
-inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
+template <bool far>
+inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
+  pack_rows<far>(w, k, n, out, k, 0);
+}
+
+// out (columns, rows), whose rows are `stride` from each other, = the transpose of x (rows, columns); far as above.
+template <bool far>
+inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, int64_t stride) {
   alignas(64) float tile[16 * 16], turned[16 * 16];
   for (int64_t r = 0; r < rows; r += 32)
     for (int64_t c = 0; c < columns; c += 16) {
@@ -92,8 +98,16 @@ inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
         _mm512_store_si512(tile + 16 * i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
       }
       at::vec::transpose_mxn<float>(tile, 16, turned, 16, 16, 16);
-      for (int64_t i = 0; i < 16; ++i) stream(out + (c + i) * rows + r, _mm512_load_si512(turned + 16 * i));
+      for (int64_t i = 0; i < 16; ++i) {
+        const __m512i row = _mm512_load_si512(turned + 16 * i);
+        far ? stream(out + (c + i) * stride + r, row) : write(out + (c + i) * stride + r, row);
+      }
     }
+}
+
+template <bool far>
+inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
+  transpose<far>(x, rows, columns, out, rows);
 }
 
 // Each part c (rows, columns) of a (m, k) · b, followed by then(c, its first row, rows, first column, columns).

@@ -226,7 +226,7 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
         store_rows(c, std::min(count, b.count - row), columns, dxs + (b.start + row) * width + column, width,
                    [](int64_t) { return 1.0f; });
       });
-      transpose(dhs, b.rounded, hidden, transposed_dh + b.padded * hidden);
+      transpose<true>(dhs, b.rounded, hidden, transposed_dh + b.padded * hidden);
       pack_rows<true>(as, b.rounded, hidden, packed_a + b.padded * hidden);
       if (begin)
         for (int64_t r = 0; r < b.count; ++r) {
@@ -234,7 +234,7 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
           for (int64_t j = 0; j < width; j += 16)
             store(dys + r * width + j, _mm512_mul_ps(load(dys + r * width + j), _mm512_set1_ps(gate[r])));
         }
-      transpose(rows, b.rounded, width, transposed_dy + b.padded * width);
+      transpose<true>(rows, b.rounded, width, transposed_dy + b.padded * width);
       pack_rows<true>(gather(x, token, b, width, xs), b.rounded, width, packed_x + b.padded * width);
     }
     finish();

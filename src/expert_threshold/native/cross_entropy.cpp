@@ -1,0 +1,178 @@
+// Cross-entropy of a softcapped head in bfloat16, with the gradients of its sum, and no logits in memory.
+//
+// With z = 2 l / cap, which is what the scaled weights give, and σ = sigmoid(z), a logit is 2 cap (σ − 1) but for a
+// constant: never above 0 and never below −2 cap. So exponentials e are summed without a maximum, and gradients follow
+// from e σ (1 − σ), which is rounded before the sum is known: it scales whole rows later, of what is multiplied by them.
+// The target's own part is added in float32.
+
+#include "common.h"
+
+namespace {
+
+constexpr int64_t GROUP = 256;  // tokens over which a weight's gradient is summed at a time
+constexpr int64_t ROWS = 64;    // of a block of them
+constexpr int64_t WORDS = 256;  // of the vocabulary, whose gradients are summed in one tile of so many
+constexpr int64_t TILE_COLUMNS = 768;  // columns
+
+inline __m512 exponential(__m512 x) {  // a polynomial on ±ln 2 / 2, to 2 units in the last place
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1)));
+  return _mm512_scalef_ps(p, n);
+}
+
+inline __m512 sigmoid(__m512 z) {
+  const __m512 one = _mm512_set1_ps(1);
+  return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+}
+
+struct Head {
+  const bf16* x;           // (tokens, width)
+  const bf16* weight;      // (vocab, width), times 2 / cap
+  const int64_t* targets;  // (tokens,), −1 is none
+  int64_t tokens, width, vocab;
+  float cap;
+  const bf16 *to_logits, *to_width;  // the weight, packed; the second in parts of DEPTH words
+};
+
+struct Group {
+  int64_t start, count, rounded;
+};
+
+// Losses of rows start … start + count, and if `slope`, what gradients are made of: in `turned`, (vocab, rounded), and
+// `packed`, (rounded, width), which belong to a group in which the rows are from `offset` on.
+void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, int64_t rounded, Scratch& scratch,
+                  float* losses, float* slope, bf16* dx, bf16* turned, bf16* packed) {
+  const int64_t m = round_up(count, 32), width = h.width;
+  bf16* xs = scratch.take<bf16>(ROWS * width);
+  bf16* g = scratch.take<bf16>(ROWS * h.vocab);  // in parts of DEPTH words, each (m, words)
+  alignas(64) float sum[ROWS] = {}, at_target[ROWS] = {};
+  std::memcpy(xs, h.x + start * width, count * width * sizeof(bf16));
+  std::memset((void*)(xs + count * width), 0, (m - count) * width * sizeof(bf16));
+  const __m512 twice_cap = _mm512_set1_ps(2 * h.cap), one = _mm512_set1_ps(1);
+
+  multiply(m, h.vocab, width, xs, h.to_logits, [&](auto c, int64_t, int64_t, int64_t column, int64_t columns) {
+    const int64_t part = column / DEPTH * DEPTH, words = std::min(DEPTH, h.vocab - part);
+    for (int64_t r = 0; r < count; ++r) {
+      __m512 sums = _mm512_setzero_ps();
+      for (int64_t j = 0; j < columns; j += 32) {
+        __m512 slopes[2];
+        for (const int i : {0, 1}) {
+          const __m512 s = sigmoid(_mm512_loadu_ps(c + r * columns + j + 16 * i));
+          const __m512 e = exponential(_mm512_mul_ps(twice_cap, _mm512_sub_ps(s, one)));
+          sums = _mm512_add_ps(sums, e);
+          slopes[i] = _mm512_mul_ps(e, _mm512_mul_ps(s, _mm512_sub_ps(one, s)));
+        }
+        if (slope) write(g + part * m + r * words + column - part + j, round(slopes[0], slopes[1]));
+      }
+      sum[r] += _mm512_reduce_add_ps(sums);
+      const int64_t target = h.targets[start + r] - column;
+      if (0 <= target && target < columns)
+        at_target[r] = _mm512_cvtss_f32(sigmoid(_mm512_set1_ps(c[r * columns + target])));
+    }
+  });
+  for (int64_t r = 0; r < count; ++r) {
+    const bool wanted = h.targets[start + r] >= 0;
+    losses[start + r] = wanted ? std::log(sum[r]) - 2 * h.cap * (at_target[r] - 1) : 0;
+    if (slope) slope[start + r] = wanted ? at_target[r] * (1 - at_target[r]) : 0;
+    sum[r] = wanted ? 1 / sum[r] : 0;  // from here on what the row is scaled by
+  }
+  if (!slope) return;
+
+  alignas(64) float c[ROWS * 64];
+  const int64_t columns = panel(width);
+  for (int64_t j = 0; j < width; j += columns) {
+    for (int64_t part = 0; part < h.vocab; part += DEPTH) {
+      const int64_t words = std::min(DEPTH, h.vocab - part);
+      at::native::cpublas::brgemm(m, columns, words, words, columns, columns, part > 0, g + part * m,
+                                  h.to_width + part * width + j * words, c);
+    }
+    for (int64_t r = 0; r < count; ++r) {
+      const bf16* word = h.weight + std::max<int64_t>(h.targets[start + r], 0) * width + j;
+      const __m512 scale = _mm512_set1_ps(sum[r]), own = _mm512_set1_ps(slope[start + r]);
+      for (int64_t l = 0; l < columns; l += 16)
+        store(dx + (start + r) * width + j + l,
+              _mm512_fnmadd_ps(own, load(word + l), _mm512_mul_ps(scale, _mm512_loadu_ps(c + r * columns + l))));
+    }
+  }
+  for (int64_t part = 0; part < h.vocab; part += DEPTH) {
+    const int64_t words = std::min(DEPTH, h.vocab - part);
+    std::memset((void*)(g + part * m + count * words), 0, (m - count) * words * sizeof(bf16));
+    transpose<true>(g + part * m, m, words, turned + part * rounded + offset, rounded);
+  }
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t j = 0; j < width; j += 16)
+      store(xs + r * width + j, _mm512_mul_ps(load(xs + r * width + j), _mm512_set1_ps(sum[r])));
+  pack_rows<true>(xs, m, width, packed, rounded, offset);
+}
+
+}  // namespace
+
+extern "C" {
+
+// The losses (tokens,); with `dweight`, (vocab, width), the gradients of their sum but for factors of 2 cap (dx) and 4.
+// Tokens are taken `chunk` at a time, a multiple of 256, which bounds turned, (chunk, vocab). Room: packed weights as
+// in Head, (vocab, width) each; packed_x, (chunk, width); slope, (tokens,).
+void et_cross_entropy(const bf16* x, const bf16* weight, const int64_t* targets, int64_t tokens, int64_t width,
+                      int64_t vocab, int64_t chunk, float cap, bf16* to_logits, bf16* to_width, bf16* turned,
+                      bf16* packed_x, float* slope, float* losses, bf16* dx, float* dweight) {
+  const int64_t word_panel = panel(vocab);
+  at::parallel_for(0, vocab / word_panel, 1, [&](int64_t from, int64_t to) {
+    for (int64_t i = from * word_panel; i < to * word_panel; i += word_panel) {
+      pack_transposed(weight + i * width, word_panel, width, to_logits + i * width);
+      const int64_t part = i / DEPTH * DEPTH;
+      if (dweight)
+        pack_rows<false>(weight + i * width, word_panel, width, to_width + part * width,
+                         std::min(DEPTH, vocab - part), i - part);
+    }
+  });
+  const Head head{x, weight, targets, tokens, width, vocab, cap, to_logits, to_width};
+  for (int64_t begin = 0; begin < tokens; begin += chunk) {
+    const int64_t end = std::min(tokens, begin + chunk);
+    at::parallel_for(0, (end - begin + ROWS - 1) / ROWS, 1, [&](int64_t from, int64_t to) {
+      for (int64_t i = from; i < to; ++i) {
+        Scratch scratch;
+        const int64_t start = begin + i * ROWS, group = (start - begin) / GROUP * GROUP;
+        const int64_t rounded = round_up(std::min(GROUP, end - begin - group), 32);
+        compute_rows(head, start, std::min(ROWS, end - start), start - begin - group, rounded, scratch, losses,
+                     dweight ? slope : nullptr, dx, turned + group * vocab, packed_x + group * width);
+      }
+      finish();
+    });
+    if (!dweight) continue;
+    const int64_t columns = panel(width), across = (width + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    at::parallel_for(0, (vocab + WORDS - 1) / WORDS * across, 1, [&](int64_t from, int64_t to) {
+      float* sum = Scratch().take<float>(WORDS * TILE_COLUMNS);
+      for (int64_t i = from; i < to; ++i) {
+        const int64_t row = i / across * WORDS, column = i % across * TILE_COLUMNS;
+        const int64_t m = std::min(WORDS, vocab - row), n = std::min(TILE_COLUMNS, width - column);
+        for (int64_t group = 0; group < end - begin; group += GROUP) {
+          const int64_t rounded = round_up(std::min(GROUP, end - begin - group), 32);
+          accumulate(m, n, rounded, columns, turned + group * vocab + row * rounded,
+                     packed_x + group * width + column * rounded, sum, group > 0);
+        }
+        for (int64_t j = 0; j < n; j += columns)
+          for (int64_t r = 0; r < m; ++r)
+            for (int64_t l = 0; l < columns; l += 16) {
+              float* to = dweight + (row + r) * width + column + j + l;
+              const __m512 part = _mm512_loadu_ps(sum + j * m + r * columns + l);
+              _mm512_storeu_ps(to, begin ? _mm512_add_ps(_mm512_loadu_ps(to), part) : part);
+            }
+        for (int64_t t = begin; t < end; ++t)
+          if (row <= targets[t] && targets[t] < row + m)
+            for (int64_t j = column; j < column + n; j += 16) {
+              float* to = dweight + targets[t] * width + j;
+              const __m512 own = _mm512_mul_ps(_mm512_set1_ps(slope[t]), load(x + t * width + j));
+              _mm512_storeu_ps(to, _mm512_sub_ps(_mm512_loadu_ps(to), own));
+            }
+      }
+      finish();
+    });
+  }
+}
+
+}  // extern "C"

@@ -1,0 +1,49 @@
+"""Cross-entropy of a softcapped head by `cross_entropy.cpp`."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int64
+
+import torch
+from torch import Tensor
+
+from . import address, available, library
+
+TILE = 32  # widths must be whole tiles
+GROUP = 256  # tokens, as in cross_entropy.cpp
+NUMBERS_PER_CHUNK = 1 << 25  # tokens × vocabulary whose gradients' factors exist at a time, in bfloat16
+
+
+def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
+    """Whether the kernel computes the head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
+    fits = softcap is not None and all(size % TILE == 0 < size for size in weight.shape) and len(x) > 0
+    return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
+
+
+def cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum by x and weight, but for
+    factors of 2 softcap and 4; empty ones without gradient.
+
+    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), of which the gradient has the dtype; targets: (tokens,).
+    """
+    kernels = library()
+    assert kernels is not None
+    (tokens, width), vocab = x.shape, len(weight)
+    rows = tokens if with_gradient else 0
+    words = vocab if with_gradient else 0
+    chunk = max(NUMBERS_PER_CHUNK // vocab // GROUP, 1) * GROUP
+    x, targets = x.contiguous(), targets.contiguous()
+    scaled = (weight * (2 / softcap)).to(x.dtype).contiguous()
+    packed = x.new_empty(vocab, width), x.new_empty(words, width)
+    room = min(chunk, -(-rows // TILE) * TILE)
+    factors = x.new_empty(room, vocab), x.new_empty(room, width), torch.empty(rows)
+    losses, dx, dweight = torch.empty(tokens), x.new_empty(rows, width), torch.empty(words, width)
+    kernels.et_cross_entropy(
+        *map(address, (x, scaled, targets)),
+        *map(c_int64, (tokens, width, vocab, chunk)),
+        c_float(softcap),
+        *map(address, (*packed, *factors, losses, dx, dweight)),
+    )
+    return losses, dx, dweight.to(weight.dtype)

@@ -1,0 +1,115 @@
+"""The head's cross-entropy by the processor's own kernel against the definition in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
+from expert_threshold.native import cross_entropy as kernel
+from expert_threshold.native import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without AMX")
+SOFTCAP = 15.0
+
+
+def given(tokens: int, width: int, vocab: int, scale: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    targets = torch.randint(vocab, (tokens,))
+    targets[::7] = -1
+    return torch.randn(tokens, width).bfloat16(), scale * torch.randn(vocab, width), targets
+
+
+def outcome(x: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    mean, losses = linear_cross_entropy(x, weight, targets, SOFTCAP)
+    mean.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    return {"mean": mean.detach(), "losses": losses, "x": x.grad, "weight": weight.grad}
+
+
+def definition(x: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    x, weight = x.float().requires_grad_(), weight.clone().requires_grad_()
+    losses = F.cross_entropy(softcap_logits(x @ weight.T, SOFTCAP), targets, ignore_index=-1, reduction="none")
+    mean = losses.sum() / (targets >= 0).sum().clamp(min=1)
+    dx, dweight = torch.autograd.grad(mean, (x, weight))
+    return {"mean": mean.detach(), "losses": losses.detach(), "x": dx, "weight": dweight}
+
+
+CASES = {
+    "whole groups": (512, 64, 128),
+    "a rest of a block, group and part": (333, 32, 1120),
+    "one token": (1, 32, 64),
+    "panels of 32": (100, 96, 96),
+    "more columns than a tile's": (70, 832, 64),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("scale", [0.05, 2.0], ids=["small logits", "logits at the cap"])
+def test_losses_and_gradients_differ_from_the_definition_by_rounding_alone(
+    case: tuple[int, int, int], scale: float
+) -> None:
+    x, weight, targets = given(*case, scale)
+    if case[0] == 1:
+        targets[:] = 5
+    assert kernel.applies(x, weight, SOFTCAP)
+    found, expected = outcome(x, weight, targets), definition(x, weight, targets)
+    for name, value in expected.items():
+        assert (found[name].float() - value).norm() <= 0.015 * value.norm() + 1e-6, name
+    assert (found["losses"][targets < 0] == 0).all()
+    assert (found["x"][targets < 0] == 0).all()
+
+
+def test_tokens_in_many_chunks_have_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, targets = given(1000, 64, 256)
+    whole = outcome(x, weight, targets)
+    monkeypatch.setattr(kernel, "NUMBERS_PER_CHUNK", 1)
+    parts = outcome(x, weight, targets)
+    for name, value in whole.items():
+        torch.testing.assert_close(parts[name], value, atol=1e-6, rtol=1e-5)
+
+
+def test_without_gradients_losses_have_the_same_bits() -> None:
+    x, weight, targets = given(300, 64, 256)
+    expected = outcome(x, weight, targets)["losses"]
+    with torch.no_grad():
+        losses = linear_cross_entropy(x, weight, targets, SOFTCAP).token_losses
+    torch.testing.assert_close(losses, expected, atol=0, rtol=0)
+
+
+def test_the_same_bits_come_with_any_number_of_threads() -> None:
+    x, weight, targets = given(700, 64, 640)
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(outcome(x, weight, targets))
+    finally:
+        torch.set_num_threads(threads)
+    for again in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(again[name], value, atol=0, rtol=0)
+
+
+def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
+    x, weight, targets = given(100, 64, 128)
+    expected = outcome(x, weight, targets)
+    x[17] = torch.nan
+    found = outcome(x, weight, targets)
+    assert found["losses"][17].isnan()
+    others = torch.arange(100) != 17
+    torch.testing.assert_close(found["losses"][others], expected["losses"][others], atol=0, rtol=0)
+
+
+def test_where_it_does_not_apply_it_is_left_out() -> None:
+    x, weight, _ = given(64, 64, 128)
+    assert kernel.applies(x, weight, SOFTCAP)
+    assert not kernel.applies(x, weight, None)
+    assert not kernel.applies(x.float(), weight, SOFTCAP)
+    assert not kernel.applies(x, weight[:100], SOFTCAP)
+    assert not kernel.applies(x[:0], weight, SOFTCAP)
