@@ -76,7 +76,7 @@ def test_the_memory_of_a_step_is_what_the_allocator_counts(
     config = resolve(preset, rule)
     train = {"batch_size": sequences, "accumulation": accumulation, "activation_checkpointing": checkpointing}
     config = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
-    planned = memory(config, Machine(), dtype.itemsize, fused=False, layout="replicate")
+    planned = memory(config, Machine(), dtype.itemsize, gpu=False, layout="replicate")
     assert planned["peak"] == sum(bytes_ for part, bytes_ in planned.items() if part != "peak")
     assert planned["peak"] == pytest.approx(measured(config, dtype, tmp_path), rel=0.1)
 

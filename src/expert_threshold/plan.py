@@ -97,13 +97,13 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
     return micro_batch, step // (micro_batch * machine.gpus)
 
 
-def memory(config: RunConfig, machine: Machine, itemsize: int, *, fused: bool, layout: str) -> dict[str, int]:
+def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layout: str) -> dict[str, int]:
     """Bytes on one GPU at the moment that needs most, by part and in all, as `peak`; the allocator's own comes on top.
 
-    itemsize: bytes of a number of the compute dtype. fused: as on a GPU, attention keeps no probabilities.
+    itemsize: bytes of a number of the compute dtype. gpu: or a CPU.
     """
     micro_batch, accumulation = share_out(config, machine)
-    step = Step(config.model, micro_batch, itemsize, fused, machine.gpus)
+    step = Step(config.model, micro_batch, itemsize, gpu, machine.gpus)
     with torch.device("meta"):
         model = GPT(config.model)
     whole = _parameters(model)
@@ -114,7 +114,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, fused: bool, l
     state = sum(t.nbytes for group in optimizers.groups.values() for t in group.optimizer.tensors().values())
     state //= machine.gpus
     # Muon's batch in work: the momentum's lookahead, two iterates and their Gram matrices.
-    muon = BATCH_ELEMENTS["gpu" if fused else "cpu"] * 2 * (FLOAT32 + itemsize)
+    muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)
     if sum(gradients) + muon > moment.total:
         moment, state = Memory(gradients=sum(gradients)), state + muon
     elif machine.gpus > 1:

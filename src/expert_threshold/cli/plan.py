@@ -68,7 +68,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
         **machine._asdict(),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
-        "memory": {name: memory(config, machine, itemsize, fused=not on_cpu, layout=name) for name in layouts},
+        "memory": {name: memory(config, machine, itemsize, gpu=not on_cpu, layout=name) for name in layouts},
         **duration(config, machine),
     }
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
+from ..native import attention as kernels
+from ..native import available
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig
@@ -38,14 +40,25 @@ class Memory(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A micro-batch on one device. itemsize: bytes of a number of the compute dtype. fused: attention keeps no
-    probabilities, as everywhere but on a CPU. ranks: that share a global pool."""
+    """A micro-batch on one device, a GPU or a CPU. itemsize: bytes of a number of the compute dtype. ranks: that share
+    a global pool."""
 
     config: GPTConfig
     sequences: int
     itemsize: int
-    fused: bool
+    gpu: bool
     ranks: int = 1
+
+    @property
+    def native(self) -> bool:
+        """Whether attention is that of native/attention.py."""
+        tiles = self.config.d_model // self.config.heads % kernels.TILE == 0
+        return not self.gpu and self.itemsize < FLOAT32 and tiles and available()
+
+    @property
+    def fused(self) -> bool:
+        """Whether attention is torch's, which keeps no probabilities either."""
+        return self.gpu or self.itemsize == FLOAT32
 
     @property
     def tokens(self) -> int:
@@ -72,7 +85,7 @@ class Step(NamedTuple):
         rule = self.config.rule
         assert rule is not None
         most = most_pairs(rule, self.tokens, training=True, ranks=self.ranks)
-        if self.fused and most is not None and self.config.dispatch not in ("reference", "grouped"):
+        if self.gpu and most is not None and self.config.dispatch not in ("reference", "grouped"):
             return most
         return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
 
@@ -91,11 +104,15 @@ class Step(NamedTuple):
         config = self.config
         heads, kv_heads, wide = config.heads, config.kv_heads, config.d_model // config.heads
         head = self.tokens * wide * self.itemsize
-        # Two norms' inputs; what the projections take, what they make, the rows' scales; what the last one takes.
-        kept = 3 * self.rows + (heads + 2 * kv_heads) * head + (2 + heads + kv_heads) * self.scale + heads * head
+        # Two norms' inputs; what the projections take, what they make; what the last one takes.
+        kept = 3 * self.rows + (heads + 2 * kv_heads) * head + heads * head
+        if not self.native:  # the rows' scales
+            kept += (2 + heads + kv_heads) * self.scale
+        if self.native or self.fused:  # a number for each query
+            kept += heads * self.scale
         if self.fused:
-            kept += (heads + kv_heads) * head + heads * self.scale
-        else:
+            kept += (heads + kv_heads) * head
+        elif not self.native:
             seen = sum(
                 min(QUERIES_PER_BLOCK, config.context - start) * min(start + QUERIES_PER_BLOCK, config.context)
                 for start in range(0, config.context, QUERIES_PER_BLOCK)
@@ -130,7 +147,7 @@ class Step(NamedTuple):
         gradient, a chunk of logits; and scores and assignments, which are held until the forward is over."""
         vocab, head = self.config.vocab_size, self.config.vocab_size * self.config.d_model
         chunk = (
-            min(max(LOGITS_PER_CHUNK["gpu" if self.fused else "cpu"] // vocab, 1), self.tokens)
+            min(max(LOGITS_PER_CHUNK["gpu" if self.gpu else "cpu"] // vocab, 1), self.tokens)
             * vocab
             * (self.itemsize + 3 * FLOAT32)
         )
@@ -156,7 +173,7 @@ class Step(NamedTuple):
     def made_by_attention(self) -> Memory:
         """While the backward of a block's attention is in work; its feed-forward's is over."""
         config = self.config
-        block = 0 if self.fused else 2 * min(QUERIES_PER_BLOCK, config.context) * config.context
+        block = 0 if self.fused or self.native else 2 * min(QUERIES_PER_BLOCK, config.context) * config.context
         return Memory(5 * self.rows + self.sequences * config.heads * block * self.itemsize)
 
     def peak(self, gradients: Sequence[int], *, accumulated: bool, checkpointing: bool) -> Memory:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..native import muon as kernels
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 Moved = Callable[[Collection[str]], None]
@@ -89,32 +91,42 @@ class Muon:
             moved(names)
 
     def _move(self, names: list[str], learning_rate: float, momentum: float) -> None:
+        rows, columns = self.parameters[names[0]].shape[-2:]
+        rate = learning_rate * math.sqrt(max(1.0, rows / columns))
+        if kernels.applies(self.parameters[names[0]], self.ns_dtype):
+            whole = self._pieces(names)
+            weights, grads, momenta = ([piece[i] for piece in whole] for i in range(3))
+            kernels.step(weights, grads, momenta, ns_steps=self.ns_steps, momentum=momentum, rate=rate)
+            return
         for batch in self._batches(names):
             sizes = [len(piece.weight) for piece in batch]
-            rows, columns = batch[0].weight.shape[-2:]
             nesterov = batch[0].grad.new_empty(sum(sizes), rows, columns)
             for piece, place in zip(batch, nesterov.split(sizes), strict=True):
                 piece.momentum.lerp_(piece.grad, 1 - momentum)
                 torch.lerp(piece.grad, piece.momentum, momentum, out=place)
             update = newton_schulz(nesterov, self.ns_steps, self.ns_dtype)
-            scale = math.sqrt(max(1.0, rows / columns))
             for piece, part in zip(batch, update.split(sizes), strict=True):
-                piece.weight.add_(part, alpha=-learning_rate * scale)
+                piece.weight.add_(part, alpha=-rate)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state by flat name, not copied."""
         return {f"muon.{name}.momentum": tensor for name, tensor in self.momenta.items()}
 
-    def _batches(self, names: list[str]) -> Iterator[list[_Piece]]:
-        """Pieces of these parameters, of one matrix shape, that have a gradient; together up to the batch's size."""
-        pieces: list[_Piece] = []
+    def _pieces(self, names: list[str]) -> list[_Piece]:
+        """Those of these parameters, of one matrix shape, that have a gradient, whole."""
+        pieces = []
         for name in names:
             weight = self.parameters[name]
             if weight.grad is not None and weight.numel():
-                shape = weight.shape[-2:]
-                stacks = [weight.view(-1, *shape), weight.grad.reshape(-1, *shape), self.momenta[name].view(-1, *shape)]
-                splits = (stack.split(_batch_size(weight)) for stack in stacks)
-                pieces.extend(map(_Piece, *splits))
+                stacks = weight, weight.grad, self.momenta[name]
+                pieces.append(_Piece(*(stack.reshape(-1, *weight.shape[-2:]) for stack in stacks)))
+        return pieces
+
+    def _batches(self, names: list[str]) -> Iterator[list[_Piece]]:
+        """Those pieces, cut and joined up to the batch's size."""
+        pieces: list[_Piece] = []
+        for whole in self._pieces(names):
+            pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))
         batch: list[_Piece] = []
         for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
             if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):

@@ -1,0 +1,271 @@
+// Causal attention with rotary positions and QK norm, forward and backward, and RMSNorm, in bfloat16.
+//
+// Attention takes the projection's rows (batch, time, heads + 2 · kv_heads, width), queries before keys before values,
+// and its backward gives their gradient, so that nothing is cut apart or put together. A thread has one key-value head
+// of one sequence at a time: its keys and values are packed for the products once, then met by blocks of queries, each
+// with the keys before its end. Scores and probabilities stay in a core's cache: backward computes them again.
+
+#include "common.h"
+
+#include <cmath>
+#include <limits>
+
+namespace {
+
+constexpr int64_t QUERIES = 64;  // of a block; times are filled up to whole ones, with rows of zeros
+constexpr int64_t KEYS = 64;     // of a panel of packed keys
+
+using Vector = at::vec::Vectorized<float>;
+
+inline __m512 exp(__m512 x) { return Vector(x).exp_u20(); }
+
+inline float inverse_rms(const bf16* x, int64_t width) {
+  __m512 sum = _mm512_setzero_ps();
+  for (int64_t j = 0; j < width; j += 16) sum = _mm512_fmadd_ps(load(x + j), load(x + j), sum);
+  return 1 / std::sqrt(_mm512_reduce_add_ps(sum) / width + std::numeric_limits<float>::epsilon());
+}
+
+// Of y = x · scale: dx = scale · (dy − x · scale² · mean(dy · x)); `along` is the sum of dy · x.
+template <class Dy>
+inline void norm_back(const bf16* x, float scale, float along, int64_t width, Dy&& dy, bf16* dx) {
+  const __m512 scaled = _mm512_set1_ps(scale), back = _mm512_set1_ps(-scale * scale * along / width);
+  for (int64_t j = 0; j < width; j += 16)
+    store(dx + j, _mm512_mul_ps(_mm512_fmadd_ps(load(x + j), back, dy(j)), scaled));
+}
+
+struct Shape {
+  int64_t batch, time, heads, kv_heads, width;
+  int64_t padded() const { return round_up(time, QUERIES); }
+  int64_t group() const { return heads / kv_heads; }
+  int64_t stride() const { return (heads + 2 * kv_heads) * width; }
+};
+
+// The rotary table's rows, one for each time.
+struct Table {
+  const bf16 *cos, *sin;
+};
+
+// One head's rows, rotated and normed; out (padded, width).
+void turn(const bf16* x, const Shape& shape, Table table, bf16* out) {
+  const int64_t half = shape.width / 2;
+  for (int64_t t = 0; t < shape.time; ++t) {
+    const bf16 *a = x + t * shape.stride(), *b = a + half, *cos = table.cos + t * half, *sin = table.sin + t * half;
+    const __m512 scale = _mm512_set1_ps(inverse_rms(a, shape.width));
+    for (int64_t j = 0; j < half; j += 16) {
+      const __m512 u = _mm512_mul_ps(load(a + j), scale), v = _mm512_mul_ps(load(b + j), scale);
+      const __m512 c = load(cos + j), s = load(sin + j);
+      store(out + t * shape.width + j, _mm512_fmadd_ps(u, c, _mm512_mul_ps(v, s)));
+      store(out + t * shape.width + half + j, _mm512_fmsub_ps(v, c, _mm512_mul_ps(u, s)));
+    }
+  }
+  std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
+}
+
+// The gradient of rows `start` on of x, from that of what `turn` made of them, dy (rows, width), which it overwrites.
+void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, int64_t rows, float* dy, bf16* dx) {
+  const int64_t half = shape.width / 2;
+  for (int64_t t = start; t < std::min(start + rows, shape.time); ++t) {
+    const bf16 *row = x + t * shape.stride(), *cos = table.cos + t * half, *sin = table.sin + t * half;
+    float* d = dy + (t - start) * shape.width;
+    __m512 along = _mm512_setzero_ps();
+    for (int64_t j = 0; j < half; j += 16) {
+      const __m512 a = _mm512_loadu_ps(d + j), b = _mm512_loadu_ps(d + half + j);
+      const __m512 c = load(cos + j), s = load(sin + j);
+      const __m512 da = _mm512_fmsub_ps(a, c, _mm512_mul_ps(b, s)), db = _mm512_fmadd_ps(b, c, _mm512_mul_ps(a, s));
+      along = _mm512_fmadd_ps(da, load(row + j), _mm512_fmadd_ps(db, load(row + half + j), along));
+      _mm512_storeu_ps(d + j, da);
+      _mm512_storeu_ps(d + half + j, db);
+    }
+    norm_back(row, inverse_rms(row, shape.width), _mm512_reduce_add_ps(along), shape.width,
+              [&](int64_t j) { return _mm512_loadu_ps(d + j); }, dx + t * shape.stride());
+  }
+}
+
+// One head's rows, `stride` from each other, as they are; out (padded, width).
+void copy(const bf16* x, const Shape& shape, int64_t stride, bf16* out) {
+  for (int64_t t = 0; t < shape.time; ++t) std::copy_n(x + t * stride, shape.width, out + t * shape.width);
+  std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
+}
+
+// out (QUERIES, end), rows `ld` from each other, = a (QUERIES, width) · packed keys up to `end`.
+void scores(const bf16* a, const bf16* keys, int64_t width, int64_t end, float* out, int64_t ld) {
+  for (int64_t j = 0; j < end; j += KEYS)
+    at::native::cpublas::brgemm(QUERIES, KEYS, width, width, KEYS, ld, false, a, keys + j * width, out + j);
+}
+
+// out (QUERIES, width) = a (QUERIES, end) · packed rows of (padded, width).
+void weigh(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* out, int64_t padded) {
+  const int64_t columns = panel(width);
+  for (int64_t j = 0; j < width; j += columns)
+    for (int64_t i = 0; i < end; i += DEPTH)
+      at::native::cpublas::brgemm(QUERIES, columns, std::min(DEPTH, end - i), end, columns, width, i > 0, a + i,
+                                  rows + j * padded + i * columns, out + j);
+}
+
+// out (end, width) += a (end, QUERIES) · packed rows of (QUERIES, width).
+void spread(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* out) {
+  const int64_t columns = panel(width);
+  for (int64_t j = 0; j < width; j += columns)
+    at::native::cpublas::brgemm(end, columns, QUERIES, QUERIES, columns, width, true, a, rows + j * QUERIES, out + j);
+}
+
+inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
+
+}  // namespace
+
+extern "C" {
+
+// y (batch, time, heads, width); normaliser (batch, heads, time) is the logarithm of each softmax's sum.
+void et_attention(const bf16* x, const bf16* cos, const bf16* sin, int64_t batch, int64_t time, int64_t heads,
+                  int64_t kv_heads, int64_t width, bf16* y, float* normaliser) {
+  const Shape shape{batch, time, heads, kv_heads, width};
+  const int64_t padded = shape.padded();
+  const float factor = 1 / std::sqrt(float(width));
+  at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
+    Scratch scratch;
+    bf16* rows = scratch.take<bf16>(padded * width);
+    bf16* keys = scratch.take<bf16>(padded * width);
+    bf16* values = scratch.take<bf16>(padded * width);
+    float* s = scratch.take<float>(QUERIES * padded);
+    bf16* p = scratch.take<bf16>(QUERIES * padded);
+    float* out = scratch.take<float>(QUERIES * width);
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t b = i / kv_heads, kv = i % kv_heads;
+      const bf16* sequence = x + b * time * shape.stride();
+      turn(sequence + (heads + kv) * width, shape, {cos, sin}, rows);
+      pack_transposed(rows, padded, width, keys);
+      copy(sequence + (heads + kv_heads + kv) * width, shape, shape.stride(), rows);
+      pack_rows<false>(rows, padded, width, values);
+      for (int64_t head = kv * shape.group(); head < (kv + 1) * shape.group(); ++head) {
+        turn(sequence + head * width, shape, {cos, sin}, rows);
+        for (int64_t start = 0; start < padded; start += QUERIES) {
+          const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
+          float sums[QUERIES];
+          scores(rows + start * width, keys, width, end, s, padded);
+          for (int64_t r = 0; r < QUERIES; ++r) {
+            const float* row = s + r * padded;
+            const int64_t seen = start + r + 1;
+            __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), sum = _mm512_setzero_ps();
+            for (int64_t j = 0; j < seen; j += 16)
+              most = _mm512_mask_max_ps(most, first(seen - j), most, _mm512_loadu_ps(row + j));
+            const float largest = factor * _mm512_reduce_max_ps(most);
+            for (int64_t j = 0; j < end; j += 16) {
+              const __m512 shifted =
+                  _mm512_fmsub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(factor), _mm512_set1_ps(largest));
+              const __m512 e = _mm512_maskz_mov_ps(first(seen - j), exp(shifted));
+              sum = _mm512_add_ps(sum, e);
+              store(p + r * end + j, e);
+            }
+            sums[r] = _mm512_reduce_add_ps(sum);
+            if (r < queries) normaliser[(b * heads + head) * time + start + r] = largest + std::log(sums[r]);
+          }
+          weigh(p, values, width, end, out, padded);
+          for (int64_t r = 0; r < queries; ++r)
+            for (int64_t j = 0; j < width; j += 16)
+              store(y + ((b * time + start + r) * heads + head) * width + j,
+                    _mm512_mul_ps(_mm512_loadu_ps(out + r * width + j), _mm512_set1_ps(1 / sums[r])));
+        }
+      }
+    }
+    finish();
+  });
+}
+
+// dx of x, from dy of y.
+void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const bf16* sin, const bf16* y,
+                           const float* normaliser, int64_t batch, int64_t time, int64_t heads, int64_t kv_heads,
+                           int64_t width, bf16* dx) {
+  const Shape shape{batch, time, heads, kv_heads, width};
+  const int64_t padded = shape.padded();
+  const float factor = 1 / std::sqrt(float(width));
+  at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
+    Scratch scratch;
+    bf16* q = scratch.take<bf16>(padded * width);
+    bf16* rows = scratch.take<bf16>(padded * width);  // keys, values, then dy
+    bf16* keys = scratch.take<bf16>(padded * width);
+    bf16* keys_transposed = scratch.take<bf16>(padded * width);
+    bf16* values_transposed = scratch.take<bf16>(padded * width);
+    bf16* block = scratch.take<bf16>(QUERIES * width);
+    float* s = scratch.take<float>(QUERIES * padded);
+    float* dp = scratch.take<float>(QUERIES * padded);
+    bf16* p = scratch.take<bf16>(QUERIES * padded);
+    bf16* ds = scratch.take<bf16>(QUERIES * padded);
+    bf16* transposed = scratch.take<bf16>(QUERIES * padded);
+    float* dq = scratch.take<float>(QUERIES * width);
+    float* dk = scratch.take<float>(padded * width);
+    float* dv = scratch.take<float>(padded * width);
+    for (int64_t i = from; i < to; ++i) {
+      const int64_t b = i / kv_heads, kv = i % kv_heads;
+      const int64_t key = b * time * shape.stride() + (heads + kv) * width, value = key + kv_heads * width;
+      turn(x + key, shape, {cos, sin}, rows);
+      pack_rows<false>(rows, padded, width, keys);
+      pack_transposed(rows, padded, width, keys_transposed);
+      copy(x + value, shape, shape.stride(), rows);
+      pack_transposed(rows, padded, width, values_transposed);
+      std::fill_n(dk, padded * width, 0.0f);
+      std::fill_n(dv, padded * width, 0.0f);
+      for (int64_t head = kv * shape.group(); head < (kv + 1) * shape.group(); ++head) {
+        const int64_t query = b * time * shape.stride() + head * width, result = (b * time * heads + head) * width;
+        turn(x + query, shape, {cos, sin}, q);
+        copy(dy + result, shape, heads * width, rows);
+        for (int64_t start = 0; start < padded; start += QUERIES) {
+          const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
+          scores(q + start * width, keys_transposed, width, end, s, padded);
+          scores(rows + start * width, values_transposed, width, end, dp, padded);
+          for (int64_t r = 0; r < QUERIES; ++r) {
+            const int64_t t = start + r, seen = r < queries ? t + 1 : 0;
+            __m512 along = _mm512_setzero_ps();
+            for (int64_t j = 0; r < queries && j < width; j += 16)
+              along = _mm512_fmadd_ps(load(rows + t * width + j), load(y + result + t * heads * width + j), along);
+            const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(along)), scale = _mm512_set1_ps(factor);
+            const __m512 log = _mm512_set1_ps(r < queries ? normaliser[(b * heads + head) * time + t] : 0);
+            for (int64_t j = 0; j < end; j += 16) {
+              const __m512 shifted = _mm512_fmsub_ps(_mm512_loadu_ps(s + r * padded + j), scale, log);
+              const __m512 e = _mm512_maskz_mov_ps(first(seen - j), exp(shifted));
+              const __m512 change = _mm512_sub_ps(_mm512_loadu_ps(dp + r * padded + j), mean);
+              store(p + r * end + j, e);
+              store(ds + r * end + j, _mm512_mul_ps(_mm512_mul_ps(e, scale), change));
+            }
+          }
+          weigh(ds, keys, width, end, dq, padded);
+          turn_back(x + query, shape, {cos, sin}, start, QUERIES, dq, dx + query);
+          transpose<false>(p, QUERIES, end, transposed);
+          pack_rows<false>(rows + start * width, QUERIES, width, block);
+          spread(transposed, block, width, end, dv);
+          transpose<false>(ds, QUERIES, end, transposed);
+          pack_rows<false>(q + start * width, QUERIES, width, block);
+          spread(transposed, block, width, end, dk);
+        }
+      }
+      turn_back(x + key, shape, {cos, sin}, 0, time, dk, dx + key);
+      for (int64_t t = 0; t < time; ++t)
+        for (int64_t j = 0; j < width; j += 16)
+          store(dx + value + t * shape.stride() + j, _mm512_loadu_ps(dv + t * width + j));
+    }
+    finish();
+  });
+}
+
+// y = x / rms(x), by rows of `width`.
+void et_norm(const bf16* x, int64_t rows, int64_t width, bf16* y) {
+  at::parallel_for(0, rows, 256, [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      const __m512 scale = _mm512_set1_ps(inverse_rms(x + r * width, width));
+      for (int64_t j = r * width; j < (r + 1) * width; j += 16) store(y + j, _mm512_mul_ps(load(x + j), scale));
+    }
+  });
+}
+
+void et_norm_backward(const bf16* dy, const bf16* x, int64_t rows, int64_t width, bf16* dx) {
+  at::parallel_for(0, rows, 256, [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; ++r) {
+      const bf16 *row = x + r * width, *d = dy + r * width;
+      __m512 along = _mm512_setzero_ps();
+      for (int64_t j = 0; j < width; j += 16) along = _mm512_fmadd_ps(load(row + j), load(d + j), along);
+      norm_back(row, inverse_rms(row, width), _mm512_reduce_add_ps(along), width,
+                [&](int64_t j) { return load(d + j); }, dx + r * width);
+    }
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,48 @@
+"""A step of Muon by `muon.cpp`: each matrix is read, made orthogonal and moved while it is in a core's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from . import available, library
+
+TILE = 32  # sides must be whole tiles
+MOST_ELEMENTS = 2**20  # of a matrix: a larger one does not stay in a core's cache
+FLOAT32 = 4  # bytes
+
+
+def applies(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel moves matrices like those of weight (…, rows, columns), with products in that type."""
+    rows, columns = weight.shape[-2:]
+    fits = rows % TILE == 0 == columns % TILE and rows * columns <= MOST_ELEMENTS
+    return fits and weight.is_cpu and weight.dtype == torch.float32 and dtype == torch.bfloat16 and available()
+
+
+def step(
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    ns_steps: int,
+    momentum: float,
+    rate: float,
+) -> None:
+    """W ← W − rate · newton_schulz(Nesterov momentum) of stacks (matrices, rows, columns) float32, all of one shape."""
+    if not weights:
+        return
+    kernels = library()
+    assert kernels is not None
+    rows, columns = weights[0].shape[-2:]
+    grads = [grad.contiguous() for grad in grads]  # held until the kernel is through
+    matrices = [_addresses(stacks, rows * columns) for stacks in (weights, grads, momenta)]
+    sizes = map(c_int64, (len(matrices[0]), rows, columns, ns_steps))
+    kernels.et_muon(*((c_void_p * len(m))(*m) for m in matrices), *sizes, c_float(momentum), c_float(rate))
+
+
+def _addresses(stacks: Sequence[Tensor], elements: int) -> list[int]:
+    assert all(stack.is_contiguous() for stack in stacks)
+    return [stack.data_ptr() + i * elements * FLOAT32 for stack in stacks for i in range(len(stack))]

@@ -1,0 +1,77 @@
+"""Muon by the processor's own kernel against PyTorch's operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from expert_threshold.native import library
+from expert_threshold.native import muon as kernels
+from expert_threshold.optim import Muon
+
+pytestmark = pytest.mark.skipif(
+    library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
+)
+
+SHAPES = [(64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544), (0, 64, 32)]
+
+
+def moved(dtype: torch.dtype, threads: int = 1, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
+    """Where three steps take the parameters, and their momenta."""
+    torch.manual_seed(0)
+    named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
+    muon = Muon(named, ns_steps=5, ns_dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            for parameter in named.values():
+                parameter.grad = torch.randn(*parameter.shape[:-2], *parameter.shape[:-3:-1]).mT  # not contiguous
+            muon.step(0.02, 0.9)
+    finally:
+        torch.set_num_threads(before)
+    return [*(parameter.detach() for parameter in named.values()), *muon.momenta.values()]
+
+
+def by_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> list[Tensor]:
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "available", lambda: False)
+        return moved(dtype)
+
+
+def test_matrices_of_all_shapes_move_as_near_to_float32_as_under_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, torchs, exact = moved(torch.bfloat16), by_torch(monkeypatch, torch.bfloat16), moved(torch.float32)
+    assert not all(torch.equal(f, t) for f, t in zip(found, torchs, strict=True))
+    for f, t, e in zip(found[: len(SHAPES)], torchs, exact, strict=False):
+        assert (f - e).norm() <= 1.05 * (t - e).norm()
+        assert (f - e).norm() <= 0.02 * e.norm()
+    for f, e in zip(found[len(SHAPES) :], exact[len(SHAPES) :], strict=True):
+        torch.testing.assert_close(f, e)
+
+
+def test_the_number_of_threads_and_the_company_change_no_bit() -> None:
+    one, two, alone = moved(torch.bfloat16), moved(torch.bfloat16, threads=2), moved(torch.bfloat16, shapes=SHAPES[:1])
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    first = moved(torch.bfloat16, shapes=SHAPES[:1] + SHAPES[6:])
+    assert all(torch.equal(a, b) for a, b in zip(alone, (first[0], first[2]), strict=True))
+
+
+def test_matrices_of_any_size_move_and_zeros_stay() -> None:
+    for factor in (1e-38, 1e-12, 1.0, 1e15):
+        weight = nn.Parameter(torch.zeros(2, 32, 64))
+        weight.grad = torch.randn(2, 32, 64) * factor
+        weight.grad[1] = 0
+        Muon({"p": weight}, ns_steps=5, ns_dtype=torch.bfloat16).step(0.1, 0.9)
+        assert weight.isfinite().all()
+        assert (weight[0] != 0).any()
+        assert (weight[1] == 0).all()
+
+
+def test_it_takes_what_it_can_and_leaves_the_rest() -> None:
+    weight = torch.zeros(2, 64, 32)
+    assert kernels.applies(weight, torch.bfloat16)
+    assert not kernels.applies(weight, torch.float32)
+    assert not kernels.applies(weight[:, :63], torch.bfloat16)
+    assert not kernels.applies(weight.bfloat16(), torch.bfloat16)
+    assert not kernels.applies(torch.empty(2048, 1024), torch.bfloat16)
