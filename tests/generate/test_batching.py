@@ -98,6 +98,7 @@ def same_bits(model: GPT, tokenizer: Tokenizer) -> bool:
     return True
 
 
+@pytest.mark.usefixtures("by")
 @with_every_rule
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
@@ -108,6 +109,7 @@ def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
     assert same_bits(model, tokenizer)
 
 
+@pytest.mark.usefixtures("by_operations")
 def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer) -> None:
     """Expert choice as it trains: experts take the best tokens of a pool, here those of the last 8 that came."""
     rule = ExpertChoice(4, 1, pool="batch")
@@ -121,10 +123,11 @@ def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer)
         assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
         return Routed(scores, assignment[-len(x) :])
 
-    with mock.patch.object(decoder_module._Layer, "route", by_pool):
+    with mock.patch.object(decoder_module.Layer, "route", by_pool):
         assert not same_bits(model, tokenizer)
 
 
+@pytest.mark.usefixtures("by")
 def test_sampled_tokens_depend_on_the_seed_and_not_on_the_company(tokenizer: Tokenizer) -> None:
     model = small_model()
     every = [request._replace(seed=i, temperature=0.9, top_p=0.9) for i, request in enumerate(requests(5))]
@@ -188,6 +191,7 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
     assert not writing.steps
 
 
+@pytest.mark.usefixtures("by")
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[[2, 0, 3, 1]]
     for top_p, kept in ((1e-9, {1}), (0.5, {1}), (0.51, {1, 3}), (0.8, {1, 3}), (0.81, {0, 1, 3}), (1.0, {0, 1, 2, 3})):

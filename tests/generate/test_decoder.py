@@ -20,7 +20,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
     "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0},
 }
-both_ways = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
+both_ways = pytest.mark.usefixtures("by")
+fast_and_strict = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -34,6 +35,7 @@ def full(model: GPT, tokens: list[int]) -> Any:
 
 
 @both_ways
+@fast_and_strict
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @with_every_rule
 def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
@@ -48,12 +50,13 @@ def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
     expected = full(model, tokens)
     torch.testing.assert_close(torch.cat([o.logits for o in outputs]), expected.logits[0], **CLOSE)
     for layer, routing in enumerate(expected.routings):
-        scores = torch.cat([o.routed[layer].scores for o in outputs])
+        scores = torch.cat([o.routed.scores[layer] for o in outputs])
         torch.testing.assert_close(scores, routing.scores[0], **CLOSE)
-        assert torch.equal(torch.cat([o.routed[layer].assignment for o in outputs]), routing.assignment[0])
+        assert torch.equal(torch.cat([o.routed.assignment[layer] for o in outputs]), routing.assignment[0])
 
 
 @both_ways
+@fast_and_strict
 @with_every_rule
 def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: Rule | None, strict: bool) -> None:
     model, chance = small_model(rule), random.Random(0)
@@ -79,10 +82,11 @@ def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: R
             assert [decoded.lengths[row] for row in texts] == [len(text) for text in texts.values()]
 
 
+@pytest.mark.usefixtures("by_operations")
 def test_rows_between_those_that_are_asked_for_go_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded, seen = Decoder(small_model(), 3, 8), []
-    route = decoder._Layer.route
-    monkeypatch.setattr(decoder._Layer, "route", lambda *args: seen.append(route(*args)) or seen[-1])
+    route = decoder.Layer.route
+    monkeypatch.setattr(decoder.Layer, "route", lambda *args: seen.append(route(*args)) or seen[-1])
     for row in (0, 1, 2):
         decoded.open(row)
         decoded.read(row, [1])
@@ -92,6 +96,7 @@ def test_rows_between_those_that_are_asked_for_go_to_no_expert(monkeypatch: pyte
     assert [routing.assignment[1].any() for routing in seen] == [False] * 2
 
 
+@both_ways
 @torch.no_grad()
 def test_in_bfloat16_it_is_as_close_to_float32_as_the_full_forward_is() -> None:
     exact, tokens = small_model(None), tokens_of(40)
@@ -106,6 +111,7 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_the_full_forward_is() -> None:
     assert (logits - expected).abs().mean() < 1.5 * distance
 
 
+@both_ways
 def test_a_row_holds_no_more_than_its_capacity() -> None:
     decoded = Decoder(small_model(), 1, 4)
     decoded.open(0)

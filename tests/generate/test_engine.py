@@ -77,7 +77,7 @@ class Script:
 
     def read(self, *_: object, **__: object) -> Decoded:
         logits = torch.nn.functional.one_hot(torch.tensor([next(self.tokens, 0)]), self.vocab_size)
-        return Decoded(logits.float(), [])
+        return Decoded.of(logits.float(), [])
 
     step = read
 
@@ -159,12 +159,14 @@ def test_a_seed_gives_the_same_tokens_whatever_the_global_generator(tokenizer: T
     assert torch.equal(torch.get_rng_state(), state)  # and the global generator was never drawn from
 
 
+@pytest.mark.usefixtures("by")
 def test_top_k_never_leaves_the_k_likeliest_and_reaches_all_of_them() -> None:
     logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
     sampler = engine.Sampler(5.0, 4, torch.Generator().manual_seed(0))
     assert {sampler(logits) for _ in range(400)} == set(logits.topk(4).indices.tolist())
 
 
+@pytest.mark.usefixtures("by")
 def test_samples_follow_the_softmax_at_their_temperature() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     sampler = engine.Sampler(0.7, None, torch.Generator().manual_seed(0))
@@ -172,6 +174,7 @@ def test_samples_follow_the_softmax_at_their_temperature() -> None:
     torch.testing.assert_close(counts / 4000, (logits / 0.7).softmax(0), atol=0.03, rtol=0)
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("temperature", [1e-4, 1e-30, 5e-324])
 def test_as_the_temperature_goes_to_zero_sampling_becomes_greedy(
     tokenizer: Tokenizer, model: GPT, temperature: float

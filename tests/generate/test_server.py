@@ -290,10 +290,11 @@ def pooled(rule: Any, size: int) -> Any:
     return route
 
 
+@pytest.mark.usefixtures("by_operations")
 def test_with_pools_instead_of_cutoffs_the_text_depends_on_the_company() -> None:
     rule = ExpertChoice(4, 1, pool="batch")
     model = small_model(rule)
-    with mock.patch.object(decoder._Layer, "route", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
+    with mock.patch.object(decoder.Layer, "route", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
         alone, together = choices(server, together=False), choices(server, together=True)
     assert [choice["text"] for choice in alone] != [choice["text"] for choice in together]
 

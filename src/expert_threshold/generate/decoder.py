@@ -1,6 +1,7 @@
 """The forward pass of a trained model for a few tokens at a time, each behind a sequence of its own.
 
 With so few tokens an operation costs more than its arithmetic: what is here several times is here as few operations.
+Where a compiler is at hand all of them are one (`kernel.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from torch import Tensor
 from ..model import GPT
 from ..model.attention import Attention, rotary
 from ..model.gpt import Block
+from .kernel import kernel_of
 
 PREFILL = 256
 """Tokens of a prompt per forward, which bounds the memory of masks and logits."""
+
+FEW = 64
+"""Tokens of one row up to which the kernel is faster than products of matrices."""
 
 Attend = Callable[[int, Tensor], Tensor]
 """Of a layer's index and the tokens' queries, keys and values (tokens, heads + 2 · kv_heads, head_dim): what they read,
@@ -25,17 +30,42 @@ Attend = Callable[[int, Tensor], Tensor]
 
 
 class Routed(NamedTuple):
-    """Where a layer of experts sent its tokens: scores float32 and boolean assignment, both (tokens, experts)."""
+    """Where layers of experts sent tokens: scores float32 and boolean assignment, both (tokens, experts) of one layer,
+    or (layers, tokens, experts).
+    """
 
     scores: Tensor
     assignment: Tensor
 
 
+class Peak(NamedTuple):
+    """Of logits: where the highest is, it, and log Σ exp(logit)."""
+
+    likeliest: int
+    highest: float
+    logsumexp: float
+
+
 class Decoded(NamedTuple):
-    """logits: (tokens, vocab) float32; routed: one for each layer of experts."""
+    """logits: (tokens, vocab) float32, and the peak of each; routed: of all layers of experts; assigned: experts that
+    tokens went to, in all.
+    """
 
     logits: Tensor
-    routed: list[Routed]
+    peaks: list[Peak]
+    routed: Routed
+    assigned: int
+
+    @classmethod
+    def of(cls, logits: Tensor, routed: Sequence[Routed]) -> Decoded:
+        """routed: of each layer."""
+        highest, likeliest = logits.max(-1)
+        peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
+        if not routed:
+            nothing = logits.new_empty(0, len(logits), 0)
+            return cls(logits, peaks, Routed(nothing, nothing.bool()), 0)
+        stacked = Routed(*map(torch.stack, zip(*routed, strict=True)))
+        return cls(logits, peaks, stacked, int(stacked.assignment.sum()))
 
 
 class Decoder:
@@ -53,7 +83,7 @@ class Decoder:
         self.softcap, self.heads, self.kv_heads = config.softcap, config.heads, config.kv_heads
         self.dtype, self.device = model.compute_dtype, model.embed.weight.device
         self.embed, self.head = model.embed.weight.detach(), model.head.weight.detach().to(self.dtype).T
-        self.layers = [_Layer(model, layer, rows) for layer in range(config.layers)]
+        self.layers = [Layer(model, layer, rows) for layer in range(config.layers)]
         self.lengths = [0] * rows
         head_dim = config.d_model // config.heads
         shape = (config.layers, rows, capacity, 2, config.kv_heads, head_dim)
@@ -62,6 +92,7 @@ class Decoder:
         cos, sin = rotary(self.places.float(), head_dim)
         self.turns = torch.complex(cos, -sin)[:, None]
         self.eps = torch.tensor(torch.finfo(torch.float32).eps, device=self.device)
+        self.kernel = kernel_of(self)
 
     def open(self, row: int, rate: float | None = None) -> None:
         """Begin an empty sequence in a row; rate: routed experts per token, for it alone, or the model's if None."""
@@ -82,6 +113,8 @@ class Decoder:
         end = start + count
         assert 0 < count <= PREFILL, f"{count} tokens at once"
         assert end <= self.capacity, f"{end} tokens in a row of {self.capacity}"
+        if self.kernel is not None and count <= FEW:
+            return self._run([row] * count, tokens, range(start, end), 0 if every else count - 1)
         mask = self._mask(self.places[start:end], end) if start > 0 else None
 
         def attend(layer: int, heads: Tensor) -> Tensor:
@@ -91,17 +124,30 @@ class Decoder:
 
         x, routed = self._forward(tokens, self.places[start:end], row, attend)
         self.lengths[row] = end
-        return Decoded(self._logits(x if every else x[-1:]), routed)
+        return Decoded.of(self._logits(x if every else x[-1:]), routed)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
         """Put one token behind each of some rows' sequences. What comes back has a row for each, in the rows' order."""
         rows = sorted(tokens)
+        longest = max(self.lengths[row] for row in rows) + 1
+        assert longest <= self.capacity, f"{longest} tokens in a row of {self.capacity}"
+        if self.kernel is not None:
+            return self._run(rows, [tokens[row] for row in rows], [self.lengths[row] for row in rows])
         if not self.strict:
             return self._step(rows, tokens)
         decoded = [self._step([row], tokens) for row in rows]
-        layers = zip(*(d.routed for d in decoded), strict=True)
-        routed = [Routed(*map(torch.cat, zip(*layer, strict=True))) for layer in layers]
-        return Decoded(torch.cat([d.logits for d in decoded]), routed)
+        logits, peaks, routed, assigned = zip(*decoded, strict=True)
+        together = Routed(*(torch.cat(parts, 1) for parts in zip(*routed, strict=True)))
+        return Decoded(torch.cat(logits), [peak for of_row in peaks for peak in of_row], together, sum(assigned))
+
+    def _run(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
+        """By the kernel; a row may have several tokens. What is decoded is of the tokens from `first` on."""
+        assert self.kernel is not None
+        results = self.kernel(tokens, rows, places, first)
+        for row in rows:
+            self.lengths[row] += 1
+        peaks = list(map(Peak, results.likeliest, results.highest, results.logsumexp))
+        return Decoded(results.logits, peaks, Routed(results.scores, results.assignment), results.assigned)
 
     @torch.inference_mode()
     def _step(self, rows: list[int], tokens: Mapping[int, int]) -> Decoded:
@@ -109,7 +155,6 @@ class Decoder:
         among = range(rows[0], rows[-1] + 1)
         lengths = self.lengths[among.start : among.stop]
         longest = max(self.lengths[row] for row in rows) + 1
-        assert longest <= self.capacity, f"{longest} tokens in a row of {self.capacity}"
         positions = torch.tensor(lengths, device=self.device)
         places = positions + torch.tensor(among, device=self.device) * self.capacity
         mask = None
@@ -132,8 +177,8 @@ class Decoder:
         for row in rows:
             self.lengths[row] += 1
         if taken is None:
-            return Decoded(self._logits(x), routed)
-        return Decoded(self._logits(x[taken]), [Routed(r.scores[taken], r.assignment[taken]) for r in routed])
+            return Decoded.of(self._logits(x), routed)
+        return Decoded.of(self._logits(x[taken]), [Routed(r.scores[taken], r.assignment[taken]) for r in routed])
 
     def _mask(self, positions: Tensor, seen: int) -> Tensor:
         """0 where a token at a position sees a place in its row, −∞ elsewhere: (tokens, seen)."""
@@ -185,14 +230,14 @@ def hidden(x: Tensor, up: Tensor, gate: Tensor | None = None) -> Tensor:
     return h.relu_().mul_(h) if gate is None else F.silu(torch.mm(x, gate)).mul_(h)
 
 
-class _FeedForward(NamedTuple):
+class FeedForward(NamedTuple):
     """Weights, (in, out) each."""
 
     down: Tensor
     ups: list[Tensor]  # up, or up and what gates it
 
 
-class _Layer:
+class Layer:
     """One block's weights in the compute dtype, and what its experts ask of a token in each row of the cache."""
 
     def __init__(self, model: GPT, index: int, rows: int) -> None:
@@ -204,20 +249,27 @@ class _Layer:
 
         self.qkv, self.output = transposed(_pair_up(block.attention), block.attention.output.weight)
         dense = block.feed_forward if block.moe is None else block.moe.shared
-        self.dense: _FeedForward | None = None
+        self.dense: FeedForward | None = None
         if dense is not None:
             gate = None if dense.gate is None else dense.gate.weight
             down, *ups = transposed(dense.down.weight, dense.up.weight, gate)
-            self.dense = _FeedForward(down, ups)
+            self.dense = FeedForward(down, ups)
         self.moe = block.moe
-        self.experts: list[_FeedForward] = []
+        self.stacked: FeedForward | None = None  # (experts, in, out)
+        self.experts: list[FeedForward] = []
         self.cutoffs: Tensor | None = None  # (rows, experts)
         if block.moe is not None:
             experts, cutoff = block.moe.experts, block.moe.router.cutoff
             down, *ups = transposed(experts.down, experts.up, experts.gate)
+            self.stacked = FeedForward(down, ups)
             of_each = zip(*(up.unbind() for up in ups), strict=True)
-            self.experts = [_FeedForward(d, list(u)) for d, u in zip(down.unbind(), of_each, strict=True)]
+            self.experts = [FeedForward(d, list(u)) for d, u in zip(down.unbind(), of_each, strict=True)]
             self.cutoffs = None if cutoff is None else torch.full_like(cutoff, torch.inf).repeat(rows, 1)
+
+    def of_a_token(self) -> list[Tensor]:
+        """The weights of a token that goes to one expert."""
+        parts = [part for part in (self.dense, *self.experts[:1]) if part is not None]
+        return [self.qkv, self.output, *(weight for part in parts for weight in (part.down, *part.ups))]
 
     def open(self, row: int, rate: float | None) -> None:
         if self.cutoffs is not None and self.moe is not None:

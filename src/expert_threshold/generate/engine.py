@@ -15,7 +15,8 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..model import GPT
 from . import decoder
-from .decoder import Decoder, Routed
+from .decoder import Decoded, Decoder, Peak, Routed
+from .kernel import sample
 
 Finish = Literal["stop", "length"]
 
@@ -98,17 +99,31 @@ class Sampler(NamedTuple):
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor) -> int:
-        """A token id of logits (vocab,)."""
+        """A token id of logits (vocab,), on the CPU. Raises ValueError if one is NaN."""
         if self.temperature == 0:
             return int(logits.argmax())
         count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
-        likeliest, tokens = logits.topk(count)
+        number = float(torch.rand((), dtype=torch.float64, generator=self.generator))
+        token = sample(logits, self.temperature, count, self.top_p, number)
+        if token is None:
+            token = self._by_operations(logits, count, number)
+        if token < 0:
+            raise ValueError("logits have NaN, of which no token can be drawn; use another checkpoint of the model")
+        return token
+
+    def _by_operations(self, logits: Tensor, count: int, number: float) -> int:
+        """The token whose part of all weights the number from 0 to below 1 falls into; -1 if a logit is NaN."""
+        likeliest, tokens = logits, None
+        if count < len(logits) or self.top_p < 1:
+            likeliest, tokens = logits.topk(count)
         # In float64, and with the largest at 0, the smallest temperature overflows nothing.
-        weights = ((likeliest.double() - likeliest[0]) / self.temperature).exp()
+        sums = ((likeliest.double() - likeliest.max()) / self.temperature).exp().cumsum(0)
+        if sums[-1].isnan():
+            return -1
         if self.top_p < 1:  # those that are needed to reach so much, the one that reaches it included
-            before = weights.cumsum(0) - weights
-            weights = weights.where(before < self.top_p * weights.sum(), 0)
-        return int(tokens[weights.multinomial(1, generator=self.generator)])
+            sums = sums[: int(torch.searchsorted(sums, self.top_p * sums[-1])) + 1]
+        place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
+        return place if tokens is None else int(tokens[place])
 
 
 class Text:
@@ -136,29 +151,33 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Next(NamedTuple):
-    """What may come next in a sequence: logits (vocab,) on the CPU, the likeliest token, its logit, and the norm."""
+    """What may come next in a sequence: a row of logits (rows, vocab), and its peak."""
 
-    logits: Tensor
-    likeliest: int
-    highest: float
-    logsumexp: float
+    of_all: Tensor
+    row: int
+    peak: Peak
 
     @classmethod
-    def of(cls, logits: Tensor) -> list[Next]:
-        """One for each row of logits (rows, vocab)."""
-        logits = logits.cpu()
-        highest, likeliest = logits.max(-1)
-        columns = (likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist())
-        return [cls(*row) for row in zip(logits, *columns, strict=True)]
+    def of(cls, decoded: Decoded) -> list[Next]:
+        """One for each row of logits, on the CPU."""
+        logits = decoded.logits.cpu()
+        return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
+
+    @property
+    def logits(self) -> Tensor:
+        """(vocab,)"""
+        return self.of_all[self.row]
 
     def logprob(self, token: int) -> float:
-        return (self.highest if token == self.likeliest else float(self.logits[token])) - self.logsumexp
+        likeliest, highest, logsumexp = self.peak
+        return (highest if token == likeliest else float(self.logits[token])) - logsumexp
 
     def top(self, count: int) -> tuple[tuple[int, float], ...]:
         if not count:
             return ()
         values, tokens = self.logits.topk(min(count, len(self.logits)))
-        return tuple(zip(tokens.tolist(), (values.double() - self.logsumexp).tolist(), strict=True))  # as in `logprob`
+        logprobs = values.double() - self.peak.logsumexp  # as in `logprob`
+        return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
 
 class Writing:
@@ -184,7 +203,7 @@ class Writing:
 
     def choose(self) -> int:
         assert self.next is not None
-        return self.next.likeliest if self.request.temperature == 0 else self._sampler(self.next.logits)
+        return self.next.peak.likeliest if self.request.temperature == 0 else self._sampler(self.next.logits)
 
 
 @dataclass
@@ -198,11 +217,10 @@ class Counts:
     routed: int = 0
     assignments: int = 0
 
-    def add_routing(self, routed: Sequence[Routed]) -> None:
-        if routed:
-            taken = torch.stack([assignment for _, assignment in routed])  # (layers, tokens, experts)
-            self.routed += taken.shape[0] * taken.shape[1]
-            self.assignments += int(taken.sum())
+    def add_routing(self, decoded: Decoded) -> None:
+        layers, tokens, _ = decoded.routed.assignment.shape
+        self.routed += layers * tokens
+        self.assignments += decoded.assigned
 
 
 class Engine:
@@ -278,8 +296,8 @@ class Engine:
         forward = {r: chosen[r] for r, w in ready.items() if made[r].finish is None or w.request.record}
         if forward:
             decoded = self.decoder.step(forward)
-            self.counts.add_routing(decoded.routed)
-            for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded.logits), strict=True)):
+            self.counts.add_routing(decoded)
+            for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded), strict=True)):
                 ready[row].next = follows
                 if ready[row].request.record:
                     made[row] = made[row]._replace(routing=_routing(decoded.routed, i))
@@ -307,8 +325,8 @@ class Engine:
         piece = request.prompt[start : start + decoder.PREFILL]
         decoded = self.decoder.read(row, piece, every=request.echo)
         self.counts.read += len(piece)
-        self.counts.add_routing(decoded.routed)
-        follows = Next.of(decoded.logits)
+        self.counts.add_routing(decoded)
+        follows = Next.of(decoded)
         if request.echo:
             before = [writing.echoed, *follows[:-1]]
             for i, (token, known) in enumerate(zip(piece, before, strict=True)):
@@ -321,7 +339,7 @@ class Engine:
                 writing.finished = True
                 self._free(row)
 
-    def _echo(self, writing: Writing, token: int, known: Next | None, routed: list[Routed], i: int) -> Step:
+    def _echo(self, writing: Writing, token: int, known: Next | None, routed: Routed, i: int) -> Step:
         request = writing.request
         content = b"" if token == self.tokenizer.bos else self.tokenizer.decode_bytes([token])
         text, _ = writing.prompt_text.push(content, final=len(writing.prompt) + 1 == len(request.prompt))
@@ -338,8 +356,8 @@ def largest_rate(model: GPT) -> float | None:
     return None if model.config.rule is None else model.config.rule.num_experts
 
 
-def _routing(routed: list[Routed], row: int) -> tuple[TokenRouting, ...]:
-    return tuple(_of_token(scores[row], assignment[row]) for scores, assignment in routed)
+def _routing(routed: Routed, row: int) -> tuple[TokenRouting, ...]:
+    return tuple(_of_token(scores[row], assignment[row]) for scores, assignment in zip(*routed, strict=True))
 
 
 def _of_token(scores: Tensor, assignment: Tensor) -> TokenRouting:

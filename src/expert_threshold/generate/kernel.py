@@ -1,0 +1,177 @@
+"""The decoder's forward pass in C++ (`native/decode.cpp`): all its operations in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import native
+
+if TYPE_CHECKING:
+    from .decoder import Decoder, FeedForward, Layer
+
+
+SHARED = 2**19
+"""Multiplications from which on threads share them; below, they would wait for each other longer than that takes."""
+
+
+class _FeedForward(Structure):
+    _fields_ = (("up", c_void_p), ("gate", c_void_p), ("down", c_void_p), ("hidden", c_int64))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("qkv", "output")),
+        *((name, _FeedForward) for name in ("dense", "expert")),
+        *((name, c_void_p) for name in ("router", "cutoffs", "bias")),
+        *((name, c_int64) for name in ("experts", "chosen", "divide_by_fanout")),
+    )
+
+
+class _Model(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("bfloat16", "layers", "d_model", "heads", "kv_heads", "head_dim", "vocab")),
+        *((name, c_int64) for name in ("rows", "capacity")),
+        *((name, c_void_p) for name in ("embed", "head", "turns", "cache")),
+        *((name, c_float) for name in ("eps", "softcap")),
+        ("layer", POINTER(_Layer)),
+    )
+
+
+class _Tokens(Structure):
+    _fields_ = (
+        *((name, c_int64) for name in ("count", "first")),
+        *((name, c_void_p) for name in ("ids", "rows", "places")),
+    )
+
+
+class _Results(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("logits", "likeliest", "highest", "logsumexp", "scores", "assignment")),
+        ("assigned", c_int64),
+    )
+
+
+class Results:
+    """What `Decoded` holds, of `count` tokens, `asked` of which have logits; columns of numbers beside tensors."""
+
+    def __init__(self, asked: int, vocab: int, layers: int, count: int, experts: int) -> None:
+        self.logits = torch.empty(asked, vocab)
+        self.scores = torch.empty(layers, count, experts)
+        self.assignment = torch.empty(layers, count, experts, dtype=torch.bool)
+        self.likeliest, self.highest, self.logsumexp = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
+        self.assigned = 0
+
+
+class Kernel:
+    """Has the decoder's weights, cutoffs and cache, by their addresses."""
+
+    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL) -> None:
+        self._scratch_of, self._run = kernels.decode_scratch, kernels.decode_forward
+        self._kept: list[object] = []  # what the addresses are of
+        self._vocab = decoder.head.shape[1]
+        routed = [layer for layer in decoder.layers if layer.moe is not None]
+        self._routed, self._experts = len(routed), len(routed[0].experts) if routed else 0
+        self._layers = (_Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
+        self._model = _Model(
+            decoder.dtype == torch.bfloat16,
+            len(decoder.layers),
+            decoder.embed.shape[1],
+            decoder.heads,
+            decoder.kv_heads,
+            decoder.cache.shape[-1],
+            self._vocab,
+            decoder.rows,
+            decoder.capacity,
+            self._address(decoder.embed.float()),
+            self._address(decoder.head.T),
+            self._address(torch.view_as_real(decoder.turns)),
+            self._address(decoder.cache),
+            float(decoder.eps),
+            decoder.softcap or 0,
+            self._layers,
+        )
+        self._scratch = torch.empty(0)
+        weights = [w for layer in decoder.layers for w in layer.of_a_token()]
+        self._work = sum(weight.numel() for weight in weights) + decoder.head.numel()
+
+    def __call__(self, ids: Sequence[int], rows: Sequence[int], places: Sequence[int], first: int = 0) -> Results:
+        """Put tokens into places of rows of the cache, several of one row in their order. Logits from `first` on."""
+        count = len(ids)
+        results = Results(count - first, self._vocab, self._routed, count, self._experts)
+        needed = self._scratch_of(byref(self._model), c_int64(count))
+        if self._scratch.numel() < needed:
+            self._scratch = torch.empty(needed)
+        columns = [(c_int64 * count)(*column) for column in (ids, rows, places)]
+        tokens = _Tokens(count, first, *(addressof(column) for column in columns))
+        into = _Results(
+            results.logits.data_ptr(),
+            *(addressof(column) for column in (results.likeliest, results.highest, results.logsumexp)),
+            results.scores.data_ptr(),
+            results.assignment.data_ptr(),
+        )
+        threads = torch.get_num_threads() if count * self._work >= SHARED else 1
+        scratch = c_void_p(self._scratch.data_ptr())
+        self._run(byref(self._model), byref(tokens), byref(into), c_int64(threads), scratch)
+        results.assigned = into.assigned
+        return results
+
+    def _address(self, tensor: Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _feed_forward(self, weights: FeedForward | None) -> _FeedForward:
+        if weights is None:
+            return _FeedForward()
+        up, *gate = (self._address(weight.mT) for weight in weights.ups)
+        return _FeedForward(up, gate[0] if gate else None, self._address(weights.down.mT), weights.down.shape[-2])
+
+    def _layer(self, layer: Layer) -> _Layer:
+        dense, expert = self._feed_forward(layer.dense), self._feed_forward(layer.stacked)
+        record = _Layer(self._address(layer.qkv.mT), self._address(layer.output.mT), dense, expert)
+        if layer.moe is not None:
+            router = layer.moe.router
+            record.router = self._address(router.weight.detach().float())
+            record.experts, record.divide_by_fanout = len(layer.experts), layer.moe.gate_norm == "fanout"
+            if layer.cutoffs is not None:
+                record.cutoffs = self._address(layer.cutoffs)
+            else:
+                record.bias, record.chosen = self._address(router.state.bias), router.rule.experts_per_token
+        return record
+
+
+def kernel_of(decoder: Decoder) -> Kernel | None:
+    """None where it does not apply: on another device, in another dtype, or where nothing can be compiled."""
+    if decoder.device.type != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    kernels = library()
+    return None if kernels is None else Kernel(decoder, kernels)
+
+
+def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:
+    """As `Sampler` does by operations; -1 where a logit is NaN, None where nothing can be compiled."""
+    kernels = library()
+    if kernels is None or logits.dtype != torch.float32:
+        return None
+    logits = logits.contiguous()
+    return kernels.decode_sample(  # type: ignore[no-any-return]
+        c_void_p(logits.data_ptr()),
+        c_int64(len(logits)),
+        c_double(temperature),
+        c_int64(most),
+        c_double(top_p),
+        c_double(number),
+    )
+
+
+def library() -> ctypes.CDLL | None:
+    kernels = native.decoder()
+    if kernels is not None:
+        kernels.decode_scratch.restype = kernels.decode_sample.restype = c_int64
+    return kernels

@@ -1,0 +1,170 @@
+"""The decoder's kernel against torch's operations, at sizes that fill no vector, and its bits against its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold import native
+from expert_threshold.generate import kernel
+from expert_threshold.generate.decoder import Decoded, Decoder
+from expert_threshold.generate.engine import Sampler
+from expert_threshold.model import GPT
+from expert_threshold.routing import ExpertThreshold, TokenChoice
+from small_run import RULES, small_model
+
+needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="no C++ compiler")
+ODD = {"d_model": 44, "heads": 2, "kv_heads": 1, "d_expert": 19, "d_feed_forward": 51, "vocab_size": 271}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "odd": ODD,
+    "swiglu": ODD | {"activation": "swiglu", "shared_experts": 0, "softcap": None},
+    "two shared": {"shared_experts": 2, "gate_norm": "fanout"},
+    "wide heads": {"d_model": 64, "heads": 1, "kv_heads": 1, "dense_layers": 0},
+}
+ROWS = 7
+
+
+def filled(model: GPT, rows: range = range(ROWS)) -> Decoder:
+    """A decoder with a prompt of its own in each of the rows."""
+    decoder = Decoder(model, ROWS, 40)
+    for row in rows:
+        decoder.open(row)
+        decoder.read(row, random.Random(row).choices(range(270), k=3 + row))
+    return decoder
+
+
+def steps(decoder: Decoder, rows: range = range(ROWS), count: int = 4) -> list[Decoded]:
+    return [decoder.step({row: 10 * i + row for row in rows}) for i in range(count)]
+
+
+def same(a: Decoded, b: Decoded, compare: Callable[..., None]) -> None:
+    compare(a.logits, b.logits)
+    compare(torch.tensor(a.peaks), torch.tensor(b.peaks))
+    compare(a.routed.scores, b.routed.scores)
+    assert torch.equal(a.routed.assignment, b.routed.assignment)
+    assert a.assigned == b.assigned == b.routed.assignment.sum()
+
+
+def bits(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert torch.equal(a, b)
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_it_equals_torchs_operations_at_any_size(
+    rule: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(rule, **options)
+    found = steps(filled(model))
+    monkeypatch.setattr(kernel, "library", lambda: None)
+    for a, b in zip(found, steps(filled(model)), strict=True):
+        same(a, b, lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4))
+
+
+@needs_kernel
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_in_bfloat16_it_is_nearer_to_float32_than_torchs_operations(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every expert taken, so that no rounding decides which."""
+    model = small_model(TokenChoice(4, 4), **options)
+    exact = [decoded.logits for decoded in steps(filled(model))]
+    model.compute_dtype = torch.bfloat16
+    found = [decoded.logits for decoded in steps(filled(model))]
+    monkeypatch.setattr(kernel, "library", lambda: None)
+    torchs = [decoded.logits for decoded in steps(filled(model))]
+    distances = [sum((a - b).abs().mean() for a, b in zip(exact, of, strict=True)) for of in (found, torchs)]
+    assert 0 < distances[0] < distances[1]
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_company_and_the_number_of_threads_change_no_bit(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = small_model(**options)
+    model.compute_dtype = dtype
+    together = steps(filled(model))
+    monkeypatch.setattr(kernel, "SHARED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for decoded, shared in zip(together, steps(filled(model)), strict=True):
+        same(decoded, shared, bits)
+    for row in (0, 4):
+        of_row = range(row, row + 1)
+        for decoded, alone in zip(together, steps(filled(model, of_row), of_row), strict=True):
+            bits(decoded.logits[row : row + 1], alone.logits)
+            bits(decoded.routed.assignment[:, row : row + 1], alone.routed.assignment)
+
+
+@needs_kernel
+def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
+    model, prompt = small_model(), random.Random(0).choices(range(270), k=30)
+    whole, pieces = Decoder(model, 2, 40), Decoder(model, 2, 40)
+    for decoder in (whole, pieces):
+        decoder.open(1)
+    logits = whole.read(1, prompt, every=True).logits
+    ends = [0, 1, 8, 12, 13, 30]
+    parts = [pieces.read(1, prompt[a:b], every=True).logits for a, b in pairwise(ends)]
+    bits(torch.cat(parts), logits)
+    whole.lengths[1] = 0
+    bits(whole.read(1, prompt).logits, logits[-1:])
+
+
+@needs_kernel
+def test_a_sequence_of_nan_leaves_the_others_as_they_are() -> None:
+    model = small_model()
+    expected = filled(model).step({0: 1, 1: 2, 2: 3}).logits
+    with torch.no_grad():
+        model.embed.weight[2] = torch.nan
+    decoded = filled(model, range(3)).step({0: 1, 1: 2, 2: 3})
+    assert decoded.logits[1].isnan().all()
+    assert torch.tensor(decoded.peaks[1][1:]).isnan().all()
+    assert not decoded.routed.assignment[:, 1].any()
+    bits(decoded.logits[::2], expected[::2])
+
+
+@needs_kernel
+@given(
+    temperature=st.floats(1e-3, 10),
+    top_k=st.none() | st.integers(1, 60),
+    top_p=st.floats(0.01, 1),
+    seed=st.integers(0, 99),
+)
+def test_a_sample_is_the_same_token_as_by_operations(
+    temperature: float, top_k: int | None, top_p: float, seed: int
+) -> None:
+    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
+    sampler = Sampler(temperature, top_k, torch.Generator().manual_seed(seed), top_p)
+    number = float(torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
+    assert sampler(logits) == sampler._by_operations(logits, min(top_k or 50, 50), number)
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("top_k", [None, 3])
+def test_no_token_is_drawn_from_nan(top_k: int | None) -> None:
+    logits = torch.tensor([0.0, torch.nan, 1.0, 2.0, 3.0])
+    with pytest.raises(ValueError, match="logits have NaN"):
+        Sampler(1.0, top_k, torch.Generator())(logits)
+
+
+def test_without_a_compiler_there_is_no_kernel_and_nothing_is_said(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.decoder.__wrapped__() is None
+    assert capfd.readouterr().err == ""
+
+
+def test_other_dtypes_are_decoded_by_operations() -> None:
+    model = small_model(ExpertThreshold(4, 1))
+    model.compute_dtype = torch.float64
+    assert Decoder(model, 1, 4).kernel is None
