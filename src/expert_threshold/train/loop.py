@@ -16,6 +16,7 @@ from ..optim import OptimConfig
 from ..runs import RunFolder, load_model
 from ..runs.files import damage_told, replace_file
 from .config import TrainConfig
+from .device import objects_at_rest
 from .interrupt import Interrupt
 from .log import Display, Title
 from .meeting import Meeting, from_first
@@ -86,7 +87,8 @@ def train(
             run.tell_skipped_text(prepared.skipped)
             interrupt.deferred = True
             try:
-                return run.run(interrupt)
+                with objects_at_rest():
+                    return run.run(interrupt)
             finally:
                 run.close()
 

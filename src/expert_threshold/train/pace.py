@@ -14,7 +14,7 @@ from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
-from .device import pick_device, pick_dtype
+from .device import objects_at_rest, pick_device, pick_dtype
 from .trainer import Trainer
 
 WARMUP_STEPS, SECONDS = 3, 5.0
@@ -41,8 +41,9 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         trainer = Trainer(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(trainer)]
         end = time.perf_counter() + SECONDS
-        while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):
-            times.append(_seconds_of_step(trainer))
+        with objects_at_rest():
+            while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):
+                times.append(_seconds_of_step(trainer))
     steps = SHARE_OF_STEPS * seconds / statistics.median(times[WARMUP_STEPS:])
     return max(round(steps), 1) * config.batch_size * config.accumulation * model.context
 
