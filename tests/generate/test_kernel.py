@@ -132,20 +132,29 @@ def test_a_sequence_of_nan_leaves_the_others_as_they_are() -> None:
     bits(decoded.logits[::2], expected[::2])
 
 
+@pytest.mark.usefixtures("by")
+def test_an_id_beyond_the_vocabulary_is_refused() -> None:
+    decoder = filled(small_model())
+    for token in (-300, 270):
+        with pytest.raises(IndexError):
+            decoder.step({0: token})
+
+
 @needs_kernel
 @given(
     temperature=st.floats(1e-3, 10),
-    top_k=st.none() | st.integers(1, 60),
-    top_p=st.floats(0.01, 1),
+    top_k=st.none() | st.integers(1, 600),
+    top_p=st.just(1.0) | st.floats(0.01, 1),
     seed=st.integers(0, 99),
+    vocab=st.sampled_from([50, 500]),
 )
 def test_a_sample_is_the_same_token_as_by_operations(
-    temperature: float, top_k: int | None, top_p: float, seed: int
+    temperature: float, top_k: int | None, top_p: float, seed: int, vocab: int
 ) -> None:
-    logits = 3 * torch.randn(50, generator=torch.Generator().manual_seed(seed))
+    logits = 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
     sampler = Sampler(temperature, top_k, torch.Generator().manual_seed(seed), top_p)
     number = float(torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
-    assert sampler(logits) == sampler._by_operations(logits, min(top_k or 50, 50), number)
+    assert sampler(logits) == sampler._by_operations(logits, min(top_k or vocab, vocab), number)
 
 
 @pytest.mark.usefixtures("by")

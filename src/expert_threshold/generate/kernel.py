@@ -101,8 +101,13 @@ class Kernel:
         self._work = sum(weight.numel() for weight in weights) + decoder.head.numel()
 
     def __call__(self, ids: Sequence[int], rows: Sequence[int], places: Sequence[int], first: int = 0) -> Results:
-        """Put tokens into places of rows of the cache, several of one row in their order. Logits from `first` on."""
+        """Put tokens into places of rows of the cache, several of one row in their order. Logits from `first` on.
+
+        Raises IndexError if an id is not in the vocabulary.
+        """
         count = len(ids)
+        if not 0 <= min(ids) <= max(ids) < self._vocab:
+            raise IndexError(f"token ids {min(ids)} to {max(ids)} must lie from 0 to {self._vocab - 1}")
         results = Results(count - first, self._vocab, self._routed, count, self._experts)
         needed = self._scratch_of(byref(self._model), c_int64(count))
         if self._scratch.numel() < needed:

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <vector>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -573,19 +572,38 @@ int64_t decode_sample(const float *logits, int64_t vocab, double temperature, in
         if (logits[i] != logits[i]) return -1;
         highest = highest < logits[i] ? logits[i] : highest;
     }
-    std::vector<int32_t> order(vocab);
-    std::iota(order.begin(), order.end(), 0);
+    const auto weight = [&](int64_t i) { return std::exp((double(logits[i]) - highest) / temperature); };
+    std::vector<uint64_t> order(vocab);  // the logit's bits, such that higher ones come first, and the id
+    for (int64_t i = 0; i < vocab; i++) {
+        uint32_t bits;
+        memcpy(&bits, logits + i, 4);
+        order[i] = uint64_t(bits >> 31 ? bits : ~bits & 0x7FFFFFFF) << 32 | uint64_t(i);
+    }
+    const auto id = [](uint64_t place) { return int64_t(uint32_t(place)); };
     most = most < vocab ? most : vocab;
-    if (most < vocab || top_p < 1)
-        std::partial_sort(order.begin(), order.begin() + most, order.end(), [&](int32_t a, int32_t b) {
-            return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-        });
-    std::vector<double> sums(most);
-    double sum = 0;
-    for (int64_t i = 0; i < most; i++) sums[i] = sum += std::exp((double(logits[order[i]]) - highest) / temperature);
-    int64_t kept = most;
-    if (top_p < 1) kept = std::lower_bound(sums.begin(), sums.end() - 1, top_p * sum) - sums.begin() + 1;
+    double total = 0;  // of all; where a share of it is asked for, few are needed, as a rule, and fewer to be sorted
+    const bool some = most == vocab && top_p < 1;
+    if (some)
+        for (int64_t i = 0; i < vocab; i++) total += weight(i);
+    std::vector<double> sums;
+    for (int64_t sorted = some ? std::min<int64_t>(64, most) : most;; sorted = std::min(32 * sorted, most)) {
+        const auto end = order.begin() + sorted;
+        if (sorted == vocab && !some) {
+        } else if (sorted <= 256) {
+            std::partial_sort(order.begin(), end, order.end());  // the quickest way to a few
+        } else {
+            std::nth_element(order.begin(), end, order.end());
+            std::sort(order.begin(), end);
+        }
+        sums.clear();
+        double sum = 0;
+        for (int64_t i = 0; i < sorted; i++) sums.push_back(sum += weight(id(order[i])));
+        if (sorted == most || sum >= top_p * total) break;
+    }
+    if (!some) total = sums.back();
+    int64_t kept = int64_t(sums.size());
+    if (top_p < 1) kept = std::lower_bound(sums.begin(), sums.end() - 1, top_p * total) - sums.begin() + 1;
     int64_t place = std::upper_bound(sums.begin(), sums.begin() + kept - 1, number * sums[kept - 1]) - sums.begin();
-    return order[place];
+    return id(order[place]);
 }
 }
