@@ -81,6 +81,24 @@ def test_the_memory_of_a_step_is_what_the_allocator_counts(
     assert planned["peak"] == pytest.approx(measured(config, dtype, tmp_path), rel=0.1)
 
 
+def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, way in (
+        (["d12"], "static"),
+        (["d12", "--gpus", "8"], "grouped"),  # a pool of all ranks bounds none of them
+        (["d12", "--gpus", "8", "--pool", "batch"], "static"),
+        (["d12", "--dtype", "float32"], "grouped"),
+        (["d12", "--dispatch", "reference"], "reference"),
+        (["quickstart", "--device", "cpu"], "grouped"),
+        (["d12", "--rule", "dense"], None),
+    ):
+        assert plan(capsys, *arguments)["dispatch"] == way, arguments
+
+
+def test_buffers_take_more_where_they_are_sized_by_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    static, grouped = (plan(capsys, "d12", "--dispatch", way)["memory"]["replicate"] for way in ("static", "grouped"))
+    assert static["dispatch"] > 1.2 * grouped["dispatch"]
+
+
 def test_no_weight_is_made(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of d20 would take 10 GB."""
     monkeypatch.setattr(GPT, "to_empty", None)

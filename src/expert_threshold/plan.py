@@ -97,6 +97,12 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
     return micro_batch, step // (micro_batch * machine.gpus)
 
 
+def dispatch(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool) -> str | None:
+    """How tokens get to the experts of their device, as `auto` will choose; None where there are none."""
+    step = Step(config.model, share_out(config, machine)[0], itemsize, gpu, machine.gpus)
+    return None if config.model.rule is None else step.dispatch
+
+
 def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layout: str) -> dict[str, int]:
     """Bytes on one GPU at the moment that needs most, by part and in all, as `peak`; the allocator's own comes on top.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..plan import LAYOUTS, Machine, costs, duration, memory, share_out
+from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import pick_dtype
 from ..train.log import clock
@@ -68,6 +68,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
         **machine._asdict(),
         "micro_batch": micro_batch,
         "accumulation": accumulation,
+        "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
         "memory": {name: memory(config, machine, itemsize, gpu=not on_cpu, layout=name) for name in layouts},
         **duration(config, machine),
     }
@@ -76,8 +77,8 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 def tables(costs: dict[str, Any]) -> list[Table]:
     """The run; the memory by part, a column for each layout; time and money."""
     run = Table("run", "", box=box.SIMPLE)
-    for name in ("preset", "recipe", "config", "rule", "params_total", "params_active"):
-        if name in costs:
+    for name in ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active"):
+        if costs.get(name) is not None:
             run.add_row(name, _show(costs[name]))
     for part, count in costs["parameters"].items():
         run.add_row(f"  {part}", _show(count))

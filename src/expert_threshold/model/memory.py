@@ -12,8 +12,8 @@ from typing import NamedTuple
 from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
-from ..native import attention as kernels
 from ..native import available
+from ..native import cross_entropy as loss
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig
@@ -49,10 +49,9 @@ class Step(NamedTuple):
     gpu: bool
     ranks: int = 1
 
-    @property
-    def native(self) -> bool:
-        """Whether attention is that of native/attention.py."""
-        tiles = self.config.d_model // self.config.heads % kernels.TILE == 0
+    def native(self, *sizes: int) -> bool:
+        """Whether the processor's own kernels are taken for matrices of such sizes."""
+        tiles = all(size % loss.TILE == 0 for size in sizes)
         return not self.gpu and self.itemsize < FLOAT32 and tiles and available()
 
     @property
@@ -79,14 +78,27 @@ class Step(NamedTuple):
         return activation_named(self.config.activation).width
 
     @property
+    def most(self) -> int | None:
+        """As many pairs of a token and an expert as the rule's bounds allow; None where there are none."""
+        assert self.config.rule is not None
+        return most_pairs(self.config.rule, self.tokens, training=True, ranks=self.ranks)
+
+    @property
+    def dispatch(self) -> str:
+        """The way of the experts; what `auto` takes on a GPU of compute capability 9.0 or more, or on a CPU."""
+        if self.config.dispatch != "auto":
+            return self.config.dispatch
+        native = self.gpu and self.itemsize < FLOAT32 and self.config.d_model % 8 == 0 == self.config.d_expert % 8
+        return "static" if native and self.most is not None else "grouped"
+
+    @property
     def slots(self) -> int:
-        """Rows of the experts' buffers, padding included: on a GPU as many as the rule's bounds allow, else as many as
-        there are at even loads."""
+        """Rows of the experts' buffers, padding included: as many as the rule's bounds allow where shapes do not follow
+        from loads, else as many as there are at even loads."""
         rule = self.config.rule
         assert rule is not None
-        most = most_pairs(rule, self.tokens, training=True, ranks=self.ranks)
-        if self.gpu and most is not None and self.config.dispatch not in ("reference", "grouped"):
-            return most
+        if self.most is not None and self.dispatch in ("static", "triton"):
+            return self.most
         return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
 
     def has_experts(self, layer: int) -> bool:
@@ -106,13 +118,14 @@ class Step(NamedTuple):
         head = self.tokens * wide * self.itemsize
         # Two norms' inputs; what the projections take, what they make; what the last one takes.
         kept = 3 * self.rows + (heads + 2 * kv_heads) * head + heads * head
-        if not self.native:  # the rows' scales
+        native = self.native(wide)
+        if not native:  # the rows' scales
             kept += (2 + heads + kv_heads) * self.scale
-        if self.native or self.fused:  # a number for each query
+        if native or self.fused:  # a number for each query
             kept += heads * self.scale
         if self.fused:
             kept += (heads + kv_heads) * head
-        elif not self.native:
+        elif not native:
             seen = sum(
                 min(QUERIES_PER_BLOCK, config.context - start) * min(start + QUERIES_PER_BLOCK, config.context)
                 for start in range(0, config.context, QUERIES_PER_BLOCK)
@@ -146,12 +159,13 @@ class Step(NamedTuple):
         """While the loss is computed: the last hidden states, the head in the compute dtype and a product for its
         gradient, a chunk of logits; and scores and assignments, which are held until the forward is over."""
         vocab, head = self.config.vocab_size, self.config.vocab_size * self.config.d_model
-        chunk = (
-            min(max(LOGITS_PER_CHUNK["gpu" if self.gpu else "cpu"] // vocab, 1), self.tokens)
-            * vocab
-            * (self.itemsize + 3 * FLOAT32)
-        )
-        product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
+        if self.native(vocab, self.config.d_model) and self.config.softcap is not None:
+            rows = min(max(loss.NUMBERS_PER_CHUNK // vocab // loss.GROUP, 1) * loss.GROUP, self.tokens)
+            chunk, product = rows * (vocab + self.config.d_model) * self.itemsize, 2 * head * self.itemsize
+        else:
+            rows = min(max(LOGITS_PER_CHUNK["gpu" if self.gpu else "cpu"] // vocab, 1), self.tokens)
+            chunk = rows * vocab * (self.itemsize + 3 * FLOAT32)
+            product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
         experts = 0 if self.config.rule is None else self.config.rule.num_experts
         layers = sum(self.has_experts(layer) for layer in range(self.config.layers))
         held = layers * self.tokens * experts * (FLOAT32 + 1)
@@ -173,7 +187,8 @@ class Step(NamedTuple):
     def made_by_attention(self) -> Memory:
         """While the backward of a block's attention is in work; its feed-forward's is over."""
         config = self.config
-        block = 0 if self.fused or self.native else 2 * min(QUERIES_PER_BLOCK, config.context) * config.context
+        none = self.fused or self.native(config.d_model // config.heads)
+        block = 0 if none else 2 * min(QUERIES_PER_BLOCK, config.context) * config.context
         return Memory(5 * self.rows + self.sequences * config.heads * block * self.itemsize)
 
     def peak(self, gradients: Sequence[int], *, accumulated: bool, checkpointing: bool) -> Memory:
