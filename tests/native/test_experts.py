@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from dispatch_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
-from expert_threshold.moe import DISPATCHES, FeedForward
+from expert_threshold.moe import DISPATCHES, ExpertChoice, FeedForward, MoE
 from expert_threshold.native import experts as kernels
 from expert_threshold.native import library
 
@@ -147,6 +145,51 @@ def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int, mo
         assert (found[name] - value).norm() <= 0.01 * value.norm(), name
 
 
+def test_shared_and_routed_experts_at_once_are_their_sum() -> None:
+    torch.manual_seed(0)
+    x, upstream = torch.randn(2, 300, 64).bfloat16()
+    assignment, gates = some(300, 5), torch.rand(300, 5)
+    weights = [(torch.randn(shape) / 8).bfloat16() for shape in ((5, 96, 64), (5, 64, 96), (160, 64), (64, 160))]
+
+    def outcome(at_once: bool) -> list[Tensor]:
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, gates, *weights)]
+        rows, scale, *matrices = leaves
+        routed, shared = (matrices[0], matrices[1]), (matrices[2], matrices[3])
+        if at_once:
+            y = kernels.routed_sum(rows, scale, assignment, routed, shared)
+        else:
+            y = kernels.routed_sum(rows, scale, assignment, routed) + kernels.feed_forward(rows, *shared)
+        return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
+
+    for found, expected in zip(outcome(True), outcome(False), strict=True):
+        assert (found - expected).norm() <= 0.005 * expected.norm()
+
+
+@pytest.mark.parametrize("shared_experts", [0, 1, 2])
+@pytest.mark.parametrize("gate_norm", [None, "fanout"])
+def test_a_whole_layer_is_that_of_the_reference(shared_experts: int, gate_norm: Any) -> None:
+    x = torch.randn(4, 75, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    outcomes = []
+    for dispatch, dtype in (("auto", torch.bfloat16), ("reference", torch.float32)):
+        torch.manual_seed(0)
+        layer = MoE(64, 96, ExpertChoice(6, 2), shared_experts, dispatch, gate_norm=gate_norm)
+        rows = x.to(dtype).requires_grad_()
+        y, _ = layer(rows)
+        y.float().square().sum().backward()
+        grads = [weight.grad for weight in (rows, *layer.parameters())]
+        outcomes.append([y.detach(), *(grad for grad in grads if grad is not None)])
+    for found, expected in zip(*outcomes, strict=True):
+        assert (found.float() - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_an_upstream_gradient_of_any_layout_will_do() -> None:
+    given = case(fanout(128, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    row = torch.randn(64).bfloat16()
+    found = outputs_and_gradients(DISPATCHES["grouped"], given._replace(upstream=row.expand(128, 64)))
+    expected = outputs_and_gradients(DISPATCHES["grouped"], given._replace(upstream=row.repeat(128, 1)))
+    assert_same(found, expected, atol=0, rtol=0)
+
+
 def test_without_gradients_the_output_is_the_same() -> None:
     given = case(fanout(300, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
     expected = outputs_and_gradients(DISPATCHES["grouped"], given)["y"]
@@ -187,11 +230,15 @@ def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
     x, gates = torch.randn(96, 64).bfloat16(), torch.rand(96, 3)
     up, down = torch.randn(3, 32, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     everywhere = torch.ones(96, 3, dtype=torch.bool)
-    for routing in ((gates, everywhere), (None, None)):
-        weights = (up, down) if routing[0] is not None else (up[:1], down[:1])
-        arguments: tuple[Any, ...] = (x, *routing, *weights)
-        torch.library.opcheck(kernels._forward, (*arguments, 300), test_utils=FAKE)
-        torch.library.opcheck(kernels._backward, (x, *arguments, torch.rand(300, 32).bfloat16()), test_utils=FAKE)
+    routed, shared = torch.rand(300, 32).bfloat16(), torch.rand(96, 32).bfloat16()
+    for routing, weights, kept in (
+        ((gates, everywhere), [up, down], [routed]),
+        ((None, None), [up[:1], down[:1]], [shared]),
+        ((gates, everywhere), [up, down, up[:1], down[:1]], [routed, shared]),
+    ):
+        torch.library.opcheck(kernels._forward, (x, *routing, weights, 300), test_utils=FAKE)
+        torch.library.opcheck(kernels._forward, (x, *routing, weights, kernels.NONE), test_utils=FAKE)
+        torch.library.opcheck(kernels._backward, (x, x, *routing, weights, kept), test_utils=FAKE)
 
 
 def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
@@ -217,4 +264,4 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
 def test_more_pairs_than_there_is_room_for_are_refused() -> None:
     x, weights = torch.randn(64, 32).bfloat16(), torch.randn(2, 32, 32).bfloat16()
     with pytest.raises(RuntimeError, match="128 pairs of tokens and experts do not fit into 127 rows"):
-        kernels._forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), weights, weights, 127)
+        kernels._forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), [weights, weights], 127)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..routing import Observation, Routing, Rule, most_pairs
-from .dispatch import dispatch_named
+from .dispatch import add_shared, dispatch_named
 from .experts import ActivationName, Experts, FeedForward, activation_named
 from .router import Router
 
@@ -93,5 +93,6 @@ class MoE(nn.Module):
             gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
         flat_x, flat_gates, assignment = x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
-            y = self.dispatch(flat_x, flat_gates, assignment, self.experts, self.most_pairs(len(flat_x))).view_as(x)
-            return y if self.shared is None else y.add_(self.shared(x))
+            rows = self.most_pairs(len(flat_x))
+            y = add_shared(self.dispatch, flat_x, flat_gates, assignment, self.experts, self.shared, rows)
+            return y.view_as(x)

@@ -90,6 +90,8 @@ def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Of a tensor's first number; null for None and where there are none. The caller keeps the tensor."""
+    """Of a contiguous tensor's first number; null for None and where there are none. The tensor lives as long."""
     assert tensor is None or (tensor.is_contiguous() and tensor.is_cpu)
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    pointer = ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+    pointer.tensor = tensor  # type: ignore[attr-defined]
+    return pointer

@@ -65,12 +65,13 @@ void store_rows(const float* c, int64_t rows, int64_t columns, bf16* out, int64_
   }
 }
 
-// y_t = the sum of the token's rows.
-void combine(const bf16* rows, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t width, bf16* y) {
+// y_t = the sum of the token's rows, added to what is there if `add`.
+void combine(const bf16* rows, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t width, bool add,
+             bf16* y) {
   at::parallel_for(0, tokens, 64, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; ++t)
       for (int64_t c = 0; c < width; c += 16) {
-        __m512 sum = _mm512_setzero_ps();
+        __m512 sum = add ? load(y + t * width + c) : _mm512_setzero_ps();
         for (int32_t i = begin[t]; i < begin[t + 1]; ++i) sum = _mm512_add_ps(sum, load(rows + slot[i] * width + c));
         store(y + t * width + c, sum);
       }
@@ -128,10 +129,10 @@ void et_order(const uint8_t* assignment, int64_t tokens, int64_t experts, const 
 }
 
 // gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), room for the
-// experts' outputs, or y itself where `begin` is null.
+// experts' outputs, or y itself where `begin` is null; else y is added to if `add`.
 void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* down, const int64_t* first,
                 const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t experts,
-                int64_t width, int64_t hidden, bf16* kept, bf16* ys, bf16* y) {
+                int64_t width, int64_t hidden, bool add, bf16* kept, bf16* ys, bf16* y) {
   const auto blocks = blocks_of(first, experts);
   at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -169,15 +170,15 @@ void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* d
     }
     finish();
   });
-  if (begin) combine(ys, begin, slot, tokens, width, y);
+  if (begin) combine(ys, begin, slot, tokens, width, add, y);
 }
 
-// dgates: (tokens, experts), zero where nothing is assigned. dxs: as ys. Room for what the weights' gradients are made
+// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: as ys and y. Room for what the weights' gradients are made
 // of: transposed_dh (hidden, padded), packed_x and transposed_dy (padded, width); `padded` counts the rows when each 256
 // of an expert, and the rest, are rounded up to 32.
 void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* up, const bf16* down,
                  const int64_t* first, const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens,
-                 int64_t experts, int64_t width, int64_t hidden, const bf16* kept, bf16* transposed_dh, bf16* packed_a,
+                 int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh, bf16* packed_a,
                  bf16* packed_x, bf16* transposed_dy, bf16* dxs, bf16* dx, float* dgates, bf16* dup, bf16* ddown) {
   const auto blocks = blocks_of(first, experts);
   at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t to) {
@@ -239,7 +240,7 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
     }
     finish();
   });
-  if (begin) combine(dxs, begin, slot, tokens, width, dx);
+  if (begin) combine(dxs, begin, slot, tokens, width, add, dx);
 
   std::vector<Tile> tiles;
   for (int64_t e = 0, begin = 0, end = 0; e < experts; ++e, begin = end) {

@@ -6,7 +6,7 @@ the pre-activations and what was given are kept for backward. For torch's tracer
 
 from __future__ import annotations
 
-from ctypes import CDLL, c_int64
+from ctypes import CDLL, c_bool, c_int64
 from typing import Any, NamedTuple
 
 import torch
@@ -29,44 +29,53 @@ def applies(x: Tensor, hidden: int, activation: str) -> bool:
 
 
 def routed_sum(
-    x: Tensor, gates: Tensor, assignment: Tensor, up: Tensor, down: Tensor, rows: int | None = None
+    x: Tensor,
+    gates: Tensor,
+    assignment: Tensor,
+    experts: tuple[Tensor, Tensor],
+    shared: tuple[Tensor, Tensor] | None = None,
+    rows: int | None = None,
 ) -> Tensor:
-    """y_t = Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model).
+    """y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model).
 
-    x, up (experts, d_expert, d_model), down, its mirror: bfloat16. gates, assignment: (tokens, experts), float32 and
-    bool. rows: at least as many as pairs are assigned; None is not known.
+    experts: up (experts, d_expert, d_model) and down, its mirror; shared: the same of one; these and x in bfloat16.
+    gates, assignment: (tokens, experts), float32 and bool. rows: at least as many as pairs are assigned; None is not
+    known.
     """
-    return _sum(x, gates, assignment, up, down, assignment.numel() if rows is None else rows)
+    alone = () if shared is None else (weight[None] for weight in shared)
+    return _sum(x, gates, assignment, *experts, *alone, rows=assignment.numel() if rows is None else rows)
 
 
 def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """down · relu(up · x)² of x (tokens, d_model) and matrices (out, in), all in bfloat16."""
-    return _sum(x, None, None, up[None], down[None], len(x))
+    return _sum(x, None, None, up[None], down[None], rows=len(x))
 
 
-def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, rows: int) -> Tensor:
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates, up, down))
+def _sum(x: Tensor, gates: Tensor | None, assignment: Tensor | None, *weights: Tensor, rows: int) -> Tensor:
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, gates, *weights))
     room = (rows if torch.compiler.is_compiling() else EXACT) if wanted else NONE
-    y: Tensor = _Experts.apply(x, gates, assignment, up, down, room)
+    y: Tensor = _Experts.apply(room, x, gates, assignment, *weights)
     return y
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, room: int
+        ctx: Any, room: int, x: Tensor, gates: Tensor | None, assignment: Tensor | None, *weights: Tensor
     ) -> Tensor:
         y: Tensor
-        y, kept = _forward(x, gates, assignment, up, down, room)
-        ctx.save_for_backward(x, gates, assignment, up, down, kept)
+        y, *kept = _forward(x, gates, assignment, list(weights), room)
+        ctx.save_for_backward(x, gates, assignment, *weights, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        _, gates, *_ = ctx.saved_tensors
-        dx, dgates, dup, ddown = _backward(dy, *ctx.saved_tensors)
-        return dx, None if gates is None else dgates, None, dup, ddown, None
+        x, gates, assignment, *rest = ctx.saved_tensors
+        weights, kept = rest[: 2 * len(rest) // 3], rest[2 * len(rest) // 3 :]
+        dx, *others = _backward(dy, x, gates, assignment, weights, kept)
+        dgates = None if gates is None else others.pop(0)
+        return None, dx, dgates, None, *others
 
 
 class _Order(NamedTuple):
@@ -90,65 +99,100 @@ class _Order(NamedTuple):
         return cls(first, token, begin, slot)
 
 
-def _prepare(
-    x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor
-) -> tuple[CDLL, _Order, list[Tensor | None], list[c_int64]]:
-    """The kernels, the order of pairs, and what both halves are given; sizes: tokens, experts, d_model, d_expert."""
-    kernels = library()
-    assert kernels is not None
-    given = [x, None if gates is None else gates.float(), up, down]
-    sizes = [c_int64(n) for n in (len(x), len(up), x.shape[1], up.shape[1])]
-    order = _Order.of(kernels, assignment, len(x))
-    return kernels, order, [None if t is None else t.contiguous() for t in given], sizes
+class _Part(NamedTuple):
+    """Experts, routed or shared, of which a sum is made: what both halves are given."""
+
+    order: _Order
+    pairs: int
+    tensors: list[Tensor | None]  # x, gates, up, down
+    sizes: list[c_int64]  # tokens, experts, d_model, d_expert
+    add: c_bool  # to what other parts made
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [*map(address, (*self.tensors, *self.order)), *self.sizes, self.add]
+
+    def rows_of(self, y: Tensor) -> Tensor:
+        """Room for the rows that are summed into y; y itself where they are its own."""
+        return y if self.order.token is None else y.new_empty(self.pairs, y.shape[1])
+
+
+def _parts(
+    kernels: CDLL, x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor]
+) -> list[_Part]:
+    """In the order of weights: what is routed is added to what is shared, and computed last."""
+    parts = []
+    routings = [(gates, assignment), (None, None)]
+    for i, (gate, assigned) in zip(range(0, len(weights), 2), routings, strict=False):
+        given = (x, None if gate is None else gate.float(), *weights[i : i + 2])
+        tensors = [None if tensor is None else tensor.contiguous() for tensor in given]
+        order = _Order.of(kernels, assigned, len(x))
+        sizes = [c_int64(n) for n in (len(x), len(weights[i]), x.shape[1], weights[i].shape[1])]
+        parts.append(_Part(order, int(order.first[-1]), tensors, sizes, c_bool(i == 0 and len(weights) > 2)))
+    return parts
 
 
 @torch.library.custom_op("expert_threshold::experts_forward", mutates_args=())
 def _forward(
-    x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, room: int
-) -> tuple[Tensor, Tensor]:
-    """y and relu of the pre-activations, (room, d_expert), of which as many rows as there are pairs are filled."""
-    kernels, order, given, sizes = _prepare(x, gates, assignment, up, down)
-    pairs = int(order.first[-1])
-    if room not in (EXACT, NONE) and pairs > room:
-        raise RuntimeError(f"{pairs} pairs of tokens and experts do not fit into {room} rows")
-    kept = x.new_empty(pairs if room == EXACT else room, up.shape[1])
-    y = torch.empty(x.shape, dtype=x.dtype)
-    ys = y if order.token is None else x.new_empty(pairs, x.shape[1])
-    kernels.et_forward(
-        *map(address, (*given, *order)), *sizes, address(kept if len(kept) else None), *map(address, (ys, y))
-    )
-    return y, kept
+    x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int
+) -> list[Tensor]:
+    """y, and for each up and down relu of the pre-activations, (rows, d_expert), from the first row on.
+
+    room: rows for routed pairs; those of shared experts are the tokens.
+    """
+    kernels = library()
+    assert kernels is not None
+    y, kept = torch.empty(x.shape, dtype=x.dtype), []
+    for part in reversed(_parts(kernels, x, gates, assignment, weights)):
+        routed = part.order.token is not None
+        if routed and room not in (EXACT, NONE) and part.pairs > room:
+            raise RuntimeError(f"{part.pairs} pairs of tokens and experts do not fit into {room} rows")
+        rows = 0 if room == NONE else room if routed and room != EXACT else part.pairs
+        kept.append(x.new_empty(rows, part.sizes[3].value))
+        kernels.et_forward(*part.arguments, *map(address, (kept[-1], part.rows_of(y), y)))
+    return [y, *reversed(kept)]
 
 
 @_forward.register_fake
-def _(
-    x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, room: int
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(room, up.shape[1])
+def _(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int) -> list[Tensor]:
+    rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
+    if assignment is not None:
+        rows[0] = room
+    return [x.new_empty(x.shape), *(x.new_empty(n, up.shape[1]) for n, up in zip(rows, weights[::2], strict=True))]
 
 
 @torch.library.custom_op("expert_threshold::experts_backward", mutates_args=())
 def _backward(
-    dy: Tensor, x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, gates (empty where there are none), up and down."""
-    kernels, order, given, sizes = _prepare(x, gates, assignment, up, down)
-    pairs, (hidden, width) = int(order.first[-1]), up.shape[1:]
-    padded = pairs + TILE * int((order.first.diff() // BLOCK + 1).sum())
-    dx, dup, ddown = (torch.empty(t.shape, dtype=t.dtype) for t in (x, up, down))
-    dgates = torch.zeros(0 if gates is None else gates.shape, dtype=torch.float32)
-    dxs = dx if order.token is None else x.new_empty(pairs, width)
-    room = [x.new_empty(padded, columns) for columns in (hidden, hidden, width, width)]
-    grads = map(address, (dx, dgates, dup, ddown))
-    kernels.et_backward(
-        *map(address, (dy.contiguous(), *given, *order)), *sizes, *map(address, (kept, *room, dxs)), *grads
-    )
-    return dx, dgates if gates is None else dgates.to(gates.dtype), dup, ddown
+    dy: Tensor,
+    x: Tensor,
+    gates: Tensor | None,
+    assignment: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+) -> list[Tensor]:
+    """The gradients of x, of gates if there are any, and of weights."""
+    kernels = library()
+    assert kernels is not None
+    dy, dx = dy.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    dgates = None if gates is None else torch.zeros(gates.shape, dtype=torch.float32)
+    dweights = [torch.empty(weight.shape, dtype=weight.dtype) for weight in weights]
+    for i, part in reversed([*enumerate(_parts(kernels, x, gates, assignment, weights))]):
+        padded = part.pairs + TILE * int((part.order.first.diff() // BLOCK + 1).sum())
+        columns = [part.sizes[i].value for i in (3, 3, 2, 2)]
+        room = [x.new_empty(padded, n) for n in columns]
+        found = (dx, dgates if i == 0 else None, *dweights[2 * i : 2 * i + 2])
+        kernels.et_backward(address(dy), *part.arguments, *map(address, (kept[i], *room, part.rows_of(dx), *found)))
+    return [dx, *([] if dgates is None or gates is None else [dgates.to(gates.dtype)]), *dweights]
 
 
 @_backward.register_fake
 def _(
-    dy: Tensor, x: Tensor, gates: Tensor | None, assignment: Tensor | None, up: Tensor, down: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dgates = x.new_empty(0, dtype=torch.float32) if gates is None else gates.new_empty(gates.shape)
-    return x.new_empty(x.shape), dgates, up.new_empty(up.shape), down.new_empty(down.shape)
+    dy: Tensor,
+    x: Tensor,
+    gates: Tensor | None,
+    assignment: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+) -> list[Tensor]:
+    given = [x, *([] if gates is None else [gates]), *weights]
+    return [tensor.new_empty(tensor.shape) for tensor in given]

@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..experts import Experts
+from ...native import experts as kernels
+from ..experts import Experts, FeedForward
 from .grouped import grouped
 from .reference import reference
 from .static import is_native, static
@@ -41,6 +42,26 @@ def auto(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: i
     return (static if fits else grouped)(x, gates, assignment, experts, rows)
 
 
+def add_shared(
+    dispatch: Dispatch,
+    x: Tensor,
+    gates: Tensor,
+    assignment: Tensor,
+    experts: Experts,
+    shared: FeedForward | None,
+    rows: int | None,
+) -> Tensor:
+    """The routed sum and what every token's shared experts make of it; at once where one kernel does both."""
+    if shared is not None and dispatch in (auto, grouped):
+        weights = (experts.up, experts.down, shared.up.weight, shared.down.weight)
+        hidden = (experts.down.shape[-1], shared.down.weight.shape[-1])
+        if all(kernels.applies(x, width, experts.activation.name) for width in hidden):
+            up, down, *alone = (weight.to(x.dtype) for weight in weights)
+            return kernels.routed_sum(x, gates, assignment, (up, down), (alone[0], alone[1]), rows)
+    y = dispatch(x, gates, assignment, experts, rows)
+    return y if shared is None else y.add_(shared(x))
+
+
 def dispatch_named(name: str) -> Dispatch:
     """The dispatch of that name. Raises ValueError if there is none."""
     if name == "auto":
@@ -56,4 +77,13 @@ def require_dispatch(name: str, device: torch.device) -> None:
     dispatch_named(name)(nothing, nothing, nothing.bool(), Experts(1, 1, 1).to(device))
 
 
-__all__ = ["DISPATCHES", "Dispatch", "dispatch_named", "grouped", "reference", "require_dispatch", "static"]
+__all__ = [
+    "DISPATCHES",
+    "Dispatch",
+    "add_shared",
+    "dispatch_named",
+    "grouped",
+    "reference",
+    "require_dispatch",
+    "static",
+]

@@ -32,7 +32,7 @@ def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
     By the processor's own kernels where there are some.
     """
     if kernels.applies(x, experts.down.shape[2], experts.activation.name):
-        return kernels.routed_sum(x, gates, assignment, experts.up.to(x.dtype), experts.down.to(x.dtype), rows)
+        return kernels.routed_sum(x, gates, assignment, (experts.up.to(x.dtype), experts.down.to(x.dtype)), rows=rows)
     weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
     y: Tensor
     if torch.compiler.is_compiling():
