@@ -5,7 +5,8 @@
 A batch of one is bound by reading weights. `read_ms` is the time to read as many bytes as one token's weights have:
 those every token meets and those of the experts it was sent to, counted while decoding; the fastest of a sum, a maximum
 and a matrix-vector product over a buffer of that size. `ratio_to_reading` is the median over interleaved repetitions of
-the time per decoded token over it. Weights are random and cutoffs settled, so that loads are near their target.
+the time per decoded token over it; `over_operations` that of the same without the kernel, by torch's operations, over
+it. Weights are random and cutoffs settled, so that loads are near their target.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import json
 import statistics
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from common import compute_dtype, machine, time_interleaved
 from torch import Tensor
 
 from expert_threshold.data import Tokenizer
-from expert_threshold.generate import Step, generate
+from expert_threshold.generate import Step, generate, kernel
 from expert_threshold.model import GPT, GPTConfig, parameter_counts
 from expert_threshold.routing import ExpertThreshold
 
@@ -51,7 +53,7 @@ def readers(size: int, d_model: int, dtype: torch.dtype) -> dict[str, Callable[[
 
 def measure(
     preset: str, vocab_size: int, tokens: int, dtype: torch.dtype, repeats: int
-) -> dict[str, float | int | str]:
+) -> dict[str, float | int | str | bool]:
     model = settled_model(preset, vocab_size, dtype)
     config = model.config
     pairs = [bytes(divmod(i, 256)) for i in range(vocab_size - 257)]
@@ -62,15 +64,28 @@ def measure(
         steps = generate(model, tokenizer, prompt, max_tokens=count, seed=0, stop_at_document_end=False, record=record)
         return list(steps)
 
+    def by_operations(count: int) -> list[Step]:
+        with mock.patch.object(kernel, "library", return_value=None):
+            return decode(count)
+
     fanouts = [len(layer.experts) for step in decode(tokens, record=True) for layer in step.routing or ()]
     fanout = statistics.mean(fanouts)
     counts = parameter_counts(config)
     idle = counts["routed_experts"] * (1 - fanout / NUM_EXPERTS)
     numbers = round(counts["total"] - counts["embedding"] - idle)
 
-    calls = {"decode": lambda: decode(tokens), "first": lambda: decode(1), **readers(numbers, config.d_model, dtype)}
+    calls = {
+        "decode": lambda: decode(tokens),
+        "first": lambda: decode(1),
+        "operations": lambda: by_operations(tokens),
+        "operations_first": lambda: by_operations(1),
+        **readers(numbers, config.d_model, dtype),
+    }
     times = time_interleaved(calls, repeats)
-    token = [(a - b) / (tokens - 1) for a, b in zip(times["decode"], times["first"], strict=True)]
+    token, operations = (
+        [(a - b) / (tokens - 1) for a, b in zip(times[all_], times[first], strict=True)]
+        for all_, first in (("decode", "first"), ("operations", "operations_first"))
+    )
     read = [min(ways) for ways in zip(times["sum"], times["max"], times["product"], strict=True)]
     return {
         "preset": preset,
@@ -85,6 +100,9 @@ def measure(
         "read_ms": round(statistics.median(read) * 1e3, 3),
         "read_gb_per_second": round(numbers * dtype.itemsize / statistics.median(read) / 1e9, 1),
         "ratio_to_reading": round(statistics.median(a / b for a, b in zip(token, read, strict=True)), 3),
+        "kernel": kernel.library() is not None,
+        "operations_token_ms": round(statistics.median(operations) * 1e3, 3),
+        "over_operations": round(statistics.median(a / b for a, b in zip(operations, token, strict=True)), 2),
         "first_token_ms": round(statistics.median(times["first"]) * 1e3, 3),
         "repeats": repeats,
         **machine(),
@@ -109,7 +127,8 @@ def main() -> None:
         else:
             print(
                 f"{preset:10}  {row['dtype']}  {row['tokens_per_second']} tokens/s, {row['token_ms']} ms a token; "
-                f"reading {row['active_mb']} MB takes {row['read_ms']} ms: ratio {row['ratio_to_reading']}",
+                f"reading {row['active_mb']} MB takes {row['read_ms']} ms: ratio {row['ratio_to_reading']}; "
+                f"by operations {row['operations_token_ms']} ms: {row['over_operations']}x",
                 flush=True,
             )
 

@@ -63,10 +63,23 @@ def test_it_equals_torchs_operations_at_any_size(
     rule: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(rule, **options)
+    for _, moe in model.moe_layers():
+        if moe.router.bias is not None:
+            moe.router.bias.normal_()
     found = steps(filled(model))
     monkeypatch.setattr(kernel, "library", lambda: None)
     for a, b in zip(found, steps(filled(model)), strict=True):
         same(a, b, lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4))
+
+
+@pytest.mark.usefixtures("by")
+@torch.no_grad()
+def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
+    model = small_model(TokenChoice(4, 2))
+    for _, moe in model.moe_layers():
+        moe.router.weight[:] = moe.router.weight[0].clone()
+    (decoded,) = steps(filled(model), count=1)
+    assert decoded.routed.assignment.tolist() == [[[True, True, False, False]] * ROWS] * 2
 
 
 @needs_kernel
@@ -117,6 +130,14 @@ def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
     bits(torch.cat(parts), logits)
     whole.lengths[1] = 0
     bits(whole.read(1, prompt).logits, logits[-1:])
+
+
+@pytest.mark.usefixtures("by")
+@torch.no_grad()
+def test_a_broken_weight_is_seen() -> None:
+    model = small_model(None)
+    model.blocks[1].feed_forward.up.weight[3] = torch.nan
+    assert filled(model).step({0: 1}).logits.isnan().all()
 
 
 @needs_kernel

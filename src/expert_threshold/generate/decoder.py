@@ -72,9 +72,9 @@ class Decoder:
     """Equal to `GPT.forward` with a cache of which every sequence has a row; without gradients and all they need.
 
     The model's weights and cutoffs as they are now, in its compute dtype. rows: sequences at once; capacity: tokens in
-    each. strict: a step computes row after row. Products then have the same shapes whoever shares the batch, and a
-    sequence gets the same bits alone and among others; else their rounding depends on how many rows there are, and on
-    which of them a thread computes.
+    each. strict: a sequence gets the same bits alone and among others. The kernel does that anyway. Without it a step
+    computes row after row, so that products have the same shapes whoever shares the batch; else their rounding depends
+    on how many rows there are, and on which of them a thread computes.
     """
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:

@@ -44,15 +44,15 @@ struct Model {
     const Layer *layer;
 };
 
-// Their ids, rows of the cache, and places in them, which are below the capacity. Of those from `first` on it is asked
-// what follows.
+// Ids, rows of the cache, and places in these, which are below the capacity. Of tokens from `first` on it is asked what
+// follows.
 struct Tokens {
     int64_t count, first;
     const int64_t *ids, *rows, *places;
 };
 
-// logits: (count - first, vocab), and of each row the highest one's place, itself, and log Σ e^logit. scores,
-// assignment: (layers of experts, count, experts); assigned: how many of it.
+// logits: (count - first, vocab), and of each row where the highest is, it, and log Σ e^logit. scores, assignment:
+// (layers of experts, count, experts); assigned: experts that tokens go to, in all.
 struct Results {
     float *logits;
     int64_t *likeliest;
@@ -319,19 +319,21 @@ struct Pass {
             int64_t i = 0;
             for (; i + LANES <= length; i += LANES) {
                 Floats mean = {};
-                for (int64_t place = 0; place < seen; place++) mean += weights[place] * load(values + place * stride + i);
+                for (int64_t place = 0; place < seen; place++)
+                    mean += weights[place] * load(values + place * stride + i);
                 mean /= sum;
                 memcpy(out + i, &mean, sizeof mean);
             }
             for (; i < length; i++) {
                 float mean = 0;
-                for (int64_t place = 0; place < seen; place++) mean += weights[place] * widen(values[place * stride + i]);
+                for (int64_t place = 0; place < seen; place++)
+                    mean += weights[place] * widen(values[place * stride + i]);
                 out[i] = mean / sum;
             }
         }
     }
 
-    // hidden of some tokens' inputs, this thread's share of outputs; `to` counts in rows of the layer's widest.
+    // Hidden activations of some tokens' inputs, each in a row of `to`: this thread's share of them.
     void activate(const FeedForward &ff, int64_t expert, const float *const *inputs, int64_t count, Range range,
                   float *to, float *gates) const {
         int64_t d = model.d_model, width = ff.hidden, offset = expert * width * d;
@@ -357,10 +359,12 @@ struct Pass {
         for (int64_t r = 0; r < tokens.count; r++) {
             const float *of_token = &own.scores[r * experts];
             uint8_t *taken = &own.taken[r * experts];
-            if (layer.cutoffs)
-                for (int64_t e = 0; e < experts; e++) taken[e] = of_token[e] > layer.cutoffs[tokens.rows[r] * experts + e];
-            else
+            if (layer.cutoffs) {
+                const float *cutoffs = layer.cutoffs + tokens.rows[r] * experts;
+                for (int64_t e = 0; e < experts; e++) taken[e] = of_token[e] > cutoffs[e];
+            } else {
                 choose(layer, of_token, taken);
+            }
             int64_t fanout = 0;
             for (int64_t e = 0; e < experts; e++) fanout += taken[e];
             float divisor = layer.divide_by_fanout && fanout ? float(fanout) : 1;
@@ -386,8 +390,9 @@ struct Pass {
         memset(taken, 0, layer.experts);
         for (int64_t i = 0; i < layer.chosen; i++) {
             int64_t best = -1;
+            const auto key = [&](int64_t e) { return of_token[e] + layer.bias[e]; };
             for (int64_t e = 0; e < layer.experts; e++)
-                if (!taken[e] && (best < 0 || of_token[e] + layer.bias[e] > of_token[best] + layer.bias[best])) best = e;
+                if (!taken[e] && (best < 0 || key(e) > key(best))) best = e;
             taken[best] = 1;
         }
     }
@@ -413,8 +418,9 @@ struct Pass {
         if (layer.experts)
             for (Group &group : own.groups) {
                 for (size_t i = 0; i < group.tokens.size(); i++) inputs[i] = of_pairs + (group.first + i) * narrow;
-                product((const W *)layer.expert.down + group.expert * d * narrow, narrow, range.begin, range.end, narrow,
-                        inputs.data(), group.tokens.size(), [&](int64_t i, int64_t o, float y) {
+                const W *down = (const W *)layer.expert.down + group.expert * d * narrow;
+                product(down, narrow, range.begin, range.end, narrow, inputs.data(), group.tokens.size(),
+                        [&](int64_t i, int64_t o, float y) {
                             int64_t r = group.tokens[i];
                             x[r * d + o] += own.gates[r * layer.experts + group.expert] * y;
                         });
@@ -521,8 +527,8 @@ Sizes sizes(const Model &model, int64_t count) {
         int64_t numbers = layer.dense.hidden + layer.experts * layer.expert.hidden;
         hidden = hidden < numbers ? numbers : hidden;
     }
-    int64_t reads = model.heads * model.head_dim;
-    return {count * model.d_model, count * (reads + 2 * model.kv_heads * model.head_dim), count * reads, count * hidden};
+    int64_t reads = model.heads * model.head_dim, heads = reads + 2 * model.kv_heads * model.head_dim;
+    return {count * model.d_model, count * heads, count * reads, count * hidden};
 }
 
 template <class W>
@@ -566,7 +572,8 @@ void decode_forward(const Model *model, const Tokens *tokens, Results *results, 
 // A token of logits (vocab): of the `most` likeliest, and of these those that are needed to reach the share top_p, the
 // one whose part of their summed weights e^(logit / temperature) the number from 0 to below 1 falls into, the likeliest
 // first; in the order of ids if there is no choice among them. -1 if a logit is NaN.
-int64_t decode_sample(const float *logits, int64_t vocab, double temperature, int64_t most, double top_p, double number) {
+int64_t decode_sample(const float *logits, int64_t vocab, double temperature, int64_t most, double top_p,
+                      double number) {
     float highest = -INFINITY;
     for (int64_t i = 0; i < vocab; i++) {
         if (logits[i] != logits[i]) return -1;
