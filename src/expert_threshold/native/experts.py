@@ -74,8 +74,9 @@ class _Experts(torch.autograd.Function):
         x, gates, assignment, *rest = ctx.saved_tensors
         weights, kept = rest[: 2 * len(rest) // 3], rest[2 * len(rest) // 3 :]
         dx, *others = _backward(dy, x, gates, assignment, weights, kept)
-        dgates = None if gates is None else others.pop(0)
-        return None, dx, dgates, None, *others
+        if gates is None:
+            return None, dx, None, None, *others
+        return None, dx, others[0], None, *others[1:]
 
 
 class _Order(NamedTuple):
