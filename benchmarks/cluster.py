@@ -19,7 +19,7 @@ from expert_threshold.routing import ExpertThreshold
 from expert_threshold.routing.observation import observe
 from expert_threshold.routing.selection import DIGITS
 
-FLOAT32, INT64 = 4, 8  # bytes
+FLOAT32, INT32, INT64 = 4, 4, 8  # bytes
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 
 
@@ -129,11 +129,17 @@ def all_to_all_bytes(config: GPTConfig, owners: int, rows: float, itemsize: int)
 
 
 def selection_bytes(config: GPTConfig, ranks: int) -> list[tuple[str, int]]:
-    """The collectives of one layer's selection over a global pool, each with its bytes: kind and whole."""
+    """The collectives of one layer's selection over a global pool, each with its bytes: kind and whole.
+
+    As GPUs select, by `routing/radix.py`: counts are int32, and before the first digit all ks share one histogram.
+    """
     rule = config.rule
     assert rule is not None
     ks = 3 if isinstance(rule, ExpertThreshold) else 1
-    histograms = [("all_reduce", ks * rule.num_experts * INT64 << bits) for bits in DIGITS]
+    rows = [1, *[ks] * (len(DIGITS) - 1)]
+    histograms = [
+        ("all_reduce", row * rule.num_experts * INT32 << bits) for row, bits in zip(rows, DIGITS, strict=True)
+    ]
     return [("all_reduce", INT64), *histograms, ("gather", ks * rule.num_experts * INT64 * ranks)]
 
 
