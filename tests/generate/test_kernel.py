@@ -99,6 +99,17 @@ def test_in_bfloat16_it_is_nearer_to_float32_than_torchs_operations(
 
 
 @needs_kernel
+@torch.no_grad()
+def test_keys_and_values_are_rounded_to_the_nearest() -> None:
+    model = small_model()
+    for weight in model.parameters():
+        weight.copy_(weight.bfloat16())
+    exact = filled(model).cache
+    model.compute_dtype = torch.bfloat16
+    bits(filled(model).cache[0], exact[0].bfloat16())
+
+
+@needs_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_the_company_and_the_number_of_threads_change_no_bit(
