@@ -204,12 +204,15 @@ def rates(row: Row, seconds: tuple[float, float], times: dict[str, tuple[float, 
 
 
 def compare(rows: list[Row]) -> None:
-    """To the better of the dense ones, in each measure by itself."""
+    """To the better of the dense ones, in each measure by itself, and to the one in plain PyTorch."""
     dense = [row for row in rows if row["contestant"].startswith("dense")]
+    plain = next((row for row in dense if row["contestant"] == "dense"), None)
     for row in rows if dense else []:
         for prefix in ("forward_", ""):
             best = max(other[f"{prefix}tflops"] for other in dense)
             row[f"{prefix}ratio_to_dense"] = round(best / row[f"{prefix}tflops"], 4)
+        if plain is not None:
+            row["ratio_to_plain_dense"] = round(plain["tflops"] / row["tflops"], 4)
         row["kept_ratio_to_dense"] = round(row["kept_bytes"] / min(other["kept_bytes"] for other in dense), 4)
 
 

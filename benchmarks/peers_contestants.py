@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from layer import PlainFeedForward
 from torch import Tensor
 
+from expert_threshold import native
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, FeedForward, MoE, Router
 from expert_threshold.moe.dispatch import reference
 
@@ -187,6 +188,23 @@ def plain_grouped_mm(case: Case) -> Entry:
         return torch.zeros_like(case.x).index_add(0, token, out * gates[token, expert, None].to(out.dtype))
 
     return case.any_fanout(forward, gates=gates, up=up, down=down)
+
+
+def without_kernels(make: Callable[[Case], Entry]) -> Callable[[Case], Entry]:
+    """The same by PyTorch's operations."""
+
+    def make_without(case: Case) -> Entry:
+        if not native.available():
+            raise UnavailableError("has no kernels to be without")
+        entry = make(case)
+
+        def forward() -> Tensor:
+            with native.off():
+                return entry.forward()
+
+        return entry._replace(forward=forward)
+
+    return make_without
 
 
 def ours(name: str) -> Callable[[Case], Entry]:
@@ -358,6 +376,7 @@ def contestants() -> dict[str, Callable[[Case], Entry]]:
         "megablocks": megablocks,
         "sonicmoe": sonicmoe,
         **{f"ours {name}": ours(name) for name in DISPATCHES},
+        "ours grouped by PyTorch": without_kernels(ours("grouped")),
     }
 
 

@@ -24,6 +24,7 @@ LOOKS = {
     "sonicmoe": (METHODS[8], "h"),
     "ours reference": (METHODS[2], "o"),
     "ours static": (METHODS[7], "s"),
+    "ours grouped by PyTorch": (METHODS[0], "s"),
     "ours triton": (METHODS[6], "^"),
     "ours": (METHODS[3], "o"),
 }

@@ -36,6 +36,7 @@ def to_markdown(rows: list[Row]) -> str:
     lines += _fastest(moe)
     for title, key in (
         ("Forward + backward: time per FLOP over the faster dense one's", "ratio_to_dense"),
+        ("Forward + backward: time per FLOP over dense in plain PyTorch", "ratio_to_plain_dense"),
         ("Forward: time per FLOP over the faster dense one's", "forward_ratio_to_dense"),
         ("Kept for backward: bytes over the leaner dense one's", "kept_ratio_to_dense"),
     ):

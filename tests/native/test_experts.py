@@ -19,7 +19,7 @@ from dispatch_cases import (
 )
 from expert_threshold.moe import DISPATCHES, FeedForward, MoE
 from expert_threshold.native import experts as kernels
-from expert_threshold.native import library
+from expert_threshold.native import library, off
 from expert_threshold.routing import ExpertChoice
 
 pytestmark = [
@@ -29,10 +29,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer
 ]
 FAKE = ("test_schema", "test_faketensor")
-
-
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "available", lambda: False)
 
 
 def skewed(tokens: int, experts: int) -> Tensor:
@@ -78,11 +74,11 @@ def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
         assert (difference <= 0.02 * size + 0.02 * size.square().mean().sqrt()).all(), name  # 8 bits, a few roundings
 
 
-def test_they_are_as_exact_as_operations_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_they_are_as_exact_as_operations_of_pytorch() -> None:
     given = case(fanout(600, 4, 2), dtype=torch.bfloat16, d_model=128, d_expert=256)
     found = outputs_and_gradients(DISPATCHES["grouped"], given)
-    without_kernels(monkeypatch)
-    by_pytorch = outputs_and_gradients(DISPATCHES["grouped"], given)
+    with off():
+        by_pytorch = outputs_and_gradients(DISPATCHES["grouped"], given)
     for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
         assert (found[name] - value).norm() <= 1.05 * (by_pytorch[name] - value).norm(), name
 
@@ -131,7 +127,7 @@ def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 300, 512])
-def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int) -> None:
     torch.manual_seed(0)
     layer = FeedForward(64, 160)
     x, upstream = torch.randn(2, tokens, 64).bfloat16()
@@ -143,8 +139,9 @@ def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int, mo
         return {"y": y.detach(), **dict(zip(("x", "up", "down"), grads, strict=True))}
 
     found = outcome()
-    without_kernels(monkeypatch)
-    for name, value in outcome().items():
+    with off():
+        by_pytorch = outcome()
+    for name, value in by_pytorch.items():
         assert (found[name] - value).norm() <= 0.01 * value.norm(), name
 
 

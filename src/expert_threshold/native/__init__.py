@@ -15,6 +15,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +28,7 @@ FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "
 TORCH = ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
 SECONDS = 120  # a compiler that takes longer hangs
+_off = False
 
 
 @functools.cache
@@ -48,8 +51,19 @@ def decoder() -> ctypes.CDLL | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
-    """Whether there is a library."""
-    return library() is not None
+    """Whether there is a library, and it is not `off`."""
+    return not _off and library() is not None
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """PyTorch's operations in the place of kernels, to compare; a decoder that exists keeps its own."""
+    global _off
+    before, _off = _off, True
+    try:
+        yield
+    finally:
+        _off = before
 
 
 def _load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
