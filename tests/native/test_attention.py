@@ -126,6 +126,20 @@ def test_no_gradient_of_a_gradient_is_given() -> None:
             torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
+def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    layer, x = Attention(64, 2, 1), torch.randn(2, 64, 64).bfloat16()
+    cos, sin = (t.bfloat16() for t in rotary(torch.arange(64.0), 32))
+    found = []
+    for forward in (layer, torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")):
+        layer.zero_grad()
+        found.append(with_gradient(lambda x, forward=forward: forward(x, cos, sin, None, 0), x, torch.ones_like(x)))
+        found[-1] += [weight.grad for weight in layer.parameters() if weight.grad is not None]
+    for eager, compiled in zip(*found, strict=True):
+        assert (compiled - eager).norm() < 0.01 * eager.norm()
+
+
 def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
     x, cos, sin, dy = inputs((1, 66, 2, 1, 32))
     tests = ("test_schema", "test_faketensor")
