@@ -27,11 +27,12 @@ def time_interleaved(
 ) -> dict[str, list[float]]:
     """Seconds of every call, `repeats` times, in turn, so that drifts of the machine meet all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for repeat in range(warmup + repeats):
-        for name, call in calls.items():
-            seconds = _seconds(call, on)
-            if repeat >= warmup:
-                times[name].append(seconds)
+    with device.objects_at_rest():  # as in training
+        for repeat in range(warmup + repeats):
+            for name, call in calls.items():
+                seconds = _seconds(call, on)
+                if repeat >= warmup:
+                    times[name].append(seconds)
     return times
 
 

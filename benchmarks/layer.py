@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from expert_threshold.moe import FeedForward, MoE
 from expert_threshold.routing import ExpertThreshold
 
+SETTLING = 25  # repetitions until memory is where it stays, as after a run's first dozens of steps
+
 
 class PlainFeedForward(nn.Module):
     """down(relu(up x)²) as one would write it first."""
@@ -59,7 +61,8 @@ def measure(
     }
     if compiling:
         layers = {name: torch.compile(layer, fullgraph=True, dynamic=False) for name, layer in layers.items()}
-    times = time_interleaved({name: lambda m=m: forward_backward(m, x, grad) for name, m in layers.items()}, repeats)
+    calls = {name: lambda m=m: forward_backward(m, x, grad) for name, m in layers.items()}
+    times = time_interleaved(calls, repeats, warmup=SETTLING)
     medians = {name: statistics.median(values) for name, values in times.items()}
     flops = 3 * 2 * tokens * 2 * d_model * 4 * d_model
     return {

@@ -23,7 +23,6 @@ from expert_threshold.data import Loader, Tokenizer, open_source, pack
 from expert_threshold.model import GPT, flops_per_token, parameter_counts
 from expert_threshold.optim import make_optimizers
 from expert_threshold.train.compilation import compiled
-from expert_threshold.train.device import objects_at_rest
 
 
 def measure(
@@ -59,10 +58,9 @@ def measure(
             parts[part].append(end - start)
 
     a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
-    with objects_at_rest():  # as in training
-        for _ in range(warm_steps):
-            step()
-        times = time_interleaved({"step": step, "product": lambda: a @ b}, repeats, warmup=1)
+    for _ in range(warm_steps):
+        step()
+    times = time_interleaved({"step": step, "product": lambda: a @ b}, repeats, warmup=1)
     step_seconds, product_seconds = (statistics.median(times[name]) for name in ("step", "product"))
     tokens = run.train.batch_size * run.model.context
     rate, peak = flops_per_token(run.model) * tokens / step_seconds, 2 * 2048**3 / product_seconds

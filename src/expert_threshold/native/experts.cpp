@@ -31,6 +31,21 @@ std::vector<Rows> blocks_of(const int64_t* first, int64_t experts) {
   return blocks;
 }
 
+// then(from, to) on each thread: neighbouring blocks, which share packed weights, with as many rows as the others'.
+template <class Then>
+void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
+  const int64_t threads = at::get_num_threads(), rows = blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
+  const auto begin = [&](int64_t thread) {
+    return std::partition_point(blocks.begin(), blocks.end(),
+                                [&](const Rows& b) { return (b.padded + b.rounded / 2) * threads < rows * thread; }) -
+           blocks.begin();
+  };
+  at::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+    for (int64_t thread = from; thread < to; ++thread)
+      if (begin(thread) < begin(thread + 1)) then(begin(thread), begin(thread + 1));
+  });
+}
+
 // then(token, expert) of each pair that is assigned, in the order of tokens.
 template <class Then>
 void for_assigned(const uint8_t* assignment, int64_t tokens, int64_t experts, Then&& then) {
@@ -134,7 +149,7 @@ void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* d
                 const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t experts,
                 int64_t width, int64_t hidden, bool add, bf16* kept, bf16* ys, bf16* y) {
   const auto blocks = blocks_of(first, experts);
-  at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t to) {
+  for_neighbours(blocks, [&](int64_t from, int64_t to) {
     Scratch scratch;
     bf16* xs = scratch.take<bf16>(ROWS * width);
     bf16* as = scratch.take<bf16>(ROWS * hidden);
@@ -181,7 +196,7 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
                  int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh, bf16* packed_a,
                  bf16* packed_x, bf16* transposed_dy, bf16* dxs, bf16* dx, float* dgates, bf16* dup, bf16* ddown) {
   const auto blocks = blocks_of(first, experts);
-  at::parallel_for(0, blocks.size(), 1, [&](int64_t from, int64_t to) {
+  for_neighbours(blocks, [&](int64_t from, int64_t to) {
     Scratch scratch;
     bf16* xs = scratch.take<bf16>(ROWS * width);
     bf16* dys = scratch.take<bf16>(ROWS * width);
@@ -248,9 +263,10 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
     tile({begin, end, transposed_dh, packed_x, hidden, width, dup + e * hidden * width}, tiles);
     tile({begin, end, transposed_dy, packed_a, width, hidden, ddown + e * hidden * width}, tiles);
   }
-  at::parallel_for(0, tiles.size(), 1, [&](int64_t from, int64_t to) {
+  std::atomic<size_t> next = 0;  // tiles of experts with many rows take longer
+  at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     float* sum = Scratch().take<float>(TILE_ROWS * TILE_COLUMNS);
-    for (int64_t i = from; i < to; ++i) sum_over_rows(tiles[i], blocks, sum);
+    for (size_t i = next++; i < tiles.size(); i = next++) sum_over_rows(tiles[i], blocks, sum);
     finish();
   });
 }
