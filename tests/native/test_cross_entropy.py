@@ -106,6 +106,46 @@ def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
     torch.testing.assert_close(found["losses"][others], expected["losses"][others], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
+    x, weight, targets = given(100, 64, 128)
+    expected = outcome(x, weight, targets)
+    torch.set_default_dtype(default)
+    try:
+        found = outcome(x, weight, targets)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_a_target_beyond_the_vocabulary_is_refused(with_gradient: bool) -> None:
+    x, weight, targets = given(100, 64, 128)
+    targets[3] = 10**9
+    with torch.set_grad_enabled(with_gradient), pytest.raises(IndexError, match="target 1000000000 must lie below"):
+        linear_cross_entropy(x.requires_grad_(), weight, targets, SOFTCAP)
+
+
+def test_targets_may_be_of_any_whole_dtype() -> None:
+    x, weight, targets = given(100, 64, 128)
+    losses, *_ = kernel.cross_entropy(x, weight, targets, SOFTCAP, False)
+    again, *_ = kernel.cross_entropy(x, weight, targets.int(), SOFTCAP, False)
+    torch.testing.assert_close(again, losses, atol=0, rtol=0)
+
+
+def test_at_the_largest_cap_nothing_underflows() -> None:
+    x, weight, targets = given(64, 64, 128, scale=0.001)
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    for scale in (1.0, -1e4):  # all logits near 0, and many at either end
+        mean, losses = linear_cross_entropy(x * scale, weight, targets, kernel.MOST_SOFTCAP)
+        dx, dweight = torch.autograd.grad(mean, (x, weight))
+        assert losses.isfinite().all()
+        assert dx.isfinite().all()
+        assert dweight.isfinite().all()
+    assert not kernel.applies(x, weight, 2 * kernel.MOST_SOFTCAP)
+
+
 def test_where_it_does_not_apply_it_is_left_out() -> None:
     x, weight, _ = given(64, 64, 128)
     assert kernel.applies(x, weight, SOFTCAP)

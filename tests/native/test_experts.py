@@ -209,6 +209,35 @@ def test_what_is_kept_is_the_input_and_the_pre_activations() -> None:
     assert sum(sizes) <= 512 * 64 * 2 + 1024 * 96 * 2 + 512 * 4 * (4 + 1) + weights
 
 
+def test_the_default_dtype_and_whole_numbers_as_assignment_change_nothing() -> None:
+    given = case(some(200, 4), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    weights = given.experts.up.bfloat16(), given.experts.down.bfloat16()
+    expected = kernels.routed_sum(given.x, given.gates, given.assignment, weights)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = kernels.routed_sum(given.x, given.gates, given.assignment.long(), weights)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_backward_may_be_called_twice() -> None:
+    given = case(fanout(128, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    x = given.x.requires_grad_()
+    y = DISPATCHES["grouped"](x, *given[1:4])
+    first, second = (torch.autograd.grad(y, x, given.upstream, retain_graph=True)[0] for _ in range(2))
+    torch.testing.assert_close(first, second, atol=0, rtol=0)
+
+
+def test_shared_experts_with_a_hook_are_called() -> None:
+    layer = MoE(64, 96, ExpertChoice(4, 1))
+    assert layer.shared is not None
+    called: list[bool] = []
+    layer.shared.register_forward_hook(lambda *_: called.append(True))
+    layer(torch.randn(1, 128, 64).bfloat16())
+    assert called
+
+
 def test_a_second_derivative_is_refused() -> None:
     given = case(fanout(64, 4, 1), dtype=torch.bfloat16, d_model=32, d_expert=32)
     x = given.x.requires_grad_()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from expert_threshold import native
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+PACKAGES = Path(native.__file__).parents[2]
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
 
@@ -55,9 +58,50 @@ def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, cap
     source.write_text("int answer() { return nothing; }\n")
     assert native._load([source], native.FLAGS, []) is None
     said = capfd.readouterr().err.splitlines()[-1]
-    assert said.startswith("kernels for this processor cannot be built, going on without: ")
+    assert said.startswith("kernels for this processor cannot be built: ")
+    assert said.endswith("going on without, as with EXPERT_THRESHOLD_NATIVE=0")
     assert "nothing" in said
     assert not list((source.parent / "extensions" / "expert_threshold").iterdir())
+
+
+@NEEDS_COMPILER
+def test_a_library_that_was_cut_off_is_built_again(source: Path) -> None:
+    assert native._load([source], native.FLAGS, []) is not None
+    (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
+    built.unlink()  # not written over, as it is loaded
+    built.write_bytes(b"ELF")
+    library = native._load([source], native.FLAGS, [])
+    assert library is not None
+    assert library.answer() == 42
+
+
+@NEEDS_COMPILER
+def test_a_library_that_anyone_may_have_written_is_not_loaded(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert native._load([source], native.FLAGS, []) is not None
+    (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
+    built.chmod(0o777)
+    assert native._load([source], native.FLAGS, []) is None
+    assert "may be written by anyone" in capfd.readouterr().err
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("chosen", ["g++ -DANSWER=42", "clang++", ""])
+def test_the_compiler_may_have_arguments_and_is_never_clang(
+    source: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    monkeypatch.setenv("CXX", chosen)
+    if "ANSWER" in chosen:
+        source.write_text(SOURCE.replace("42", "ANSWER"))
+    library = native._load([source], native.FLAGS, [])
+    assert library is not None
+    assert library.answer() == 42
+
+
+def test_where_products_of_blocks_do_not_work_there_are_no_kernels() -> None:
+    """Told not to use what the processor has, PyTorch raises, and that in the middle of C++."""
+    code = "from expert_threshold import native; raise SystemExit(native.library() is not None)"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "PYTHONPATH": str(PACKAGES)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
 def test_without_a_compiler_or_switched_off_nothing_is_tried(

@@ -61,9 +61,9 @@ class Results:
     """What `Decoded` holds, of `count` tokens, `asked` of which have logits; columns of numbers beside tensors."""
 
     def __init__(self, asked: int, vocab: int, layers: int, count: int, experts: int) -> None:
-        self.logits = torch.empty(asked, vocab)
-        self.scores = torch.empty(layers, count, experts)
-        self.assignment = torch.empty(layers, count, experts, dtype=torch.bool)
+        self.logits = torch.empty(asked, vocab, dtype=torch.float32, device="cpu")
+        self.scores = torch.empty(layers, count, experts, dtype=torch.float32, device="cpu")
+        self.assignment = torch.empty(layers, count, experts, dtype=torch.bool, device="cpu")
         self.likeliest, self.highest, self.logsumexp = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
         self.assigned = 0
 
@@ -96,7 +96,7 @@ class Kernel:
             decoder.softcap or 0,
             self._layers,
         )
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         weights = [w for layer in decoder.layers for w in layer.of_a_token()]
         self._work = sum(weight.numel() for weight in weights) + decoder.head.numel()
 
@@ -111,7 +111,7 @@ class Kernel:
         results = Results(count - first, self._vocab, self._routed, count, self._experts)
         needed = self._scratch_of(byref(self._model), c_int64(count))
         if self._scratch.numel() < needed:
-            self._scratch = torch.empty(needed)
+            self._scratch = self._scratch.new_empty(needed)
         columns = [(c_int64 * count)(*column) for column in (ids, rows, places)]
         tokens = _Tokens(count, first, *(addressof(column) for column in columns))
         into = _Results(
@@ -162,7 +162,7 @@ def kernel_of(decoder: Decoder) -> Kernel | None:
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:
     """As `Sampler` does by operations; -1 where a logit is NaN, None where nothing can be compiled."""
     kernels = library()
-    if kernels is None or logits.dtype != torch.float32:
+    if kernels is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None
     logits = logits.contiguous()
     return kernels.decode_sample(  # type: ignore[no-any-return]

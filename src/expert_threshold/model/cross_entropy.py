@@ -57,8 +57,8 @@ def _cross_entropy(
     token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     valid = targets >= 0
     wanted = targets.clamp(min=0)[:, None]
-    dx = torch.empty_like(x if with_gradient else x[:0])
-    dweight = torch.zeros_like(weight if with_gradient else weight[:0])
+    dx = x.new_empty(x.shape if with_gradient else (0, x.shape[1]))
+    dweight = weight.new_zeros(weight.shape if with_gradient else (0, weight.shape[1]))
     size = max(LOGITS_PER_CHUNK["cpu" if x.is_cpu else "gpu"] // len(weight), 1)
     # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
     shape = (min(size, len(x)), len(weight))
@@ -94,7 +94,8 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     some = slice(None if with_gradient else 0)
-    return x.new_empty(x.shape[0], dtype=torch.float32), torch.empty_like(x[some]), torch.empty_like(weight[some])
+    losses = x.new_empty(x.shape[0], dtype=torch.float32)
+    return losses, x.new_empty(x[some].shape), weight.new_empty(weight[some].shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

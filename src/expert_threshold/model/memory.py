@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
-from ..native import available
+from ..native import TILE, available
 from ..native import cross_entropy as loss
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
@@ -51,7 +51,7 @@ class Step(NamedTuple):
 
     def native(self, *sizes: int) -> bool:
         """Whether the processor's own kernels are taken for matrices of such sizes."""
-        tiles = all(size % loss.TILE == 0 for size in sizes)
+        tiles = all(size % TILE == 0 for size in sizes)
         return not self.gpu and self.itemsize < FLOAT32 and tiles and available()
 
     @property

@@ -11,7 +11,9 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -28,19 +30,25 @@ FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "
 TORCH = ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
 SECONDS = 120  # a compiler that takes longer hangs
+TILE = 32  # sizes of matrices that processors multiply in tiles are multiples of it
+FEWEST_ROWS = 64  # with fewer, a call and what it packs cost more than they save
 _off = False
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot run: another processor than one that multiplies bfloat16 tiles (AMX), no
-    C++ compiler, or EXPERT_THRESHOLD_NATIVE=0. Takes five seconds the first time.
+    """The kernels, or None where they cannot run: another processor than one that multiplies bfloat16 tiles (AMX), a
+    PyTorch that does not multiply blocks for us, no C++ compiler (CXX, else g++), or EXPERT_THRESHOLD_NATIVE=0. Takes
+    five seconds the first time.
     """
     if not torch.cpu._is_amx_tile_supported():
         return None
     folder = Path(torch.__file__).parent
     libraries = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    return _load([*SOURCES, *HEADERS], [*FLAGS, *TORCH], libraries)
+    kernels = _load([*SOURCES, *HEADERS], [*FLAGS, *TORCH], libraries)
+    if kernels is not None:
+        kernels.et_works.restype, kernels.et_padded.restype = ctypes.c_bool, ctypes.c_int64
+    return kernels if kernels is not None and kernels.et_works() else None
 
 
 @functools.cache
@@ -69,35 +77,51 @@ def off() -> Iterator[None]:
 def _load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
     if os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
         return None
-    try:
-        return ctypes.CDLL(str(_build(files, flags, libraries)))
-    except FileNotFoundError:  # no compiler
+    compiler = _compiler()
+    if shutil.which(compiler[0]) is None:
         return None
-    except (OSError, subprocess.SubprocessError) as error:
+    try:
+        built = _build(compiler, files, flags, libraries)
+        try:
+            return ctypes.CDLL(str(built))
+        except OSError:  # cut off in the middle, or of a machine with other libraries
+            built.unlink()
+            return ctypes.CDLL(str(_build(compiler, files, flags, libraries)))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         reason = next((line for line in said.splitlines() if "error" in line), str(error))
-        print(f"kernels for this processor cannot be built, going on without: {reason}", file=sys.stderr)
+        print(
+            f"kernels for this processor cannot be built: {reason}; going on without, as with {VARIABLE}=0",
+            file=sys.stderr,
+        )
         return None
 
 
-def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
-    """The shared library, compiled unless it is there. Raises OSError or SubprocessError where that fails."""
-    compiler = os.environ.get("CXX", "g++")
+def _compiler() -> list[str]:
+    """CXX, or g++; not clang, which brings another OpenMP, whose threads PyTorch does not count."""
+    chosen = shlex.split(os.environ.get("CXX", ""))
+    return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
+
+
+def _build(compiler: list[str], files: list[Path], flags: list[str], libraries: list[str]) -> Path:
+    """The shared library, compiled unless it is there; OSError, RuntimeError or SubprocessError where that fails."""
     machine = sorted(torch.cpu.get_capabilities().items())
-    contents = [file.read_text() for file in files]
-    text = "\0".join([compiler, *flags, *libraries, torch.__version__, str(machine), *contents])
+    contents = [file.read_text(encoding="utf-8") for file in files]
+    text = "\0".join([*compiler, *flags, *libraries, torch.__version__, str(machine), *contents])
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     target = Path(extensions).expanduser() / "expert_threshold" / f"{name}.so"
-    if not target.exists():
-        if shutil.which(compiler) is None:
-            raise FileNotFoundError(compiler)
-        target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        status = target.stat()
+        if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
+            raise OSError(f"{target} is another's, or may be written by anyone")
+    else:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         print("building kernels for this processor, which takes some seconds once", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
             sources = [str(file) for file in files if file.suffix == ".cpp"]
-            command = [compiler, *flags, *sources, "-o", str(built), *libraries]
+            command = [*compiler, *flags, *sources, "-o", str(built), *libraries]
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             os.replace(built, target)  # others may build at the same time
     return target

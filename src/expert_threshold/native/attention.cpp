@@ -5,10 +5,10 @@
 // of one sequence at a time: its keys and values are packed for the products once, then met by blocks of queries, each
 // with the keys before its end. Scores and probabilities stay in a core's cache: backward computes them again.
 
-#include "common.h"
-
 #include <cmath>
 #include <limits>
+
+#include "common.h"
 
 namespace {
 
@@ -76,8 +76,9 @@ void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, in
       _mm512_storeu_ps(d + j, da);
       _mm512_storeu_ps(d + half + j, db);
     }
-    norm_back(row, inverse_rms(row, shape.width), _mm512_reduce_add_ps(along), shape.width,
-              [&](int64_t j) { return _mm512_loadu_ps(d + j); }, dx + t * shape.stride());
+    norm_back(
+        row, inverse_rms(row, shape.width), _mm512_reduce_add_ps(along), shape.width,
+        [&](int64_t j) { return _mm512_loadu_ps(d + j); }, dx + t * shape.stride());
   }
 }
 
@@ -262,8 +263,9 @@ void et_norm_backward(const bf16* dy, const bf16* x, int64_t rows, int64_t width
       const bf16 *row = x + r * width, *d = dy + r * width;
       __m512 along = _mm512_setzero_ps();
       for (int64_t j = 0; j < width; j += 16) along = _mm512_fmadd_ps(load(row + j), load(d + j), along);
-      norm_back(row, inverse_rms(row, width), _mm512_reduce_add_ps(along), width,
-                [&](int64_t j) { return load(d + j); }, dx + r * width);
+      norm_back(
+          row, inverse_rms(row, width), _mm512_reduce_add_ps(along), width, [&](int64_t j) { return load(d + j); },
+          dx + r * width);
     }
   });
 }

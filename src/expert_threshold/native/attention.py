@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import refuse_second_derivative
-from . import address, available, library
-
-TILE = 32  # widths must be whole tiles
-FEWEST_ROWS = 64  # with fewer, the call costs more than it saves
+from . import FEWEST_ROWS, TILE, address, available, library
 
 
 def applies(x: Tensor, width: int) -> bool:
@@ -29,8 +26,10 @@ def attention(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Ten
     """softmax(q kᵀ / √head_dim) v with later keys hidden, q and k rotated and normed; (batch, time, heads, head_dim).
 
     projected: (batch, time, heads + 2 · kv_heads, head_dim), queries before keys before values; cos, sin: (time,
-    head_dim / 2); all in bfloat16.
+    head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads.
     """
+    assert projected.shape[2] % kv_heads == 0, f"{projected.shape[2]} rows do not share {kv_heads} keys and values"
+    cos, sin = cos.to(projected.dtype), sin.to(projected.dtype)
     y: Tensor = _Attention.apply(projected, cos, sin, kv_heads)
     return y
 
@@ -90,7 +89,7 @@ def _(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tenso
 def _backward(dy: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, y: Tensor, normaliser: Tensor) -> Tensor:
     """The gradient of the projection."""
     kernels, given, sizes = _prepare(projected, cos, sin, (projected.shape[2] - y.shape[2]) // 2)
-    dy, result = dy.contiguous(), torch.empty(projected.shape, dtype=projected.dtype)
+    dy, result = dy.contiguous(), projected.new_empty(projected.shape)
     kernels.et_attention_backward(*map(address, (dy, *given, y, normaliser)), *sizes, address(result))
     return result
 
@@ -116,7 +115,7 @@ class _Norm(torch.autograd.Function):
 
 def _by_rows(kernel: str, *inputs: Tensor) -> Tensor:
     given = [t.contiguous() for t in inputs]  # held until the kernel is through
-    result = torch.empty(given[0].shape, dtype=given[0].dtype)
+    result = given[0].new_empty(given[0].shape)
     width = result.shape[-1]
     sizes = map(c_int64, (result.numel() // width, width))
     getattr(library(), kernel)(*map(address, given), *sizes, address(result))

@@ -10,13 +10,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 using bf16 = at::BFloat16;
 
 namespace {
 
-constexpr int64_t DEPTH = 512;   // of a product at a time, and its height: what they need fits the first cache
+constexpr int64_t DEPTH = 512;  // of a product at a time, and its height: what they need fits the first cache
 constexpr int64_t HEIGHT = 128;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -42,15 +43,23 @@ class Scratch {
   template <class T>
   T* take(int64_t count) {
     if (buffers().size() == next_) buffers().emplace_back();
-    auto& buffer = buffers()[next_++];
-    const size_t bytes = round_up(count * sizeof(T), 64) + 64;
-    if (buffer.size() < bytes) buffer = std::vector<char>(bytes);
-    return (T*)round_up((int64_t)buffer.data(), 64);
+    Buffer& buffer = buffers()[next_++];
+    const size_t bytes = count * sizeof(T) + 64;
+    if (buffer.bytes < bytes) {
+      buffer.memory.reset();  // before there is more
+      buffer.memory.reset(new char[bytes]);
+      buffer.bytes = bytes;
+    }
+    return (T*)round_up((int64_t)buffer.memory.get(), 64);
   }
 
  private:
-  static std::vector<std::vector<char>>& buffers() {
-    thread_local std::vector<std::vector<char>> all;
+  struct Buffer {
+    std::unique_ptr<char[]> memory;
+    size_t bytes = 0;
+  };
+  static std::vector<Buffer>& buffers() {
+    thread_local std::vector<Buffer> all;
     return all;
   }
   size_t next_ = 0;
@@ -127,7 +136,8 @@ inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16*
 }
 
 // c, in panels of columns, each (m, columns), = a (m, k) · b, added to what is there if `add`.
-inline void accumulate(int64_t m, int64_t n, int64_t k, int64_t columns, const bf16* a, const bf16* b, float* c, bool add) {
+inline void accumulate(int64_t m, int64_t n, int64_t k, int64_t columns, const bf16* a, const bf16* b, float* c,
+                       bool add) {
   for (int64_t j = 0; j < n; j += columns)
     for (int64_t r = 0; r < m; r += HEIGHT)
       at::native::cpublas::brgemm(std::min(HEIGHT, m - r), columns, k, k, columns, columns, add, a + r * k, b + j * k,

@@ -2,16 +2,16 @@
 //
 // With z = 2 l / cap, which is what the scaled weights give, and σ = sigmoid(z), a logit is 2 cap (σ − 1) but for a
 // constant: never above 0 and never below −2 cap. So exponentials e are summed without a maximum, and gradients follow
-// from e σ (1 − σ), which is rounded before the sum is known: it scales whole rows later, of what is multiplied by them.
-// The target's own part is added in float32.
+// from e σ (1 − σ), which is rounded before the sum is known: it scales whole rows later, of what is multiplied by
+// them. The target's own part is added in float32.
 
 #include "common.h"
 
 namespace {
 
-constexpr int64_t GROUP = 256;  // tokens over which a weight's gradient is summed at a time
-constexpr int64_t ROWS = 64;    // of a block of them
-constexpr int64_t WORDS = 256;  // of the vocabulary, whose gradients are summed in one tile of so many
+constexpr int64_t GROUP = 256;         // tokens over which a weight's gradient is summed at a time
+constexpr int64_t ROWS = 64;           // of a block of them
+constexpr int64_t WORDS = 256;         // of the vocabulary, whose gradients are summed in one tile of so many
 constexpr int64_t TILE_COLUMNS = 768;  // columns
 
 inline __m512 exponential(__m512 x) {  // a polynomial on ±ln 2 / 2, to 2 units in the last place
@@ -126,8 +126,8 @@ void et_cross_entropy(const bf16* x, const bf16* weight, const int64_t* targets,
       pack_transposed(weight + i * width, word_panel, width, to_logits + i * width);
       const int64_t part = i / DEPTH * DEPTH;
       if (dweight)
-        pack_rows<false>(weight + i * width, word_panel, width, to_width + part * width,
-                         std::min(DEPTH, vocab - part), i - part);
+        pack_rows<false>(weight + i * width, word_panel, width, to_width + part * width, std::min(DEPTH, vocab - part),
+                         i - part);
     }
   });
   const Head head{x, weight, targets, tokens, width, vocab, cap, to_logits, to_width};

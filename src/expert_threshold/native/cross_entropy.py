@@ -7,16 +7,17 @@ from ctypes import c_float, c_int64
 import torch
 from torch import Tensor
 
-from . import address, available, library
+from . import TILE, address, available, library
 
-TILE = 32  # widths must be whole tiles
 GROUP = 256  # tokens, as in cross_entropy.cpp
+MOST_SOFTCAP = 60.0  # exponentials down to −2 softcap are bfloat16 numbers
 NUMBERS_PER_CHUNK = 1 << 25  # tokens × vocabulary whose gradients' factors exist at a time, in bfloat16
 
 
 def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
     """Whether the kernel computes the head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
-    fits = softcap is not None and all(size % TILE == 0 < size for size in weight.shape) and len(x) > 0
+    tiles = len(x) > 0 and all(size % TILE == 0 < size for size in weight.shape)
+    fits = tiles and softcap is not None and 0 < softcap <= MOST_SOFTCAP
     return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
 
 
@@ -27,6 +28,7 @@ def cross_entropy(
     factors of 2 softcap and 4; empty ones without gradient.
 
     x: (tokens, d_model) bfloat16; weight: (vocab, d_model), of which the gradient has the dtype; targets: (tokens,).
+    Raises IndexError if a target is not in the vocabulary.
     """
     kernels = library()
     assert kernels is not None
@@ -34,12 +36,15 @@ def cross_entropy(
     rows = tokens if with_gradient else 0
     words = vocab if with_gradient else 0
     chunk = max(NUMBERS_PER_CHUNK // vocab // GROUP, 1) * GROUP
-    x, targets = x.contiguous(), targets.contiguous()
+    x, targets = x.contiguous(), targets.long().contiguous()
+    if int(targets.max()) >= vocab:
+        raise IndexError(f"target {int(targets.max())} must lie below the vocabulary of {vocab}")
     scaled = (weight * (2 / softcap)).to(x.dtype).contiguous()
     packed = x.new_empty(vocab, width), x.new_empty(words, width)
     room = min(chunk, -(-rows // TILE) * TILE)
-    factors = x.new_empty(room, vocab), x.new_empty(room, width), torch.empty(rows)
-    losses, dx, dweight = torch.empty(tokens), x.new_empty(rows, width), torch.empty(words, width)
+    factors = x.new_empty(room, vocab), x.new_empty(room, width), x.new_empty(rows, dtype=torch.float32)
+    losses, dweight = (x.new_empty(shape, dtype=torch.float32) for shape in ((tokens,), (words, width)))
+    dx = x.new_empty(rows, width)
     kernels.et_cross_entropy(
         *map(address, (x, scaled, targets)),
         *map(c_int64, (tokens, width, vocab, chunk)),

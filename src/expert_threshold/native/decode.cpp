@@ -21,44 +21,44 @@ extern "C" {
 
 // Weights are (out, in) each, of several experts one after the other. No gate: relu². hidden 0: there is none.
 struct FeedForward {
-    const void *up, *gate, *down;
-    int64_t hidden;
+  const void *up, *gate, *down;
+  int64_t hidden;
 };
 
 struct Layer {
-    const void *qkv, *output;  // the two numbers of queries and keys that a rotation mixes are neighbours
-    FeedForward dense, expert;
-    const float *router;   // (experts, d_model)
-    const float *cutoffs;  // (rows, experts); null where every token takes `chosen` experts
-    const float *bias;     // (experts), added to scores where experts are chosen so
-    int64_t experts, chosen, divide_by_fanout;
+  const void *qkv, *output;  // the two numbers of queries and keys that a rotation mixes are neighbours
+  FeedForward dense, expert;
+  const float* router;   // (experts, d_model)
+  const float* cutoffs;  // (rows, experts); null where every token takes `chosen` experts
+  const float* bias;     // (experts), added to scores where experts are chosen so
+  int64_t experts, chosen, divide_by_fanout;
 };
 
 struct Model {
-    int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, capacity;
-    const float *embed;  // (vocab, d_model)
-    const void *head;    // (vocab, d_model)
-    const float *turns;  // (capacity, head_dim / 2) complex
-    void *cache;         // (layers, rows, capacity, 2, kv_heads, head_dim)
-    float eps, softcap;  // 0: none
-    const Layer *layer;
+  int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, capacity;
+  const float* embed;  // (vocab, d_model)
+  const void* head;    // (vocab, d_model)
+  const float* turns;  // (capacity, head_dim / 2) complex
+  void* cache;         // (layers, rows, capacity, 2, kv_heads, head_dim)
+  float eps, softcap;  // 0: none
+  const Layer* layer;
 };
 
 // Ids, rows of the cache, and places in these, which are below the capacity. Of tokens from `first` on it is asked what
 // follows.
 struct Tokens {
-    int64_t count, first;
-    const int64_t *ids, *rows, *places;
+  int64_t count, first;
+  const int64_t *ids, *rows, *places;
 };
 
 // logits: (count - first, vocab), and of each row where the highest is, it, and log Σ e^logit. scores, assignment:
 // (layers of experts, count, experts); assigned: experts that tokens go to, in all.
 struct Results {
-    float *logits;
-    int64_t *likeliest;
-    float *highest, *logsumexp, *scores;
-    uint8_t *assignment;
-    int64_t assigned;
+  float* logits;
+  int64_t* likeliest;
+  float *highest, *logsumexp, *scores;
+  uint8_t* assignment;
+  int64_t assigned;
 };
 
 }  // extern "C"
@@ -66,7 +66,7 @@ struct Results {
 namespace {
 
 struct bfloat16 {
-    uint16_t bits;
+  uint16_t bits;
 };
 
 #ifdef __AVX512F__
@@ -78,477 +78,475 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-inline Floats load(const float *p) {
-    Floats v;
-    memcpy(&v, p, sizeof v);
-    return v;
+inline Floats load(const float* p) {
+  Floats v;
+  memcpy(&v, p, sizeof v);
+  return v;
 }
 
-inline Floats load(const bfloat16 *p) {
+inline Floats load(const bfloat16* p) {
 #ifdef __AVX512F__  // of which GCC makes three times as many instructions by itself
-    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16);
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
-    return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16);
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
 #else
-    Halves v;
-    memcpy(&v, p, sizeof v);
-    return (Floats)(__builtin_convertvector(v, Words) << 16);
+  Halves v;
+  memcpy(&v, p, sizeof v);
+  return (Floats)(__builtin_convertvector(v, Words) << 16);
 #endif
 }
 
 // The first `count` numbers, then zeros.
 template <class W>
-inline Floats load_some(const W *p, int64_t count) {
-    W some[LANES] = {};
-    memcpy(some, p, count * sizeof(W));
-    return load(some);
+inline Floats load_some(const W* p, int64_t count) {
+  W some[LANES] = {};
+  memcpy(some, p, count * sizeof(W));
+  return load(some);
 }
 
 inline float widen(float x) { return x; }
 
 inline float widen(bfloat16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float wide;
+  memcpy(&wide, &bits, 4);
+  return wide;
 }
 
-inline void store(float *p, float x) { *p = x; }
+inline void store(float* p, float x) { *p = x; }
 
-inline void store(bfloat16 *p, float x) {  // to the nearest, ties to even; NaN stays NaN
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    p->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+inline void store(bfloat16* p, float x) {  // to the nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  p->bits = x != x ? uint16_t(bits >> 16 | 0x40) : uint16_t((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
 inline float total(Floats v) {
 #ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)v);
+  return _mm512_reduce_add_ps((__m512)v);
 #endif
-    float parts[LANES];
-    memcpy(parts, &v, sizeof v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
-    return parts[0];
+  float parts[LANES];
+  memcpy(parts, &v, sizeof v);
+  for (int width = LANES / 2; width; width /= 2)
+    for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+  return parts[0];
 }
 
 // e^x to some 1e-7 of itself. NaN stays NaN. In plain arithmetic, of which compilers make vectors.
 inline float exponential(float x) {
-    x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-    float shifted = x * 1.44269504f + 127.5f;  // positive, so that truncation rounds the exponent
-    int32_t exponent = int32_t(shifted == shifted ? shifted : 127.5f);
-    float whole = float(exponent - 127);
-    float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-    float value = 1.9875691500e-4f;
-    value = value * rest + 1.3981999507e-3f;
-    value = value * rest + 8.3334519073e-3f;
-    value = value * rest + 4.1665795894e-2f;
-    value = value * rest + 1.6666665459e-1f;
-    value = value * rest + 5.0000001201e-1f;
-    value = value * rest * rest + rest + 1;
-    int32_t bits = exponent << 23;
-    float power;
-    memcpy(&power, &bits, 4);
-    return value * power;
+  x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
+  float shifted = x * 1.44269504f + 127.5f;  // positive, so that truncation rounds the exponent
+  int32_t exponent = int32_t(shifted == shifted ? shifted : 127.5f);
+  float whole = float(exponent - 127);
+  float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  float value = 1.9875691500e-4f;
+  value = value * rest + 1.3981999507e-3f;
+  value = value * rest + 8.3334519073e-3f;
+  value = value * rest + 4.1665795894e-2f;
+  value = value * rest + 1.6666665459e-1f;
+  value = value * rest + 5.0000001201e-1f;
+  value = value * rest * rest + rest + 1;
+  int32_t bits = exponent << 23;
+  float power;
+  memcpy(&power, &bits, 4);
+  return value * power;
 }
 
 constexpr int AHEAD = 16384;  // bytes; matrices are so short that the processor alone begins each too late
 
 template <int J, int R, class W>
-inline void tile(const W *w, int64_t stride, int64_t length, const float *const *x, float (*sums)[R]) {
-    Floats partial[J][R] = {};
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        Floats xs[R];
-        for (int r = 0; r < R; r++) xs[r] = load(x[r] + i);
-        for (int j = 0; j < J; j++) {
-            Floats ws = load(w + j * stride + i);
-            __builtin_prefetch((const char *)(w + j * stride + i) + AHEAD);
-            for (int r = 0; r < R; r++) partial[j][r] += ws * xs[r];
-        }
+inline void tile(const W* w, int64_t stride, int64_t length, const float* const* x, float (*sums)[R]) {
+  Floats partial[J][R] = {};
+  int64_t i = 0;
+  for (; i + LANES <= length; i += LANES) {
+    Floats xs[R];
+    for (int r = 0; r < R; r++) xs[r] = load(x[r] + i);
+    for (int j = 0; j < J; j++) {
+      Floats ws = load(w + j * stride + i);
+      __builtin_prefetch((const char*)(w + j * stride + i) + AHEAD);
+      for (int r = 0; r < R; r++) partial[j][r] += ws * xs[r];
     }
-    if (i < length)
-        for (int r = 0; r < R; r++) {
-            Floats xs = load_some(x[r] + i, length - i);
-            for (int j = 0; j < J; j++) partial[j][r] += load_some(w + j * stride + i, length - i) * xs;
-        }
-    for (int j = 0; j < J; j++)
-        for (int r = 0; r < R; r++) sums[j][r] = total(partial[j][r]);
+  }
+  if (i < length)
+    for (int r = 0; r < R; r++) {
+      Floats xs = load_some(x[r] + i, length - i);
+      for (int j = 0; j < J; j++) partial[j][r] += load_some(w + j * stride + i, length - i) * xs;
+    }
+  for (int j = 0; j < J; j++)
+    for (int r = 0; r < R; r++) sums[j][r] = total(partial[j][r]);
 }
 
 template <int J, int R, class W, class Done>
-inline void tiles(const W *w, int64_t stride, int64_t o, int64_t length, const float *const *x, int64_t r, Done done) {
-    float sums[J][R];
-    tile<J, R>(w + o * stride, stride, length, x + r, sums);
-    for (int i = 0; i < R; i++)
-        for (int j = 0; j < J; j++) done(r + i, o + j, sums[j][i]);
+inline void tiles(const W* w, int64_t stride, int64_t o, int64_t length, const float* const* x, int64_t r, Done done) {
+  float sums[J][R];
+  tile<J, R>(w + o * stride, stride, length, x + r, sums);
+  for (int i = 0; i < R; i++)
+    for (int j = 0; j < J; j++) done(r + i, o + j, sums[j][i]);
 }
 
 template <int J, class W, class Done>
-inline int64_t outputs(const W *w, int64_t stride, int64_t o, int64_t end, int64_t length, const float *const *x,
+inline int64_t outputs(const W* w, int64_t stride, int64_t o, int64_t end, int64_t length, const float* const* x,
                        int64_t count, Done done) {
-    for (; o + J <= end; o += J) {
-        int64_t r = 0;
-        for (; r + 4 <= count; r += 4) tiles<J, 4>(w, stride, o, length, x, r, done);
-        if (count - r == 3) tiles<J, 3>(w, stride, o, length, x, r, done);
-        if (count - r == 2) tiles<J, 2>(w, stride, o, length, x, r, done);
-        if (count - r == 1) tiles<J, 1>(w, stride, o, length, x, r, done);
-    }
-    return o;
+  for (; o + J <= end; o += J) {
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4) tiles<J, 4>(w, stride, o, length, x, r, done);
+    if (count - r == 3) tiles<J, 3>(w, stride, o, length, x, r, done);
+    if (count - r == 2) tiles<J, 2>(w, stride, o, length, x, r, done);
+    if (count - r == 1) tiles<J, 1>(w, stride, o, length, x, r, done);
+  }
+  return o;
 }
 
 // done(r, o, ⟨w_o, x_r⟩) for every token r and output o from `begin` to before `end`; rows of w are `stride` apart.
 template <class W, class Done>
-void product(const W *w, int64_t stride, int64_t begin, int64_t end, int64_t length, const float *const *x,
+void product(const W* w, int64_t stride, int64_t begin, int64_t end, int64_t length, const float* const* x,
              int64_t count, Done done) {
-    if (count == 1)
-        for (; begin + 8 <= end; begin += 8) tiles<8, 1>(w, stride, begin, length, x, 0, done);
-    begin = outputs<OUTPUTS>(w, stride, begin, end, length, x, count, done);
-    outputs<1>(w, stride, begin, end, length, x, count, done);
+  if (count == 1)
+    for (; begin + 8 <= end; begin += 8) tiles<8, 1>(w, stride, begin, length, x, 0, done);
+  begin = outputs<OUTPUTS>(w, stride, begin, end, length, x, count, done);
+  outputs<1>(w, stride, begin, end, length, x, count, done);
 }
 
-void normalise(const float *x, int64_t length, float eps, float *y) {
-    float squares;
-    tile<1, 1>(x, 0, length, &x, (float(*)[1]) & squares);
-    float scale = 1 / std::sqrt(squares / float(length) + eps);
-    for (int64_t i = 0; i < length; i++) y[i] = x[i] * scale;
+void normalise(const float* x, int64_t length, float eps, float* y) {
+  float squares;
+  tile<1, 1>(x, 0, length, &x, (float (*)[1]) & squares);
+  float scale = 1 / std::sqrt(squares / float(length) + eps);
+  for (int64_t i = 0; i < length; i++) y[i] = x[i] * scale;
 }
 
 // e^(x - highest) in the place of x; their sum.
-float exponentials(float *x, int64_t length, float highest) {
-    Floats sums = {};
-    int64_t i = 0;
-    for (; i + LANES <= length; i += LANES) {
-        for (int lane = 0; lane < LANES; lane++) x[i + lane] = exponential(x[i + lane] - highest);
-        sums += load(x + i);
-    }
-    float sum = total(sums);
-    for (; i < length; i++) sum += x[i] = exponential(x[i] - highest);
-    return sum;
+float exponentials(float* x, int64_t length, float highest) {
+  Floats sums = {};
+  int64_t i = 0;
+  for (; i + LANES <= length; i += LANES) {
+    for (int lane = 0; lane < LANES; lane++) x[i + lane] = exponential(x[i + lane] - highest);
+    sums += load(x + i);
+  }
+  float sum = total(sums);
+  for (; i < length; i++) sum += x[i] = exponential(x[i] - highest);
+  return sum;
 }
 
 // Tokens that go to one expert.
 struct Group {
-    int64_t expert, first;  // of its pairs
-    std::vector<int64_t> tokens;
-    std::vector<const float *> inputs;
+  int64_t expert, first;  // of its pairs
+  std::vector<int64_t> tokens;
+  std::vector<const float*> inputs;
 };
 
 // What one thread knows for itself: small, and quicker made again by each than waited for.
 struct Own {
-    std::vector<float> normed, scores, gates, weights;
-    std::vector<const float *> inputs;
-    std::vector<uint8_t> taken;
-    std::vector<Group> groups;
+  std::vector<float> normed, scores, gates, weights;
+  std::vector<const float*> inputs;
+  std::vector<uint8_t> taken;
+  std::vector<Group> groups;
 };
 
 struct Range {
-    int64_t begin, end;
+  int64_t begin, end;
 };
 
 template <class W>
 struct Pass {
-    const Model &model;
-    const Tokens &tokens;
-    Results &results;
-    int64_t threads;
-    float *x, *heads, *read, *hidden, *gate;
+  const Model& model;
+  const Tokens& tokens;
+  Results& results;
+  int64_t threads;
+  float *x, *heads, *read, *hidden, *gate;
 
-    void barrier() const {
+  void barrier() const {
 #ifdef _OPENMP
 #pragma omp barrier
 #endif
-    }
+  }
 
-    Range share(int64_t thread, int64_t outputs) const {
-        int64_t each = ((outputs + threads - 1) / threads + 15) / 16 * 16;  // whole vectors
-        int64_t begin = thread * each < outputs ? thread * each : outputs;
-        return {begin, begin + each < outputs ? begin + each : outputs};
-    }
+  Range share(int64_t thread, int64_t outputs) const {
+    int64_t each = ((outputs + threads - 1) / threads + 15) / 16 * 16;  // whole vectors
+    int64_t begin = thread * each < outputs ? thread * each : outputs;
+    return {begin, begin + each < outputs ? begin + each : outputs};
+  }
 
-    void normalise_all(Own &own) const {
-        int64_t d = model.d_model;
-        for (int64_t r = 0; r < tokens.count; r++) normalise(x + r * d, d, model.eps, &own.normed[r * d]);
-    }
+  void normalise_all(Own& own) const {
+    int64_t d = model.d_model;
+    for (int64_t r = 0; r < tokens.count; r++) normalise(x + r * d, d, model.eps, &own.normed[r * d]);
+  }
 
-    W *cached(int64_t layer, int64_t row, int64_t place) const {
-        int64_t numbers = 2 * model.kv_heads * model.head_dim;
-        return (W *)model.cache + ((layer * model.rows + row) * model.capacity + place) * numbers;
-    }
+  W* cached(int64_t layer, int64_t row, int64_t place) const {
+    int64_t numbers = 2 * model.kv_heads * model.head_dim;
+    return (W*)model.cache + ((layer * model.rows + row) * model.capacity + place) * numbers;
+  }
 
-    void turn(float *head, int64_t place) const {
-        int64_t length = model.head_dim;
-        const float *by = model.turns + place * length;
-        for (int64_t i = 0; i < length; i += 2) {
-            float a = head[i], b = head[i + 1];
-            head[i] = a * by[i] - b * by[i + 1];
-            head[i + 1] = a * by[i + 1] + b * by[i];
+  void turn(float* head, int64_t place) const {
+    int64_t length = model.head_dim;
+    const float* by = model.turns + place * length;
+    for (int64_t i = 0; i < length; i += 2) {
+      float a = head[i], b = head[i + 1];
+      head[i] = a * by[i] - b * by[i + 1];
+      head[i + 1] = a * by[i + 1] + b * by[i];
+    }
+    normalise(head, length, model.eps, head);
+  }
+
+  // One key-value head of a token: its queries and key turned, and what is to be remembered in the cache.
+  void remember(int64_t layer, int64_t r, int64_t kv) const {
+    int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
+    float* of_token = heads + r * (model.heads + 2 * model.kv_heads) * length;
+    float *key = of_token + (model.heads + kv) * length, *value = key + model.kv_heads * length;
+    for (int64_t q = kv * group; q < (kv + 1) * group; q++) turn(of_token + q * length, place);
+    turn(key, place);
+    W *keys = cached(layer, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
+    for (int64_t i = 0; i < length; i++) {
+      store(keys + i, key[i]);
+      store(values + i, value[i]);
+    }
+  }
+
+  // What the queries of one key-value head of a token read: softmax(q kᵀ / √head_dim) v over places up to its own.
+  void attend(int64_t layer, int64_t r, int64_t kv, Own& own) const {
+    int64_t length = model.head_dim, group = model.heads / model.kv_heads, seen = tokens.places[r] + 1;
+    int64_t stride = 2 * model.kv_heads * length;
+    const W *keys = cached(layer, tokens.rows[r], 0) + kv * length, *values = keys + model.kv_heads * length;
+    float scale = 1 / std::sqrt(float(length));
+    for (int64_t q = kv * group; q < (kv + 1) * group; q++) {
+      const float* query = heads + (r * (model.heads + 2 * model.kv_heads) + q) * length;
+      float *weights = own.weights.data(), highest = -INFINITY;
+      product(keys, stride, 0, seen, length, &query, 1, [&](int64_t, int64_t place, float dot) {
+        weights[place] = dot * scale;
+        highest = weights[place] > highest ? weights[place] : highest;
+      });
+      float sum = exponentials(weights, seen, highest);
+      float* out = read + (r * model.heads + q) * length;
+      int64_t i = 0;
+      for (; i + LANES <= length; i += LANES) {
+        Floats mean = {};
+        for (int64_t place = 0; place < seen; place++) mean += weights[place] * load(values + place * stride + i);
+        mean /= sum;
+        memcpy(out + i, &mean, sizeof mean);
+      }
+      for (; i < length; i++) {
+        float mean = 0;
+        for (int64_t place = 0; place < seen; place++) mean += weights[place] * widen(values[place * stride + i]);
+        out[i] = mean / sum;
+      }
+    }
+  }
+
+  // Hidden activations of some tokens' inputs, each in a row of `to`: this thread's share of them.
+  void activate(const FeedForward& ff, int64_t expert, const float* const* inputs, int64_t count, Range range,
+                float* to, float* gates) const {
+    int64_t d = model.d_model, width = ff.hidden, offset = expert * width * d;
+    product((const W*)ff.up + offset, d, range.begin, range.end, d, inputs, count,
+            [&](int64_t r, int64_t o, float up) { to[r * width + o] = up; });
+    if (ff.gate)
+      product((const W*)ff.gate + offset, d, range.begin, range.end, d, inputs, count,
+              [&](int64_t r, int64_t o, float up) { gates[r * width + o] = up; });
+    for (int64_t r = 0; r < count; r++) {
+      float *h = to + r * width, *g = gates + r * width;
+      if (ff.gate)
+        for (int64_t o = range.begin; o < range.end; o++) h[o] *= g[o] / (1 + exponential(-g[o]));
+      else
+        for (int64_t o = range.begin; o < range.end; o++) h[o] = h[o] < 0 ? 0 : h[o] * h[o];
+    }
+  }
+
+  // Scores, and which experts each token goes to, in the tokens' order for each expert.
+  void route(const Layer& layer, Own& own) const {
+    int64_t experts = layer.experts;
+    product(layer.router, model.d_model, 0, experts, model.d_model, own.inputs.data(), tokens.count,
+            [&](int64_t r, int64_t e, float score) { own.scores[r * experts + e] = score; });
+    for (int64_t r = 0; r < tokens.count; r++) {
+      const float* of_token = &own.scores[r * experts];
+      uint8_t* taken = &own.taken[r * experts];
+      if (layer.cutoffs) {
+        const float* cutoffs = layer.cutoffs + tokens.rows[r] * experts;
+        for (int64_t e = 0; e < experts; e++) taken[e] = of_token[e] > cutoffs[e];
+      } else {
+        choose(layer, of_token, taken);
+      }
+      int64_t fanout = 0;
+      for (int64_t e = 0; e < experts; e++) fanout += taken[e];
+      float divisor = layer.divide_by_fanout && fanout ? float(fanout) : 1;
+      for (int64_t e = 0; e < experts; e++)
+        if (taken[e]) own.gates[r * experts + e] = 1 / (1 + std::exp(-of_token[e])) / divisor;
+    }
+    own.groups.clear();
+    int64_t pairs = 0;
+    for (int64_t e = 0; e < experts; e++) {
+      Group group{e, pairs, {}, {}};
+      for (int64_t r = 0; r < tokens.count; r++)
+        if (own.taken[r * experts + e]) {
+          group.tokens.push_back(r);
+          group.inputs.push_back(own.inputs[r]);
         }
-        normalise(head, length, model.eps, head);
+      pairs += int64_t(group.tokens.size());
+      if (group.tokens.size()) own.groups.push_back(std::move(group));
     }
+  }
 
-    // One key-value head of a token: its queries and key turned, and what is to be remembered in the cache.
-    void remember(int64_t layer, int64_t r, int64_t kv) const {
-        int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
-        float *of_token = heads + r * (model.heads + 2 * model.kv_heads) * length;
-        float *key = of_token + (model.heads + kv) * length, *value = key + model.kv_heads * length;
-        for (int64_t q = kv * group; q < (kv + 1) * group; q++) turn(of_token + q * length, place);
-        turn(key, place);
-        W *keys = cached(layer, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
-        for (int64_t i = 0; i < length; i++) {
-            store(keys + i, key[i]);
-            store(values + i, value[i]);
-        }
+  // The experts of highest score + bias, ties to the lower one.
+  static void choose(const Layer& layer, const float* of_token, uint8_t* taken) {
+    memset(taken, 0, layer.experts);
+    for (int64_t i = 0; i < layer.chosen; i++) {
+      int64_t best = -1;
+      const auto key = [&](int64_t e) { return of_token[e] + layer.bias[e]; };
+      for (int64_t e = 0; e < layer.experts; e++)
+        if (!taken[e] && (best < 0 || key(e) > key(best))) best = e;
+      taken[best] = 1;
     }
+  }
 
-    // What the queries of one key-value head of a token read: softmax(q kᵀ / √head_dim) v over places up to its own.
-    void attend(int64_t layer, int64_t r, int64_t kv, Own &own) const {
-        int64_t length = model.head_dim, group = model.heads / model.kv_heads, seen = tokens.places[r] + 1;
-        int64_t stride = 2 * model.kv_heads * length;
-        const W *keys = cached(layer, tokens.rows[r], 0) + kv * length, *values = keys + model.kv_heads * length;
-        float scale = 1 / std::sqrt(float(length));
-        for (int64_t q = kv * group; q < (kv + 1) * group; q++) {
-            const float *query = heads + (r * (model.heads + 2 * model.kv_heads) + q) * length;
-            float *weights = own.weights.data(), highest = -INFINITY;
-            product(keys, stride, 0, seen, length, &query, 1, [&](int64_t, int64_t place, float dot) {
-                weights[place] = dot * scale;
-                highest = weights[place] > highest ? weights[place] : highest;
-            });
-            float sum = exponentials(weights, seen, highest);
-            float *out = read + (r * model.heads + q) * length;
-            int64_t i = 0;
-            for (; i + LANES <= length; i += LANES) {
-                Floats mean = {};
-                for (int64_t place = 0; place < seen; place++)
-                    mean += weights[place] * load(values + place * stride + i);
-                mean /= sum;
-                memcpy(out + i, &mean, sizeof mean);
-            }
-            for (; i < length; i++) {
-                float mean = 0;
-                for (int64_t place = 0; place < seen; place++)
-                    mean += weights[place] * widen(values[place * stride + i]);
-                out[i] = mean / sum;
-            }
-        }
+  void feed_forward(const Layer& layer, int64_t thread, Own& own) const {
+    int64_t d = model.d_model, count = tokens.count, wide = layer.dense.hidden, narrow = layer.expert.hidden;
+    float *of_pairs = hidden + count * wide, *gates_of_pairs = gate + count * wide;
+    normalise_all(own);
+    if (wide) activate(layer.dense, 0, own.inputs.data(), count, share(thread, wide), hidden, gate);
+    if (layer.experts) {
+      route(layer, own);
+      for (Group& group : own.groups)
+        activate(layer.expert, group.expert, group.inputs.data(), group.inputs.size(), share(thread, narrow),
+                 of_pairs + group.first * narrow, gates_of_pairs + group.first * narrow);
     }
+    barrier();
+    Range range = share(thread, d);
+    std::vector<const float*> inputs(count);
+    for (int64_t r = 0; r < count; r++) inputs[r] = hidden + r * wide;
+    if (wide)
+      product((const W*)layer.dense.down, wide, range.begin, range.end, wide, inputs.data(), count,
+              [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
+    if (layer.experts)
+      for (Group& group : own.groups) {
+        for (size_t i = 0; i < group.tokens.size(); i++) inputs[i] = of_pairs + (group.first + i) * narrow;
+        const W* down = (const W*)layer.expert.down + group.expert * d * narrow;
+        product(down, narrow, range.begin, range.end, narrow, inputs.data(), group.tokens.size(),
+                [&](int64_t i, int64_t o, float y) {
+                  int64_t r = group.tokens[i];
+                  x[r * d + o] += own.gates[r * layer.experts + group.expert] * y;
+                });
+      }
+    barrier();
+  }
 
-    // Hidden activations of some tokens' inputs, each in a row of `to`: this thread's share of them.
-    void activate(const FeedForward &ff, int64_t expert, const float *const *inputs, int64_t count, Range range,
-                  float *to, float *gates) const {
-        int64_t d = model.d_model, width = ff.hidden, offset = expert * width * d;
-        product((const W *)ff.up + offset, d, range.begin, range.end, d, inputs, count,
-                [&](int64_t r, int64_t o, float up) { to[r * width + o] = up; });
-        if (ff.gate)
-            product((const W *)ff.gate + offset, d, range.begin, range.end, d, inputs, count,
-                    [&](int64_t r, int64_t o, float up) { gates[r * width + o] = up; });
-        for (int64_t r = 0; r < count; r++) {
-            float *h = to + r * width, *g = gates + r * width;
-            if (ff.gate)
-                for (int64_t o = range.begin; o < range.end; o++) h[o] *= g[o] / (1 + exponential(-g[o]));
-            else
-                for (int64_t o = range.begin; o < range.end; o++) h[o] = h[o] < 0 ? 0 : h[o] * h[o];
-        }
-    }
+  void attention(int64_t index, int64_t thread, Own& own) const {
+    const Layer& layer = model.layer[index];
+    int64_t d = model.d_model, count = tokens.count, length = model.head_dim;
+    int64_t width = (model.heads + 2 * model.kv_heads) * length, reads = model.heads * length;
+    normalise_all(own);
+    Range range = share(thread, width);
+    product((const W*)layer.qkv, d, range.begin, range.end, d, own.inputs.data(), count,
+            [&](int64_t r, int64_t o, float y) { heads[r * width + o] = y; });
+    barrier();
+    int64_t items = count * model.kv_heads;
+    for (int64_t i = thread; i < items; i += threads) remember(index, i / model.kv_heads, i % model.kv_heads);
+    barrier();  // tokens of one sequence read each other's
+    for (int64_t i = thread; i < items; i += threads) attend(index, i / model.kv_heads, i % model.kv_heads, own);
+    barrier();
+    std::vector<const float*> inputs(count);
+    for (int64_t r = 0; r < count; r++) inputs[r] = read + r * reads;
+    range = share(thread, d);
+    product((const W*)layer.output, reads, range.begin, range.end, reads, inputs.data(), count,
+            [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
+    barrier();
+  }
 
-    // Scores, and which experts each token goes to, in the tokens' order for each expert.
-    void route(const Layer &layer, Own &own) const {
-        int64_t experts = layer.experts;
-        product(layer.router, model.d_model, 0, experts, model.d_model, own.inputs.data(), tokens.count,
-                [&](int64_t r, int64_t e, float score) { own.scores[r * experts + e] = score; });
-        for (int64_t r = 0; r < tokens.count; r++) {
-            const float *of_token = &own.scores[r * experts];
-            uint8_t *taken = &own.taken[r * experts];
-            if (layer.cutoffs) {
-                const float *cutoffs = layer.cutoffs + tokens.rows[r] * experts;
-                for (int64_t e = 0; e < experts; e++) taken[e] = of_token[e] > cutoffs[e];
-            } else {
-                choose(layer, of_token, taken);
-            }
-            int64_t fanout = 0;
-            for (int64_t e = 0; e < experts; e++) fanout += taken[e];
-            float divisor = layer.divide_by_fanout && fanout ? float(fanout) : 1;
-            for (int64_t e = 0; e < experts; e++)
-                if (taken[e]) own.gates[r * experts + e] = 1 / (1 + std::exp(-of_token[e])) / divisor;
-        }
-        own.groups.clear();
-        int64_t pairs = 0;
-        for (int64_t e = 0; e < experts; e++) {
-            Group group{e, pairs, {}, {}};
-            for (int64_t r = 0; r < tokens.count; r++)
-                if (own.taken[r * experts + e]) {
-                    group.tokens.push_back(r);
-                    group.inputs.push_back(own.inputs[r]);
-                }
-            pairs += int64_t(group.tokens.size());
-            if (group.tokens.size()) own.groups.push_back(std::move(group));
-        }
+  void run(int64_t thread) const {
+    int64_t d = model.d_model, count = tokens.count, most = 0, seen = 0;
+    for (int64_t i = 0; i < model.layers; i++) most = most < model.layer[i].experts ? model.layer[i].experts : most;
+    for (int64_t r = 0; r < count; r++) seen = seen <= tokens.places[r] ? tokens.places[r] + 1 : seen;
+    Own own;
+    own.normed.resize(count * d);
+    own.scores.resize(count * most);
+    own.gates.resize(count * most);
+    own.taken.resize(count * most);
+    own.weights.resize(seen);
+    for (int64_t r = 0; r < count; r++) own.inputs.push_back(&own.normed[r * d]);
+    if (thread == 0)
+      for (int64_t r = 0; r < count; r++) normalise(model.embed + tokens.ids[r] * d, d, model.eps, x + r * d);
+    barrier();
+    int64_t routed = 0;
+    for (int64_t i = 0; i < model.layers; i++) {
+      const Layer& layer = model.layer[i];
+      attention(i, thread, own);
+      feed_forward(layer, thread, own);
+      if (thread == 0 && layer.experts) {
+        int64_t numbers = count * layer.experts;
+        memcpy(results.scores + routed, own.scores.data(), numbers * sizeof(float));
+        memcpy(results.assignment + routed, own.taken.data(), numbers);
+        routed += numbers;
+        for (Group& group : own.groups) results.assigned += int64_t(group.tokens.size());
+      }
     }
+    predict(thread, own);
+  }
 
-    // The experts of highest score + bias, ties to the lower one.
-    static void choose(const Layer &layer, const float *of_token, uint8_t *taken) {
-        memset(taken, 0, layer.experts);
-        for (int64_t i = 0; i < layer.chosen; i++) {
-            int64_t best = -1;
-            const auto key = [&](int64_t e) { return of_token[e] + layer.bias[e]; };
-            for (int64_t e = 0; e < layer.experts; e++)
-                if (!taken[e] && (best < 0 || key(e) > key(best))) best = e;
-            taken[best] = 1;
-        }
-    }
+  void predict(int64_t thread, Own& own) const {
+    int64_t d = model.d_model, vocab = model.vocab, asked = tokens.count - tokens.first;
+    normalise_all(own);
+    Range range = share(thread, vocab);
+    product((const W*)model.head, d, range.begin, range.end, d, &own.inputs[tokens.first], asked,
+            [&](int64_t r, int64_t o, float y) { results.logits[r * vocab + o] = y; });
+    if (model.softcap)
+      for (int64_t r = 0; r < asked; r++) cap(results.logits + r * vocab, range, model.softcap);
+    barrier();
+    for (int64_t r = thread; r < asked; r += threads) summarise(r);
+  }
 
-    void feed_forward(const Layer &layer, int64_t thread, Own &own) const {
-        int64_t d = model.d_model, count = tokens.count, wide = layer.dense.hidden, narrow = layer.expert.hidden;
-        float *of_pairs = hidden + count * wide, *gates_of_pairs = gate + count * wide;
-        normalise_all(own);
-        if (wide) activate(layer.dense, 0, own.inputs.data(), count, share(thread, wide), hidden, gate);
-        if (layer.experts) {
-            route(layer, own);
-            for (Group &group : own.groups)
-                activate(layer.expert, group.expert, group.inputs.data(), group.inputs.size(), share(thread, narrow),
-                         of_pairs + group.first * narrow, gates_of_pairs + group.first * narrow);
-        }
-        barrier();
-        Range range = share(thread, d);
-        std::vector<const float *> inputs(count);
-        for (int64_t r = 0; r < count; r++) inputs[r] = hidden + r * wide;
-        if (wide)
-            product((const W *)layer.dense.down, wide, range.begin, range.end, wide, inputs.data(), count,
-                    [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
-        if (layer.experts)
-            for (Group &group : own.groups) {
-                for (size_t i = 0; i < group.tokens.size(); i++) inputs[i] = of_pairs + (group.first + i) * narrow;
-                const W *down = (const W *)layer.expert.down + group.expert * d * narrow;
-                product(down, narrow, range.begin, range.end, narrow, inputs.data(), group.tokens.size(),
-                        [&](int64_t i, int64_t o, float y) {
-                            int64_t r = group.tokens[i];
-                            x[r * d + o] += own.gates[r * layer.experts + group.expert] * y;
-                        });
-            }
-        barrier();
-    }
+  // softcap · tanh(logit / softcap)
+  static void cap(float* logits, Range range, float softcap) {
+    for (int64_t o = range.begin; o < range.end; o++)
+      logits[o] = softcap - 2 * softcap / (1 + exponential(2 / softcap * logits[o]));
+  }
 
-    void attention(int64_t index, int64_t thread, Own &own) const {
-        const Layer &layer = model.layer[index];
-        int64_t d = model.d_model, count = tokens.count, length = model.head_dim;
-        int64_t width = (model.heads + 2 * model.kv_heads) * length, reads = model.heads * length;
-        normalise_all(own);
-        Range range = share(thread, width);
-        product((const W *)layer.qkv, d, range.begin, range.end, d, own.inputs.data(), count,
-                [&](int64_t r, int64_t o, float y) { heads[r * width + o] = y; });
-        barrier();
-        int64_t items = count * model.kv_heads;
-        for (int64_t i = thread; i < items; i += threads) remember(index, i / model.kv_heads, i % model.kv_heads);
-        barrier();  // tokens of one sequence read each other's
-        for (int64_t i = thread; i < items; i += threads) attend(index, i / model.kv_heads, i % model.kv_heads, own);
-        barrier();
-        std::vector<const float *> inputs(count);
-        for (int64_t r = 0; r < count; r++) inputs[r] = read + r * reads;
-        range = share(thread, d);
-        product((const W *)layer.output, reads, range.begin, range.end, reads, inputs.data(), count,
-                [&](int64_t r, int64_t o, float y) { x[r * d + o] += y; });
-        barrier();
+  void summarise(int64_t r) const {
+    const float* logits = results.logits + r * model.vocab;
+    int64_t likeliest = 0;
+    for (int64_t o = 0; o < model.vocab && logits[likeliest] == logits[likeliest]; o++)
+      if (!(logits[o] <= logits[likeliest])) likeliest = o;  // NaN is the highest
+    float highest = logits[likeliest], part[256];
+    double sum = 0;
+    for (int64_t o = 0; o < model.vocab; o += 256) {
+      int64_t length = model.vocab - o < 256 ? model.vocab - o : 256;
+      memcpy(part, logits + o, length * sizeof(float));
+      sum += exponentials(part, length, highest);
     }
-
-    void run(int64_t thread) const {
-        int64_t d = model.d_model, count = tokens.count, most = 0, seen = 0;
-        for (int64_t i = 0; i < model.layers; i++) most = most < model.layer[i].experts ? model.layer[i].experts : most;
-        for (int64_t r = 0; r < count; r++) seen = seen <= tokens.places[r] ? tokens.places[r] + 1 : seen;
-        Own own;
-        own.normed.resize(count * d);
-        own.scores.resize(count * most);
-        own.gates.resize(count * most);
-        own.taken.resize(count * most);
-        own.weights.resize(seen);
-        for (int64_t r = 0; r < count; r++) own.inputs.push_back(&own.normed[r * d]);
-        if (thread == 0)
-            for (int64_t r = 0; r < count; r++) normalise(model.embed + tokens.ids[r] * d, d, model.eps, x + r * d);
-        barrier();
-        int64_t routed = 0;
-        for (int64_t i = 0; i < model.layers; i++) {
-            const Layer &layer = model.layer[i];
-            attention(i, thread, own);
-            feed_forward(layer, thread, own);
-            if (thread == 0 && layer.experts) {
-                int64_t numbers = count * layer.experts;
-                memcpy(results.scores + routed, own.scores.data(), numbers * sizeof(float));
-                memcpy(results.assignment + routed, own.taken.data(), numbers);
-                routed += numbers;
-                for (Group &group : own.groups) results.assigned += int64_t(group.tokens.size());
-            }
-        }
-        predict(thread, own);
-    }
-
-    void predict(int64_t thread, Own &own) const {
-        int64_t d = model.d_model, vocab = model.vocab, asked = tokens.count - tokens.first;
-        normalise_all(own);
-        Range range = share(thread, vocab);
-        product((const W *)model.head, d, range.begin, range.end, d, &own.inputs[tokens.first], asked,
-                [&](int64_t r, int64_t o, float y) { results.logits[r * vocab + o] = y; });
-        if (model.softcap)
-            for (int64_t r = 0; r < asked; r++) cap(results.logits + r * vocab, range, model.softcap);
-        barrier();
-        for (int64_t r = thread; r < asked; r += threads) summarise(r);
-    }
-
-    // softcap · tanh(logit / softcap)
-    static void cap(float *logits, Range range, float softcap) {
-        for (int64_t o = range.begin; o < range.end; o++)
-            logits[o] = softcap - 2 * softcap / (1 + exponential(2 / softcap * logits[o]));
-    }
-
-    void summarise(int64_t r) const {
-        const float *logits = results.logits + r * model.vocab;
-        int64_t likeliest = 0;
-        for (int64_t o = 0; o < model.vocab && logits[likeliest] == logits[likeliest]; o++)
-            if (!(logits[o] <= logits[likeliest])) likeliest = o;  // NaN is the highest
-        float highest = logits[likeliest], part[256];
-        double sum = 0;
-        for (int64_t o = 0; o < model.vocab; o += 256) {
-            int64_t length = model.vocab - o < 256 ? model.vocab - o : 256;
-            memcpy(part, logits + o, length * sizeof(float));
-            sum += exponentials(part, length, highest);
-        }
-        results.likeliest[r] = likeliest;
-        results.highest[r] = highest;
-        results.logsumexp[r] = highest + float(std::log(sum));
-    }
+    results.likeliest[r] = likeliest;
+    results.highest[r] = highest;
+    results.logsumexp[r] = highest + float(std::log(sum));
+  }
 };
 
 struct Sizes {
-    int64_t x, heads, read, hidden;
+  int64_t x, heads, read, hidden;
 };
 
-Sizes sizes(const Model &model, int64_t count) {
-    int64_t hidden = 0;
-    for (int64_t i = 0; i < model.layers; i++) {
-        const Layer &layer = model.layer[i];
-        int64_t numbers = layer.dense.hidden + layer.experts * layer.expert.hidden;
-        hidden = hidden < numbers ? numbers : hidden;
-    }
-    int64_t reads = model.heads * model.head_dim, heads = reads + 2 * model.kv_heads * model.head_dim;
-    return {count * model.d_model, count * heads, count * reads, count * hidden};
+Sizes sizes(const Model& model, int64_t count) {
+  int64_t hidden = 0;
+  for (int64_t i = 0; i < model.layers; i++) {
+    const Layer& layer = model.layer[i];
+    int64_t numbers = layer.dense.hidden + layer.experts * layer.expert.hidden;
+    hidden = hidden < numbers ? numbers : hidden;
+  }
+  int64_t reads = model.heads * model.head_dim, heads = reads + 2 * model.kv_heads * model.head_dim;
+  return {count * model.d_model, count * heads, count * reads, count * hidden};
 }
 
 template <class W>
-void forward(const Model &model, const Tokens &tokens, Results &results, int64_t threads, float *scratch) {
-    results.assigned = 0;
-    Sizes size = sizes(model, tokens.count);
-    float *heads = scratch + size.x, *read = heads + size.heads, *hidden = read + size.read;
-    Pass<W> pass{model, tokens, results, 1, scratch, heads, read, hidden, hidden + size.hidden};
+void forward(const Model& model, const Tokens& tokens, Results& results, int64_t threads, float* scratch) {
+  results.assigned = 0;
+  Sizes size = sizes(model, tokens.count);
+  float *heads = scratch + size.x, *read = heads + size.heads, *hidden = read + size.read;
+  Pass<W> pass{model, tokens, results, 1, scratch, heads, read, hidden, hidden + size.hidden};
 #ifdef _OPENMP
-    if (threads > 1) {
+  if (threads > 1) {
 #pragma omp parallel num_threads(threads)
-        {
+    {
 #pragma omp single
-            pass.threads = omp_get_num_threads();
-            pass.run(omp_get_thread_num());
-        }
-        return;
+      pass.threads = omp_get_num_threads();
+      pass.run(omp_get_thread_num());
     }
+    return;
+  }
 #endif
-    pass.run(0);
+  pass.run(0);
 }
 
 }  // namespace
@@ -556,61 +554,61 @@ void forward(const Model &model, const Tokens &tokens, Results &results, int64_t
 extern "C" {
 
 // Floats of working memory for so many tokens.
-int64_t decode_scratch(const Model *model, int64_t count) {
-    Sizes size = sizes(*model, count);
-    return size.x + size.heads + size.read + 2 * size.hidden;
+int64_t decode_scratch(const Model* model, int64_t count) {
+  Sizes size = sizes(*model, count);
+  return size.x + size.heads + size.read + 2 * size.hidden;
 }
 
 // Keys and values of the tokens are put into the cache.
-void decode_forward(const Model *model, const Tokens *tokens, Results *results, int64_t threads, float *scratch) {
-    if (model->bfloat16)
-        forward<bfloat16>(*model, *tokens, *results, threads, scratch);
-    else
-        forward<float>(*model, *tokens, *results, threads, scratch);
+void decode_forward(const Model* model, const Tokens* tokens, Results* results, int64_t threads, float* scratch) {
+  if (model->bfloat16)
+    forward<bfloat16>(*model, *tokens, *results, threads, scratch);
+  else
+    forward<float>(*model, *tokens, *results, threads, scratch);
 }
 
 // A token of logits (vocab): of the `most` likeliest, and of these those that are needed to reach the share top_p, the
 // one whose part of their summed weights e^(logit / temperature) the number from 0 to below 1 falls into, the likeliest
 // first; in the order of ids if there is no choice among them. -1 if a logit is NaN.
-int64_t decode_sample(const float *logits, int64_t vocab, double temperature, int64_t most, double top_p,
+int64_t decode_sample(const float* logits, int64_t vocab, double temperature, int64_t most, double top_p,
                       double number) {
-    float highest = -INFINITY;
-    for (int64_t i = 0; i < vocab; i++) {
-        if (logits[i] != logits[i]) return -1;
-        highest = highest < logits[i] ? logits[i] : highest;
+  float highest = -INFINITY;
+  for (int64_t i = 0; i < vocab; i++) {
+    if (logits[i] != logits[i]) return -1;
+    highest = highest < logits[i] ? logits[i] : highest;
+  }
+  const auto weight = [&](int64_t i) { return std::exp((double(logits[i]) - highest) / temperature); };
+  std::vector<uint64_t> order(vocab);  // the logit's bits, such that higher ones come first, and the id
+  for (int64_t i = 0; i < vocab; i++) {
+    uint32_t bits;
+    memcpy(&bits, logits + i, 4);
+    order[i] = uint64_t(bits >> 31 ? bits : ~bits & 0x7FFFFFFF) << 32 | uint64_t(i);
+  }
+  const auto id = [](uint64_t place) { return int64_t(uint32_t(place)); };
+  most = most < vocab ? most : vocab;
+  double total = 0;  // of all; where a share of it is asked for, few are needed, as a rule, and fewer to be sorted
+  const bool some = most == vocab && top_p < 1;
+  if (some)
+    for (int64_t i = 0; i < vocab; i++) total += weight(i);
+  std::vector<double> sums;
+  for (int64_t sorted = some ? std::min<int64_t>(64, most) : most;; sorted = std::min(32 * sorted, most)) {
+    const auto end = order.begin() + sorted;
+    if (sorted == vocab && !some) {
+    } else if (sorted <= 256) {
+      std::partial_sort(order.begin(), end, order.end());  // the quickest way to a few
+    } else {
+      std::nth_element(order.begin(), end, order.end());
+      std::sort(order.begin(), end);
     }
-    const auto weight = [&](int64_t i) { return std::exp((double(logits[i]) - highest) / temperature); };
-    std::vector<uint64_t> order(vocab);  // the logit's bits, such that higher ones come first, and the id
-    for (int64_t i = 0; i < vocab; i++) {
-        uint32_t bits;
-        memcpy(&bits, logits + i, 4);
-        order[i] = uint64_t(bits >> 31 ? bits : ~bits & 0x7FFFFFFF) << 32 | uint64_t(i);
-    }
-    const auto id = [](uint64_t place) { return int64_t(uint32_t(place)); };
-    most = most < vocab ? most : vocab;
-    double total = 0;  // of all; where a share of it is asked for, few are needed, as a rule, and fewer to be sorted
-    const bool some = most == vocab && top_p < 1;
-    if (some)
-        for (int64_t i = 0; i < vocab; i++) total += weight(i);
-    std::vector<double> sums;
-    for (int64_t sorted = some ? std::min<int64_t>(64, most) : most;; sorted = std::min(32 * sorted, most)) {
-        const auto end = order.begin() + sorted;
-        if (sorted == vocab && !some) {
-        } else if (sorted <= 256) {
-            std::partial_sort(order.begin(), end, order.end());  // the quickest way to a few
-        } else {
-            std::nth_element(order.begin(), end, order.end());
-            std::sort(order.begin(), end);
-        }
-        sums.clear();
-        double sum = 0;
-        for (int64_t i = 0; i < sorted; i++) sums.push_back(sum += weight(id(order[i])));
-        if (sorted == most || sum >= top_p * total) break;
-    }
-    if (!some) total = sums.back();
-    int64_t kept = int64_t(sums.size());
-    if (top_p < 1) kept = std::lower_bound(sums.begin(), sums.end() - 1, top_p * total) - sums.begin() + 1;
-    int64_t place = std::upper_bound(sums.begin(), sums.begin() + kept - 1, number * sums[kept - 1]) - sums.begin();
-    return id(order[place]);
+    sums.clear();
+    double sum = 0;
+    for (int64_t i = 0; i < sorted; i++) sums.push_back(sum += weight(id(order[i])));
+    if (sorted == most || sum >= top_p * total) break;
+  }
+  if (!some) total = sums.back();
+  int64_t kept = int64_t(sums.size());
+  if (top_p < 1) kept = std::lower_bound(sums.begin(), sums.end() - 1, top_p * total) - sums.begin() + 1;
+  int64_t place = std::upper_bound(sums.begin(), sums.begin() + kept - 1, number * sums[kept - 1]) - sums.begin();
+  return id(order[place]);
 }
 }

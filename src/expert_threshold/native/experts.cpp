@@ -1,9 +1,9 @@
 // A routed sum of relu² experts, forward and backward, in bfloat16: y_t = Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)².
 //
-// Rows are pairs of a token and one of its experts, ordered by expert, then token. They are computed in blocks that stay
-// in a core's cache: gathered, multiplied, squared and multiplied again, so that of the hidden activations only what
-// backward needs is written out. Weights are packed for the products as they are met. Sums over a token's experts and
-// over an expert's tokens run in a fixed order, whatever the number of threads.
+// Rows are pairs of a token and one of its experts, ordered by expert, then token. They are computed in blocks that
+// stay in a core's cache: gathered, multiplied, squared and multiplied again, so that of the hidden activations only
+// what backward needs is written out. Weights are packed for the products as they are met. Sums over a token's experts
+// and over an expert's tokens run in a fixed order, whatever the number of threads.
 //
 // With `token` and `begin` null, row r is token r of one expert, and there are no gates: a feed-forward.
 
@@ -34,7 +34,8 @@ std::vector<Rows> blocks_of(const int64_t* first, int64_t experts) {
 // then(from, to) on each thread: neighbouring blocks, which share packed weights, with as many rows as the others'.
 template <class Then>
 void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
-  const int64_t threads = at::get_num_threads(), rows = blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
+  const int64_t threads = at::get_num_threads(),
+                rows = blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
   const auto begin = [&](int64_t thread) {
     return std::partition_point(blocks.begin(), blocks.end(),
                                 [&](const Rows& b) { return (b.padded + b.rounded / 2) * threads < rows * thread; }) -
@@ -122,6 +123,12 @@ void sum_over_rows(const Tile& t, const std::vector<Rows>& blocks, float* sum) {
 
 extern "C" {
 
+// Rows when each block's are rounded up to whole tiles.
+int64_t et_padded(const int64_t* first, int64_t experts) {
+  const auto blocks = blocks_of(first, experts);
+  return blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
+}
+
 // Where each expert's rows of an assignment (tokens, experts) begin: (experts + 1,).
 void et_count(const uint8_t* assignment, int64_t tokens, int64_t experts, int64_t* first) {
   std::fill_n(first, experts + 1, 0);
@@ -143,8 +150,8 @@ void et_order(const uint8_t* assignment, int64_t tokens, int64_t experts, const 
   for (int64_t t = 0; t < tokens; ++t) begin[t + 1] = std::max(begin[t], begin[t + 1]);
 }
 
-// gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), room for the
-// experts' outputs, or y itself where `begin` is null; else y is added to if `add`.
+// gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), room for
+// the experts' outputs, or y itself where `begin` is null; else y is added to if `add`.
 void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* down, const int64_t* first,
                 const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t experts,
                 int64_t width, int64_t hidden, bool add, bf16* kept, bf16* ys, bf16* y) {
@@ -164,37 +171,41 @@ void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* d
         pack_transposed(down + expert * hidden * width, width, hidden, packed_down);
       }
       const bf16* rows = gather(x, token, b, width, xs);
-      multiply(b.rounded, hidden, width, rows, packed_up, [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
-        count = std::min(count, b.count - row);
-        for (int64_t r = 0; r < count; ++r) {
-          bf16* keep = kept ? kept + (b.start + row + r) * hidden + column : nullptr;
-          bf16* a = as + (row + r) * hidden + column;
-          for (int64_t j = 0; j < columns; j += 32) {
-            const float* h = c + r * columns + j;
-            const __m512i relu = round(maximum(_mm512_loadu_ps(h)), maximum(_mm512_loadu_ps(h + 16)));
-            if (kept) stream(keep + j, relu);
-            const __m512 low = widen_low(relu), high = widen_high(relu);
-            write(a + j, round(_mm512_mul_ps(low, low), _mm512_mul_ps(high, high)));
-          }
-        }
-      });
-      multiply(b.rounded, width, hidden, as, packed_down, [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
-        store_rows(c, std::min(count, b.count - row), columns, ys + (b.start + row) * width + column, width,
-                   [&](int64_t r) { return begin ? gates[token[b.start + row + r] * experts + b.expert] : 1.0f; });
-      });
+      multiply(b.rounded, hidden, width, rows, packed_up,
+               [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
+                 count = std::min(count, b.count - row);
+                 for (int64_t r = 0; r < count; ++r) {
+                   bf16* keep = kept ? kept + (b.start + row + r) * hidden + column : nullptr;
+                   bf16* a = as + (row + r) * hidden + column;
+                   for (int64_t j = 0; j < columns; j += 32) {
+                     const float* h = c + r * columns + j;
+                     const __m512i relu = round(maximum(_mm512_loadu_ps(h)), maximum(_mm512_loadu_ps(h + 16)));
+                     if (kept) stream(keep + j, relu);
+                     const __m512 low = widen_low(relu), high = widen_high(relu);
+                     write(a + j, round(_mm512_mul_ps(low, low), _mm512_mul_ps(high, high)));
+                   }
+                 }
+               });
+      multiply(b.rounded, width, hidden, as, packed_down,
+               [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
+                 store_rows(
+                     c, std::min(count, b.count - row), columns, ys + (b.start + row) * width + column, width,
+                     [&](int64_t r) { return begin ? gates[token[b.start + row + r] * experts + b.expert] : 1.0f; });
+               });
     }
     finish();
   });
   if (begin) combine(ys, begin, slot, tokens, width, add, y);
 }
 
-// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: as ys and y. Room for what the weights' gradients are made
-// of: transposed_dh (hidden, padded), packed_x and transposed_dy (padded, width); `padded` counts the rows when each 256
-// of an expert, and the rest, are rounded up to 32.
+// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: as ys and y. Room for what the weights'
+// gradients are made of, block by block, `padded` rows in all (see et_padded): transposed_dh (hidden, padded), packed_a
+// (padded, hidden), packed_x (padded, width), transposed_dy (width, padded).
 void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* up, const bf16* down,
                  const int64_t* first, const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens,
-                 int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh, bf16* packed_a,
-                 bf16* packed_x, bf16* transposed_dy, bf16* dxs, bf16* dx, float* dgates, bf16* dup, bf16* ddown) {
+                 int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh,
+                 bf16* packed_a, bf16* packed_x, bf16* transposed_dy, bf16* dxs, bf16* dx, float* dgates, bf16* dup,
+                 bf16* ddown) {
   const auto blocks = blocks_of(first, experts);
   for_neighbours(blocks, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -217,31 +228,34 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
       for (int64_t r = 0; r < b.count; ++r) gate[r] = begin ? gates[token[b.start + r] * experts + b.expert] : 1.0f;
       std::fill_n(dgate, b.count, 0.0f);
       const bf16* rows = gather(dy, token, b, width, dys);
-      multiply(b.rounded, hidden, width, rows, packed_down, [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
-        for (int64_t r = row; r < std::min(row + count, b.count); ++r) {
-          const bf16* keep = kept + (b.start + r) * hidden + column;
-          const __m512 scale = _mm512_set1_ps(2 * gate[r]);
-          __m512 sum = _mm512_setzero_ps();
-          for (int64_t j = 0; j < columns; j += 32) {
-            const float* da = c + (r - row) * columns + j;
-            const __m512i relu = read_all(keep + j);
-            _mm_prefetch(keep + j + columns, _MM_HINT_T0);
-            const __m512 low = widen_low(relu), high = widen_high(relu);
-            const __m512 slope_low = _mm512_mul_ps(_mm512_loadu_ps(da), low);
-            const __m512 slope_high = _mm512_mul_ps(_mm512_loadu_ps(da + 16), high);
-            sum = _mm512_fmadd_ps(slope_high, high, _mm512_fmadd_ps(slope_low, low, sum));
-            write(dhs + r * hidden + column + j, round(_mm512_mul_ps(slope_low, scale), _mm512_mul_ps(slope_high, scale)));
-            write(as + r * hidden + column + j, round(_mm512_mul_ps(low, low), _mm512_mul_ps(high, high)));
-          }
-          dgate[r] += _mm512_reduce_add_ps(sum);
-        }
-      });
+      multiply(b.rounded, hidden, width, rows, packed_down,
+               [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
+                 for (int64_t r = row; r < std::min(row + count, b.count); ++r) {
+                   const bf16* keep = kept + (b.start + r) * hidden + column;
+                   const __m512 scale = _mm512_set1_ps(2 * gate[r]);
+                   __m512 sum = _mm512_setzero_ps();
+                   for (int64_t j = 0; j < columns; j += 32) {
+                     const float* da = c + (r - row) * columns + j;
+                     const __m512i relu = read_all(keep + j);
+                     _mm_prefetch(keep + j + columns, _MM_HINT_T0);
+                     const __m512 low = widen_low(relu), high = widen_high(relu);
+                     const __m512 slope_low = _mm512_mul_ps(_mm512_loadu_ps(da), low);
+                     const __m512 slope_high = _mm512_mul_ps(_mm512_loadu_ps(da + 16), high);
+                     sum = _mm512_fmadd_ps(slope_high, high, _mm512_fmadd_ps(slope_low, low, sum));
+                     write(dhs + r * hidden + column + j,
+                           round(_mm512_mul_ps(slope_low, scale), _mm512_mul_ps(slope_high, scale)));
+                     write(as + r * hidden + column + j, round(_mm512_mul_ps(low, low), _mm512_mul_ps(high, high)));
+                   }
+                   dgate[r] += _mm512_reduce_add_ps(sum);
+                 }
+               });
       for (bf16* rest : {as, dhs})
         std::memset((void*)(rest + b.count * hidden), 0, (b.rounded - b.count) * hidden * sizeof(bf16));
-      multiply(b.rounded, width, hidden, dhs, packed_up, [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
-        store_rows(c, std::min(count, b.count - row), columns, dxs + (b.start + row) * width + column, width,
-                   [](int64_t) { return 1.0f; });
-      });
+      multiply(b.rounded, width, hidden, dhs, packed_up,
+               [&](auto c, int64_t row, int64_t count, int64_t column, int64_t columns) {
+                 store_rows(c, std::min(count, b.count - row), columns, dxs + (b.start + row) * width + column, width,
+                            [](int64_t) { return 1.0f; });
+               });
       transpose<true>(dhs, b.rounded, hidden, transposed_dh + b.padded * hidden);
       pack_rows<true>(as, b.rounded, hidden, packed_a + b.padded * hidden);
       if (begin)
@@ -258,10 +272,10 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
   if (begin) combine(dxs, begin, slot, tokens, width, add, dx);
 
   std::vector<Tile> tiles;
-  for (int64_t e = 0, begin = 0, end = 0; e < experts; ++e, begin = end) {
+  for (int64_t e = 0, start = 0, end = 0; e < experts; ++e, start = end) {
     while (end < int64_t(blocks.size()) && blocks[end].expert == e) ++end;
-    tile({begin, end, transposed_dh, packed_x, hidden, width, dup + e * hidden * width}, tiles);
-    tile({begin, end, transposed_dy, packed_a, width, hidden, ddown + e * hidden * width}, tiles);
+    tile({start, end, transposed_dh, packed_x, hidden, width, dup + e * hidden * width}, tiles);
+    tile({start, end, transposed_dy, packed_a, width, hidden, ddown + e * hidden * width}, tiles);
   }
   std::atomic<size_t> next = 0;  // tiles of experts with many rows take longer
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from ..autograd import refuse_second_derivative
-from . import address, available, library
+from . import FEWEST_ROWS, TILE, address, available, library
 
-TILE = 32  # widths must be whole tiles
-BLOCK = 256  # rows, as in experts.cpp
-FEWEST_ROWS = 64  # with fewer, packing the weights costs more than it saves
+MOST_WEIGHTS = 1 << 23  # of a matrix, of which each thread has room for two
 EXACT, NONE = -1, 0  # how many rows of pre-activations to have room for: those there are, or none
 
 
 def applies(x: Tensor, hidden: int, activation: str) -> bool:
     """Whether the kernels compute rows like x (…, d_model)."""
     rows, width = x.numel() // max(x.shape[-1], 1), x.shape[-1]
-    fits = rows >= FEWEST_ROWS and width % TILE == 0 == hidden % TILE and activation == "relu2"
+    tiles = width % TILE == 0 == hidden % TILE and width * hidden <= MOST_WEIGHTS
+    fits = tiles and rows >= FEWEST_ROWS and activation == "relu2"
     return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
 
 
@@ -90,12 +89,14 @@ class _Order(NamedTuple):
     @classmethod
     def of(cls, kernels: CDLL, assignment: Tensor | None, tokens: int) -> _Order:
         if assignment is None:
-            return cls(torch.tensor([0, tokens]))
-        assignment = assignment.contiguous()
+            return cls(torch.tensor([0, tokens], device="cpu"))
+        assignment = assignment.bool().contiguous()
         what = address(assignment), *map(c_int64, assignment.shape)
-        first = torch.empty(assignment.shape[1] + 1, dtype=torch.int64)
+        first = assignment.new_empty(assignment.shape[1] + 1, dtype=torch.int64)
         kernels.et_count(*what, address(first))
-        token, begin, slot = (torch.empty(n, dtype=torch.int32) for n in (int(first[-1]), tokens + 1, int(first[-1])))
+        token, begin, slot = (
+            first.new_empty(n, dtype=torch.int32) for n in (int(first[-1]), tokens + 1, int(first[-1]))
+        )
         kernels.et_order(*what, *map(address, (first, token, begin, slot)))
         return cls(first, token, begin, slot)
 
@@ -143,7 +144,7 @@ def _forward(
     """
     kernels = library()
     assert kernels is not None
-    y, kept = torch.empty(x.shape, dtype=x.dtype), []
+    y, kept = x.new_empty(x.shape), []
     for part in reversed(_parts(kernels, x, gates, assignment, weights)):
         routed = part.order.token is not None
         if routed and room not in (EXACT, NONE) and part.pairs > room:
@@ -174,11 +175,11 @@ def _backward(
     """The gradients of x, of gates if there are any, and of weights."""
     kernels = library()
     assert kernels is not None
-    dy, dx = dy.contiguous(), torch.empty(x.shape, dtype=x.dtype)
-    dgates = None if gates is None else torch.zeros(gates.shape, dtype=torch.float32)
-    dweights = [torch.empty(weight.shape, dtype=weight.dtype) for weight in weights]
+    dy, dx = dy.contiguous(), x.new_empty(x.shape)
+    dgates = None if gates is None else gates.new_zeros(gates.shape, dtype=torch.float32)
+    dweights = [weight.new_empty(weight.shape) for weight in weights]
     for i, part in reversed([*enumerate(_parts(kernels, x, gates, assignment, weights))]):
-        padded = part.pairs + TILE * int((part.order.first.diff() // BLOCK + 1).sum())
+        padded = kernels.et_padded(address(part.order.first), part.sizes[1])
         columns = [part.sizes[i].value for i in (3, 3, 2, 2)]
         room = [x.new_empty(padded, n) for n in columns]
         found = (dx, dgates if i == 0 else None, *dweights[2 * i : 2 * i + 2])

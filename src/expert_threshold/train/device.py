@@ -87,6 +87,9 @@ def objects_at_rest() -> Iterator[None]:
     After a corpus was read and a tokenizer made there are millions of objects, and each search through them costs what
     a small step does.
     """
+    if gc.get_freeze_count():  # by who embeds us; unfreezing would undo that
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

@@ -52,7 +52,9 @@ def add_shared(
     rows: int | None,
 ) -> Tensor:
     """The routed sum and what every token's shared experts make of it; at once where one kernel does both."""
-    if shared is not None and dispatch in (auto, grouped):
+    # What hangs on the shared experts' call, as hooks do, is not passed by.
+    plain = type(shared) is FeedForward and not (shared._forward_hooks or shared._forward_pre_hooks)
+    if shared is not None and plain and dispatch in (auto, grouped):
         weights = (experts.up, experts.down, shared.up.weight, shared.down.weight)
         hidden = (experts.down.shape[-1], shared.down.weight.shape[-1])
         if all(kernels.applies(x, width, experts.activation.name) for width in hidden):

@@ -1,0 +1,18 @@
+// Whether this PyTorch multiplies blocks on this processor: it may have been built without, or told not to.
+
+#include "common.h"
+
+extern "C" bool et_works() {
+  try {
+    Scratch scratch;
+    bf16 *ones = scratch.take<bf16>(32 * 32), *packed = scratch.take<bf16>(32 * 32);
+    float* c = scratch.take<float>(32 * 32);
+    std::fill_n(ones, 32 * 32, bf16(1.0f));
+    pack_rows<false>(ones, 32, 32, packed);
+    at::native::cpublas::brgemm(32, 32, 32, 32, 32, 32, false, ones, packed, c);
+    finish();
+    return std::all_of(c, c + 32 * 32, [](float sum) { return sum == 32; });
+  } catch (...) {
+    return false;
+  }
+}
