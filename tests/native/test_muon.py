@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from expert_threshold.native import library
 from expert_threshold.native import muon as kernels
 from expert_threshold.optim import Muon
+from expert_threshold.optim import muon as module
 
 pytestmark = pytest.mark.skipif(
     library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
@@ -69,9 +70,54 @@ def test_matrices_of_any_size_move_and_zeros_stay() -> None:
 
 
 def test_it_takes_what_it_can_and_leaves_the_rest() -> None:
+    def applies(weight: Tensor, momentum: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
+        return kernels.applies(weight, torch.zeros_like(weight) if momentum is None else momentum, dtype)
+
     weight = torch.zeros(2, 64, 32)
-    assert kernels.applies(weight, torch.bfloat16)
-    assert not kernels.applies(weight, torch.float32)
-    assert not kernels.applies(weight[:, :63], torch.bfloat16)
-    assert not kernels.applies(weight.bfloat16(), torch.bfloat16)
-    assert not kernels.applies(torch.empty(2048, 1024), torch.bfloat16)
+    assert applies(weight)
+    assert not applies(weight, dtype=torch.float32)
+    assert not applies(weight[:, :63])
+    assert not applies(weight.bfloat16())
+    assert not applies(weight.to("meta"))
+    assert not applies(weight.mT)
+    assert not applies(weight, momentum=weight.mT.contiguous().mT)
+    assert not applies(weight, momentum=weight.bfloat16())
+    assert not applies(torch.empty(2048, 1024))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_one_that_the_kernel_cannot_take_moves_beside_those_it_does(first: int) -> None:
+    """Wherever it stands among those of its shape, and the others move as they do alone."""
+    gradient = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    strided, plain = nn.Parameter(torch.zeros(64, 32).T), nn.Parameter(torch.zeros(32, 64))
+    alone = nn.Parameter(torch.zeros(32, 64))
+    strided.grad, plain.grad, alone.grad = (gradient.clone() for _ in range(3))
+    both = {"strided": strided, "plain": plain} if first == 0 else {"plain": plain, "strided": strided}
+    Muon(both, ns_steps=5, ns_dtype=torch.bfloat16).step(0.02, 0.9)
+    Muon({"alone": alone}, ns_steps=5, ns_dtype=torch.bfloat16).step(0.02, 0.9)
+    assert torch.equal(plain, alone)
+    assert alone.abs().max() > 1e-3
+    torch.testing.assert_close(strided, plain, atol=2e-4, rtol=0.05)
+
+
+def test_what_autograd_saved_before_a_step_is_stale_behind_it() -> None:
+    weight = nn.Parameter(torch.randn(64, 32))
+    muon = Muon({"p": weight}, ns_steps=5, ns_dtype=torch.bfloat16)
+    weight.grad = torch.randn(64, 32)
+    loss, momentum = weight.square().sum(), muon.momenta["p"]._version
+    muon.step(0.1, 0.9)
+    assert muon.momenta["p"]._version > momentum
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(("name", "value"), [("COEFFICIENTS", (0.5, -0.25, 0.125)), ("EPS", 1e3)])
+def test_constants_of_the_iteration_are_the_ones_of_torchs_operations(
+    name: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = moved(torch.bfloat16)
+    monkeypatch.setattr(module, name, value)
+    found, torchs = moved(torch.bfloat16), by_torch(monkeypatch, torch.bfloat16)
+    for f, t, u in zip(found[: len(SHAPES) - 1], torchs, usual, strict=False):
+        assert (f - t).norm() <= 0.02 * t.norm()
+        assert (f - u).norm() > 0.1 * u.norm()

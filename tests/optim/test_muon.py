@@ -137,6 +137,26 @@ def test_small_batches_move_the_parameters_as_large_ones_do(monkeypatch: pytest.
     torch.testing.assert_close(moved[1], moved[2])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+    matrix, gradient = (torch.randn(32, 64, generator=generator) for _ in range(2))
+    plain, strided = nn.Parameter(matrix.clone()), nn.Parameter(matrix.T.contiguous().T)
+    for parameter in (plain, strided):
+        parameter.grad = gradient.clone()
+        Muon({"p": parameter}, ns_steps=5, ns_dtype=dtype).step(0.1, 0.9)
+    torch.testing.assert_close(plain, strided, atol=1e-3, rtol=0)
+    assert (strided - matrix).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_that_has_no_view_is_refused_since_its_copy_would_move(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.zeros(2, 3, 64, 32).transpose(0, 1))
+    weight.grad = torch.ones(weight.shape)
+    with pytest.raises(RuntimeError, match="view"):
+        Muon({"p": weight}, ns_steps=5, ns_dtype=dtype).step(0.1, 0.9)
+
+
 def test_a_zero_gradient_moves_nothing_and_leaves_no_nan() -> None:
     named = parameters([(4, 6), (2, 4, 6)])
     before = {name: p.detach().clone() for name, p in named.items()}

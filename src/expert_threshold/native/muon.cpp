@@ -1,16 +1,15 @@
-// A step of Muon, each matrix by one thread: momentum, Newton-Schulz with bfloat16 products, update, in one core's cache.
-
-#include "common.h"
+// A step of Muon, each matrix by one thread: momentum, Newton-Schulz with bfloat16 products, update, in one core's
+// cache.
 
 #include <cmath>
 
+#include "common.h"
+
 namespace {
 
-constexpr float A = 3.4445f, B = -4.7750f, C = 2.0315f, EPS = 1e-7f;
-
 // out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out.
-void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, float factor, const bf16* before, float scale,
-             bf16* out) {
+void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, float factor, const bf16* before,
+             float scale, bf16* out) {
   const __m512 times = _mm512_set1_ps(factor), keep = _mm512_set1_ps(scale);
   multiply(m, n, k, a, b, [&](const float* c, int64_t start, int64_t rows, int64_t column, int64_t columns) {
     for (int64_t r = 0; r < rows; ++r)
@@ -23,15 +22,16 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
   });
 }
 
-// X ← (A + B X Xᵀ + C (X Xᵀ)²) X, `steps` times; x (rows, columns), not more rows than columns.
-void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, bf16* gram, bf16* polynomial, bf16* packed) {
+// X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times; x (rows, columns), not more rows than columns.
+void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, float a, float b, float c, bf16* gram,
+                   bf16* polynomial, bf16* packed) {
   for (int64_t i = 0; i < steps; ++i) {
     pack_transposed(x, rows, columns, packed);
     product(rows, rows, columns, x, packed, 1, nullptr, 0, gram);
     pack_rows<false>(gram, rows, rows, packed);
-    product(rows, rows, rows, gram, packed, C, gram, B, polynomial);
+    product(rows, rows, rows, gram, packed, c, gram, b, polynomial);
     pack_rows<false>(x, rows, columns, packed);
-    product(rows, columns, rows, polynomial, packed, 1, x, A, x);
+    product(rows, columns, rows, polynomial, packed, 1, x, a, x);
   }
 }
 
@@ -39,9 +39,9 @@ void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, bf16* 
 
 extern "C" {
 
-// weight, grad, momentum: of each matrix, (rows, columns) float32.
+// weight, grad, momentum: of each matrix, (rows, columns) float32; a, b, c: of the iteration; eps: the least norm.
 void et_muon(float* const* weight, const float* const* grad, float* const* momentum, int64_t matrices, int64_t rows,
-             int64_t columns, int64_t steps, float decay, float rate) {
+             int64_t columns, int64_t steps, float decay, float rate, float a, float b, float c, float eps) {
   const int64_t numbers = rows * columns, small = std::min(rows, columns), large = std::max(rows, columns);
   at::parallel_for(0, matrices, 1, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -62,10 +62,10 @@ void et_muon(float* const* weight, const float* const* grad, float* const* momen
         _mm512_storeu_ps(nesterov + j, n);
         squares = _mm512_fmadd_ps(n, n, squares);
       }
-      const __m512 norm = _mm512_set1_ps(std::max(std::sqrt(_mm512_reduce_add_ps(squares)), EPS));
+      const __m512 norm = _mm512_set1_ps(std::max(std::sqrt(_mm512_reduce_add_ps(squares)), eps));
       for (int64_t j = 0; j < numbers; j += 16) store(x + j, _mm512_div_ps(_mm512_loadu_ps(nesterov + j), norm));
       if (rows > columns) transpose<false>(x, rows, columns, turned);
-      newton_schulz(rows > columns ? turned : x, small, large, steps, gram, polynomial, packed);
+      newton_schulz(rows > columns ? turned : x, small, large, steps, a, b, c, gram, polynomial, packed);
       if (rows > columns) transpose<false>(turned, columns, rows, x);
       for (int64_t j = 0; j < numbers; j += 16)
         _mm512_storeu_ps(weight[i] + j,

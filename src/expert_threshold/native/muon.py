@@ -7,19 +7,20 @@ from ctypes import c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from . import available, library
+from . import TILE, available, library
 
-TILE = 32  # sides must be whole tiles
 MOST_ELEMENTS = 2**20  # of a matrix: a larger one does not stay in a core's cache
 FLOAT32 = 4  # bytes
 
 
-def applies(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel moves matrices like those of weight (…, rows, columns), with products in that type."""
+def applies(weight: Tensor, momentum: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel moves these stacks of matrices (…, rows, columns), with products in that type."""
     rows, columns = weight.shape[-2:]
     fits = rows % TILE == 0 == columns % TILE and rows * columns <= MOST_ELEMENTS
-    return fits and weight.is_cpu and weight.dtype == torch.float32 and dtype == torch.bfloat16 and available()
+    plain = all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (weight, momentum))
+    return fits and plain and dtype == torch.bfloat16 and available()
 
 
 def step(
@@ -28,19 +29,24 @@ def step(
     momenta: Sequence[Tensor],
     *,
     ns_steps: int,
+    coefficients: tuple[float, float, float],
+    eps: float,
     momentum: float,
     rate: float,
 ) -> None:
-    """W ← W − rate · newton_schulz(Nesterov momentum) of stacks (matrices, rows, columns) float32, all of one shape."""
-    if not weights:
-        return
+    """W ← W − rate · newton_schulz(Nesterov momentum) of stacks (matrices, rows, columns) float32, all of one shape.
+
+    coefficients: of the iteration's polynomial; eps: the least norm that is divided by.
+    """
     kernels = library()
     assert kernels is not None
     rows, columns = weights[0].shape[-2:]
     grads = [grad.contiguous() for grad in grads]  # held until the kernel is through
     matrices = [_addresses(stacks, rows * columns) for stacks in (weights, grads, momenta)]
     sizes = map(c_int64, (len(matrices[0]), rows, columns, ns_steps))
-    kernels.et_muon(*((c_void_p * len(m))(*m) for m in matrices), *sizes, c_float(momentum), c_float(rate))
+    numbers = map(c_float, (momentum, rate, *coefficients, eps))
+    kernels.et_muon(*((c_void_p * len(m))(*m) for m in matrices), *sizes, *numbers)
+    increment_version([*weights, *momenta])  # what autograd saved of them before is stale
 
 
 def _addresses(stacks: Sequence[Tensor], elements: int) -> list[int]:

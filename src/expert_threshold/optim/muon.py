@@ -57,7 +57,8 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
 
 
 class _Piece(NamedTuple):
-    """Some of a parameter's matrices, with their gradients and momenta; each (matrices, rows, columns), a view."""
+    """Some of a parameter's matrices, with their gradients and momenta; each (matrices, rows, columns); views, but for
+    the gradients of other strides."""
 
     weight: Tensor
     grad: Tensor
@@ -93,12 +94,20 @@ class Muon:
     def _move(self, names: list[str], learning_rate: float, momentum: float) -> None:
         rows, columns = self.parameters[names[0]].shape[-2:]
         rate = learning_rate * math.sqrt(max(1.0, rows / columns))
-        if kernels.applies(self.parameters[names[0]], self.ns_dtype):
-            whole = self._pieces(names)
-            weights, grads, momenta = ([piece[i] for piece in whole] for i in range(3))
-            kernels.step(weights, grads, momenta, ns_steps=self.ns_steps, momentum=momentum, rate=rate)
-            return
-        for batch in self._batches(names):
+        native: list[_Piece] = []
+        others: list[_Piece] = []
+        for piece in self._pieces(names):
+            (native if kernels.applies(piece.weight, piece.momentum, self.ns_dtype) else others).append(piece)
+        if native:
+            kernels.step(
+                *zip(*native, strict=True),
+                ns_steps=self.ns_steps,
+                coefficients=COEFFICIENTS,
+                eps=EPS,
+                momentum=momentum,
+                rate=rate,
+            )
+        for batch in _batches(others):
             sizes = [len(piece.weight) for piece in batch]
             nesterov = batch[0].grad.new_empty(sum(sizes), rows, columns)
             for piece, place in zip(batch, nesterov.split(sizes), strict=True):
@@ -113,28 +122,32 @@ class Muon:
         return {f"muon.{name}.momentum": tensor for name, tensor in self.momenta.items()}
 
     def _pieces(self, names: list[str]) -> list[_Piece]:
-        """Those of these parameters, of one matrix shape, that have a gradient, whole."""
+        """Those of these parameters, of one matrix shape, that have a gradient, whole.
+
+        Raises RuntimeError for a stack of matrices that no stride leads through: a copy would move in vain.
+        """
         pieces = []
         for name in names:
-            weight = self.parameters[name]
+            weight, momentum = self.parameters[name], self.momenta[name]
             if weight.grad is not None and weight.numel():
-                stacks = weight, weight.grad, self.momenta[name]
-                pieces.append(_Piece(*(stack.reshape(-1, *weight.shape[-2:]) for stack in stacks)))
+                shape = -1, *weight.shape[-2:]
+                pieces.append(_Piece(weight.view(shape), weight.grad.reshape(shape), momentum.view(shape)))
         return pieces
 
-    def _batches(self, names: list[str]) -> Iterator[list[_Piece]]:
-        """Those pieces, cut and joined up to the batch's size."""
-        pieces: list[_Piece] = []
-        for whole in self._pieces(names):
-            pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))
-        batch: list[_Piece] = []
-        for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
-            if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
-                yield batch
-                batch = []
-            batch.append(piece)
-        if batch:
+
+def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces of one matrix shape, cut and joined up to the batch's size."""
+    pieces: list[_Piece] = []
+    for whole in wholes:
+        pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))
+    batch: list[_Piece] = []
+    for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
+        if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
             yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch
 
 
 def _batch_size(weight: Tensor) -> int:
