@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},
     "generate": {"native", "runs", "model", "data"},
-    "train": {"runs", "model", "moe", "optim", "data", "evaluation"},
+    "train": {"native", "runs", "model", "moe", "optim", "data", "evaluation"},
     "analysis": {"runs", "model", "data", "routing", "evaluation", "generate"},
     "integrations": {"runs", "model", "moe", "generate"},
     "recipes": {"optim"},

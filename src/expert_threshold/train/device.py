@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..native import available
 from ..optim.muon import fast_dtype
 
 
@@ -37,7 +38,9 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one."""
+    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one, and
+    whether the kernels of `native` run.
+    """
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -47,6 +50,7 @@ def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "kernels": device.type == "cpu" and available(),
     }
 
 
