@@ -11,7 +11,7 @@ from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_l
 from expert_threshold.native import cross_entropy as kernel
 from expert_threshold.native import library
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without AMX")
+pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without bfloat16")
 SOFTCAP = 15.0
 
 

@@ -27,9 +27,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @NEEDS_COMPILER
-@pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a processor without AMX")
+@pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="a processor without bfloat16")
 @pytest.mark.skipif(os.environ.get(native.VARIABLE) == "0", reason="kernels are switched off")
-def test_where_there_are_a_compiler_and_tiles_there_are_kernels() -> None:
+def test_where_there_are_a_compiler_and_products_of_bfloat16_there_are_kernels() -> None:
     """Else all their tests would be skipped and nobody would know."""
     assert native.library() is not None
     assert native.available()

@@ -37,11 +37,11 @@ _off = False
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot run: another processor than one that multiplies bfloat16 tiles (AMX), a
+    """The kernels, or None where they cannot run: a processor that does not multiply bfloat16 (AVX-512 BF16, AMX), a
     PyTorch that does not multiply blocks for us, no C++ compiler (CXX, else g++), or EXPERT_THRESHOLD_NATIVE=0. Takes
     five seconds the first time.
     """
-    if not torch.cpu._is_amx_tile_supported():
+    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
         return None
     folder = Path(torch.__file__).parent
     libraries = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]

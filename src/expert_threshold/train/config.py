@@ -29,7 +29,7 @@ class TrainConfig:
     dtype: DtypeName = "auto"
     # Compute activations again in the backward pass, to save memory.
     activation_checkpointing: bool = False
-    # Compile the model with torch.compile; auto does from 2 · 10¹⁴ FLOPs on (10¹⁶ on a GPU) in one process, if it works.
+    # Compile the model with torch.compile; auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, if it works.
     compile: CompileName = "auto"
     # Steps between two lines of training metrics.
     log_every: int = 10
