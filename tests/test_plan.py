@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from expert_threshold import native
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
-from expert_threshold.model import GPT
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.model.memory import Step
+from expert_threshold.moe.experts import ACTIVATIONS
+from expert_threshold.native import experts
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 
@@ -79,6 +84,48 @@ def test_the_memory_of_a_step_is_what_the_allocator_counts(
     planned = memory(config, Machine(), dtype.itemsize, gpu=False, layout="replicate")
     assert planned["peak"] == sum(bytes_ for part, bytes_ in planned.items() if part != "peak")
     assert planned["peak"] == pytest.approx(measured(config, dtype, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize(
+    ("rule", "sequences", "sizes", "checkpointing"),
+    [
+        ("dense", 32, {"d_feed_forward": 1024}, False),
+        ("expert_choice", 16, {"d_expert": 512, "shared_experts": 3}, False),
+        ("expert_choice", 16, {"d_expert": 512, "shared_experts": 0}, False),
+        ("expert_threshold", 16, {"d_expert": 512, "layers": 3}, True),
+        ("expert_threshold", 16, {"d_expert": 500}, False),  # no whole tiles
+    ],
+)
+def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
+    rule: str, sequences: int, sizes: dict[str, int], checkpointing: bool, kernels: bool, tmp_path: Path
+) -> None:
+    """So wide that their backward is the moment that needs most."""
+    config = resolve("quickstart", rule)
+    train = replace(config.train, batch_size=sequences, accumulation=1, activation_checkpointing=checkpointing)
+    model = replace(config.model, **({"layers": 2, "vocab_size": 512} | sizes))  # type: ignore[arg-type]
+    config = replace(config, model=model, train=train)
+    with nullcontext() if kernels else native.off():
+        planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
+        assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
+    sizes = [(rows, width, hidden) for rows in (63, 64) for width in (32, 48) for hidden in (16, 64, 2**18, 2**18 + 32)]
+    taken = set()
+    with native.off() if off else nullcontext():
+        for rows, width, hidden in sizes:
+            for activation in ACTIVATIONS:
+                config = GPTConfig.preset("tiny", context=rows, d_model=width, heads=1, kv_heads=1)
+                config = replace(config, activation=activation)  # type: ignore[arg-type]
+                x = torch.empty(rows, width, dtype=torch.bfloat16)
+                said = Step(config, 1, 2, gpu=False).native_feed_forward(hidden)
+                assert said == experts.applies(x, hidden, activation), (rows, width, hidden, activation)
+                assert not Step(config, 1, 4, gpu=False).native_feed_forward(hidden)
+                assert not Step(config, 1, 2, gpu=True).native_feed_forward(hidden)
+                taken.add(said)
+    assert taken == ({True, False} if native.library() is not None and not off else {False})
 
 
 def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,9 @@
 """How many bytes a training step needs, counted from the shapes that forward keeps for backward; no tensor is made.
 
-It follows attention.py, experts.py, grouped.py, static.py and cross_entropy.py: whoever changes what those keep changes
-it here. tests/test_plan.py compares it with the allocator's own count.
+It follows attention.py, experts.py, grouped.py, static.py and cross_entropy.py, and those of native/ where this machine
+takes its kernels: whoever changes what those keep changes it here. tests/test_plan.py compares it with the allocator's
+own count. What each thread keeps for native kernels is past the allocator and not counted: the two packed matrices of
+its widest feed-forward, 256 rows of them, and 64 of the vocabulary, so tens of megabytes.
 """
 
 from __future__ import annotations
@@ -12,13 +14,14 @@ from typing import NamedTuple
 from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
-from ..native import TILE, available
+from ..native import FEWEST_ROWS, TILE, available
 from ..native import cross_entropy as loss
+from ..native.experts import MOST_WEIGHTS
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig
 
-FLOAT32, INT64 = 4, 8  # bytes
+FLOAT32, INT32, INT64 = 4, 4, 8  # bytes
 
 
 class Memory(NamedTuple):
@@ -53,6 +56,17 @@ class Step(NamedTuple):
         """Whether the processor's own kernels are taken for matrices of such sizes."""
         tiles = all(size % TILE == 0 for size in sizes)
         return not self.gpu and self.itemsize < FLOAT32 and tiles and available()
+
+    def native_feed_forward(self, hidden: int) -> bool:
+        """Whether they compute feed-forwards of that hidden width, as native/experts.py decides."""
+        fits = self.tokens >= FEWEST_ROWS and self.config.d_model * hidden <= MOST_WEIGHTS
+        return fits and self.config.activation == "relu2" and self.native(self.config.d_model, hidden)
+
+    @property
+    def native_experts(self) -> bool:
+        """Whether they compute the routed ones, and those that are shared at once with them."""
+        widths = self.config.d_expert, self.config.d_expert * max(self.config.shared_experts, 1)
+        return self.dispatch == "grouped" and all(map(self.native_feed_forward, widths))
 
     @property
     def fused(self) -> bool:
@@ -99,7 +113,14 @@ class Step(NamedTuple):
         assert rule is not None
         if self.most is not None and self.dispatch in ("static", "triton"):
             return self.most
-        return rule.num_experts * round_up(max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1))
+        return rule.num_experts * (self.load if self.native_experts else round_up(self.load))
+
+    @property
+    def load(self) -> int:
+        """Rows of an expert at even loads, at least one."""
+        rule = self.config.rule
+        assert rule is not None
+        return max(round(self.tokens * rule.experts_per_token / rule.num_experts), 1)
 
     def has_experts(self, layer: int) -> bool:
         return self.config.rule is not None and layer >= self.config.dense_layers
@@ -145,7 +166,7 @@ class Step(NamedTuple):
         wide = config.d_expert * self.width * self.itemsize
         pairs = self.slots
         gates = self.scale * rule.num_experts
-        indices = INT64 * (4 * pairs + self.slots + self.tokens)
+        indices = 0 if self.native_experts else INT64 * (4 * pairs + self.slots + self.tokens)
         weights = (self.width + 1) * config.d_model * config.d_expert * (rule.num_experts + config.shared_experts)
         shared = self.tokens * config.shared_experts * wide
         return Memory(self.rows + shared, gates + indices + self.slots * wide, casts=self.cast(weights))
@@ -175,14 +196,40 @@ class Step(NamedTuple):
         """While a block's feed-forward is in work, beside what is kept."""
         config = self.config
         if not self.has_experts(layer):
+            if self.native_feed_forward(config.d_feed_forward):
+                return self._made_natively(config.d_feed_forward)
             weights = 2 * (self.width + 1) * config.d_model * config.d_feed_forward
             hidden = min(HIDDEN_PER_BLOCK, self.tokens * config.d_feed_forward)
             return Memory(3 * self.rows + (weights + hidden) * self.itemsize)
         assert config.rule is not None
+        if self.native_experts:
+            return self._made_natively(config.shared_experts * config.d_expert, routed=True)
         weights = (self.width + 1) * config.d_model * config.d_expert * config.rule.num_experts
         hidden = 3 * min(HIDDEN_PER_BLOCK, self.slots * config.d_expert) * self.itemsize
         rows = 4 * self.slots * config.d_model * self.itemsize
         return Memory(3 * self.rows, rows + hidden + self.cast(weights))
+
+    def _made_natively(self, hidden: int, *, routed: bool = False) -> Memory:
+        """By the backward of native/experts.py, which needs more than its forward: gradients in the compute dtype, and
+        what those of weights are made of, whole.
+
+        hidden: width of what every token goes to. routed: experts, too; there is room for both at once.
+        """
+        activations, dispatch, weights = 2 * self.rows + self._room(self.tokens, hidden), 0, hidden
+        if routed:
+            config, rule = self.config, self.config.rule
+            assert rule is not None
+            order = INT32 * (2 * self.slots + self.tokens)
+            rows = self.slots * config.d_model * self.itemsize
+            room = rule.num_experts * self._room(self.load, config.d_expert)
+            dispatch = rule.num_experts * self.scale + order + rows + room
+            weights += rule.num_experts * config.d_expert
+        return Memory(activations, dispatch, casts=self.cast(2 * weights * self.config.d_model))
+
+    def _room(self, rows: int, hidden: int) -> int:
+        """Two copies of whole tiles of rows, and of their hidden activations; none where nothing is hidden."""
+        tiles = -(-rows // TILE) * TILE
+        return 2 * tiles * (hidden + self.config.d_model) * self.itemsize if hidden else 0
 
     def made_by_attention(self) -> Memory:
         """While the backward of a block's attention is in work; its feed-forward's is over."""
