@@ -12,8 +12,8 @@ from ..model import GPT, GPTConfig, Output, flops_per_token
 from ..moe import most_pairs
 from .config import TrainConfig
 
-# FLOPs of a run from which on compiling takes clearly less time than it saves: on a CPU up to a minute, for a ninth of
-# the time of steps, more where there are no kernels of ours (docs/log.md); on a GPU not measured.
+# FLOPs of a run from which on compiling takes clearly less time than it saves: on a CPU up to a minute, for a tenth of
+# the time of steps, a fifth where there are no kernels of ours (docs/log.md); on a GPU not measured.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
 GRAPHS = 64  # that torch keeps in a process, at least: `et compare` trains many models in one
 
