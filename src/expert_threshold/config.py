@@ -91,7 +91,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 # What a run's config.json has beside the sections: facts of that run, which decide nothing in another.
-FACTS = ("format", "version", "corpus", "versions", "compiled", "init_from")
+FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:

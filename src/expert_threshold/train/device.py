@@ -37,10 +37,13 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtypes[name]
 
 
+def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels of `native` compute a model in `dtype` there, where they can; built if need be."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and available()
+
+
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one, and
-    whether the kernels of `native` run.
-    """
+    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -50,7 +53,6 @@ def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        "kernels": device.type == "cpu" and available(),
     }
 
 

@@ -27,7 +27,7 @@ from ..runs.files import damage_told
 from .checks import require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
-from .device import pick_dtype
+from .device import kernels_run, pick_dtype
 from .layout import lay_out
 from .log import Display
 from .parallel import Parallel, Portion, portion_of
@@ -67,6 +67,7 @@ def prepare(
         require_unchanged(folder, record)
         record = folder.config | record | {"init_from": folder.config.get("init_from")}
     record["compiled"] = pick_compile(model, config, device, parallel.ranks, display.say)
+    record["kernels"] = kernels_run(device, pick_dtype(config.dtype, device))
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
