@@ -96,6 +96,14 @@ def test_the_same_bits_come_with_any_number_of_threads() -> None:
             torch.testing.assert_close(again[name], value, atol=0, rtol=0)
 
 
+def test_what_an_earlier_call_left_behind_reaches_nothing() -> None:
+    x, weight, targets = given(45, 64, 128)
+    expected = outcome(x, weight, targets)
+    outcome(torch.full((512, 64), torch.nan).bfloat16(), weight, torch.zeros(512, dtype=torch.int64))
+    for name, value in outcome(x, weight, targets).items():
+        torch.testing.assert_close(value, expected[name], atol=0, rtol=0)
+
+
 def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
     x, weight, targets = given(100, 64, 128)
     expected = outcome(x, weight, targets)

@@ -113,6 +113,15 @@ def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
     require_nan_to_stay_with_its_row_and_its_experts(DISPATCHES["grouped"], given)
 
 
+def test_what_an_earlier_call_left_behind_reaches_nothing() -> None:
+    given = case(fanout(77, 1, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    full = case(fanout(512, 1, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
+    expected = outputs_and_gradients(DISPATCHES["grouped"], given)
+    nothing = {"x": full.x * torch.nan, "upstream": full.upstream * torch.nan}
+    outputs_and_gradients(DISPATCHES["grouped"], full._replace(**nothing))
+    assert_same(outputs_and_gradients(DISPATCHES["grouped"], given), expected, atol=0, rtol=0)
+
+
 def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
     assignment = some(301, 7)
     idle = ~assignment.any(-1, keepdim=True)
