@@ -57,10 +57,13 @@ def decoder() -> ctypes.CDLL | None:
     return _load([DECODER], [*FLAGS, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"], [])
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def available() -> bool:
     """Whether there is a library, and it is not `off`."""
     return not _off and library() is not None
+
+
+# What torch.compiler.assume_constant_result does, but for importing the whole compiler.
+available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
