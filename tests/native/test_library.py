@@ -13,7 +13,7 @@ import torch
 
 from expert_threshold import native
 
-NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux")
 PACKAGES = Path(native.__file__).parents[2]
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 
@@ -21,6 +21,8 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
+    for variable in (native.VARIABLE, "CXX"):
+        monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "answer.cpp"
     file.write_text(SOURCE)
     return file
