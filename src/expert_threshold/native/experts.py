@@ -180,8 +180,8 @@ def _backward(
     dweights = [weight.new_empty(weight.shape) for weight in weights]
     for i, part in reversed([*enumerate(_parts(kernels, x, gates, assignment, weights))]):
         padded = kernels.et_padded(address(part.order.first), part.sizes[1])
-        columns = [part.sizes[i].value for i in (3, 3, 2, 2)]
-        room = [x.new_empty(padded, n) for n in columns]
+        width, hidden = (size.value for size in part.sizes[2:])
+        room = [x.new_empty(padded, columns) for columns in (hidden, hidden, width, width)]
         found = (dx, dgates if i == 0 else None, *dweights[2 * i : 2 * i + 2])
         kernels.et_backward(address(dy), *part.arguments, *map(address, (kept[i], *room, part.rows_of(dx), *found)))
     return [dx, *([] if dgates is None or gates is None else [dgates.to(gates.dtype)]), *dweights]
