@@ -6,14 +6,16 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from expert_threshold.analysis.studies import STUDIES
 from expert_threshold.cli import COMMANDS, main
 from expert_threshold.cli import analyze as analyze_command
 from expert_threshold.cli import calibrate as calibrate_command
@@ -35,9 +38,10 @@ from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import serve as serve_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli import upcycle as upcycle_command
-from expert_threshold.cli.options import Command, Option, describe, parse, parse_value, show
+from expert_threshold.cli.compare import METHODS
+from expert_threshold.cli.options import Command, Option, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
-from expert_threshold.config import RUNS, RunConfig, resolve
+from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, describe, resolve
 from expert_threshold.generate import Step
 from expert_threshold.moe import DISPATCHES
 from expert_threshold.routing import ExpertThreshold, TokenChoice
@@ -163,6 +167,44 @@ def test_help_shows_every_option_with_its_default(command: str, capsys: pytest.C
         assert option.help
         assert " ".join(option.help.split()) in text, option.flag
         assert option.required or f"(default: {show(option.default)})" in text
+
+
+def help_of(option: Option, text: str) -> str:
+    """What --help says of one option, in one line: from its name to the next one's."""
+    begin = f"[{option.flag}" if option.positional else f"{option.flag} "
+    lines = [line.strip("│ ") for line in text.splitlines()]
+    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
+    rest = itertools.takewhile(lambda line: not line.startswith(("--", "╰")), lines[first + 1 :])
+    return " ".join([lines[first], *rest])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_lists_every_value_that_has_a_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """--dispatch told of three of its five names, PRESET of its default alone, and --recipe broke names in two."""
+    assert et(command, "--help") == 0
+    text = capsys.readouterr().out
+    for option in OPTIONS[command]:
+        if names := {name for name in alternatives(option.kind) if isinstance(name, str)}:
+            assert names <= set(re.split(r"[^\w-]+", help_of(option, text))), option.flag
+
+
+def test_help_lists_the_names_that_stand_in_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, names in (("compare", list(METHODS)), ("analyze", [study.name for study in STUDIES])):
+        et(command, "--help")
+        assert set(names) <= set(re.split(r"[^\w-]+", capsys.readouterr().out))
+
+
+def test_dispatch_is_chosen_among_all_there_are() -> None:
+    kind = next(option.kind for option in RUN_OPTIONS if option.name == "dispatch")
+    assert set(alternatives(kind)) == {"auto", *DISPATCHES}
+
+
+def test_an_option_that_is_any_text_refuses_none() -> None:
+    """What takes some names only is of a type that lists them, from which --help and errors are made."""
+    for section, record in SECTIONS.items():
+        for name, kind in get_type_hints(record).items():
+            if str in alternatives(kind):
+                resolve("tiny", changes={section: {name: "no-such-name"}})
 
 
 def test_help_shows_the_defaults_of_the_preset_and_the_rule_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:

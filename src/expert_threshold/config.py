@@ -104,6 +104,18 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
     return (kind,)
 
 
+def describe(kind: Any) -> str:
+    """A record's type in words."""
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    parts = [
+        f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
+        if get_origin(a) is tuple
+        else words.get(a, str(a))
+        for a in alternatives(kind)
+    ]
+    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
 def _allows(alternative: Any, value: Any) -> bool:
     if isinstance(alternative, str):
         return bool(value == alternative)
@@ -134,7 +146,7 @@ def check_changes(changes: Options) -> None:
                 if not (isinstance(value, Mapping) and "name" in value):
                     raise ValueError(f'rule={value!r} must be an object such as {{"name": "expert_threshold"}}')
             elif not any(_allows(alternative, value) for alternative in alternatives(kinds[option])):
-                raise ValueError(f"{section}: {option}={value!r} is of the wrong type")
+                raise ValueError(f"{section}: {option}={value!r} must be {describe(kinds[option])}")
 
 
 def options_of_rule(name: str) -> tuple[str, ...]:

@@ -15,9 +15,11 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import tyro
 
-from ..config import alternatives
+from ..config import alternatives, describe
 
 HELP_FLAGS = ("-h", "--help")
+WIDEST = 60
+"""Characters of values beside a flag; --help breaks what is wider in the middle of a word."""
 
 
 class _RefusedError(Exception):
@@ -168,16 +170,27 @@ def _record(command: Command) -> type:
 def _annotation(option: Option) -> Any:
     if option.kind is bool:
         return Annotated[bool, tyro.conf.arg(help=option.help)]
+    shown, text = _shown(option)
     spec: tyro.constructors.PrimitiveConstructorSpec[Any] = tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar=option.flag + ("…" if option.many else "") if option.positional else metavar(option.kind),
+        metavar=shown,
         instance_from_str=lambda texts: _Given(_value(option, texts[0])),
         is_instance=lambda value: True,
         str_from_instance=lambda value: [show(value)],
     )
     hint = "(required)" if option.required else f"(default: {show(option.default)})"
-    kind: Any = Annotated[object, spec, tyro.conf.arg(help=option.help, help_behavior_hint=hint)]
+    kind: Any = Annotated[object, spec, tyro.conf.arg(help=text, help_behavior_hint=hint)]
     return Annotated[kind, tyro.conf.Positional] if option.positional else kind
+
+
+def _shown(option: Option) -> tuple[str, str]:
+    """The option's value and help as --help shows them: every value that has a name, beside the flag or in the help."""
+    names = [alternative for alternative in alternatives(option.kind) if isinstance(alternative, str)]
+    shown = metavar(option.kind)
+    if not names or (len(shown) <= WIDEST and not option.positional):
+        return (option.flag + ("…" if option.many else "") if option.positional else shown), option.help
+    value = option.flag if option.positional else shown.replace("|".join(names), "NAME")
+    return value, f"{option.help} One of {', '.join(names)}."
 
 
 def _value(option: Option, text: str) -> Any:
@@ -207,18 +220,6 @@ def parse_value(kind: Any, text: str) -> Any:
                 if not isinstance(value, float) or math.isfinite(value):
                     return value
     raise ValueError(text)
-
-
-def describe(kind: Any) -> str:
-    """A record's type in words."""
-    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", type(None): "none"}
-    parts = [
-        f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
-        if get_origin(a) is tuple
-        else words.get(a, str(a))
-        for a in alternatives(kind)
-    ]
-    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def metavar(kind: Any) -> str:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..moe import (
     RULES,
     ActivationName,
+    DispatchName,
     ExpertThreshold,
     FeedForward,
     GateNorm,
@@ -66,8 +67,9 @@ class GPTConfig:
     activation: ActivationName = "relu2"
     # Strength of the router z-loss; None is off.
     z_loss: float | None = None
-    # How tokens get to experts: auto, reference or grouped.
-    dispatch: str = "auto"
+    # How tokens get to experts; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or newer, else
+    # grouped.
+    dispatch: DispatchName = "auto"
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward"):

@@ -11,7 +11,7 @@ from ..routing import (
     rule_from_dict,
     rule_to_dict,
 )
-from .dispatch import DISPATCHES
+from .dispatch import DISPATCHES, DispatchName
 from .experts import ActivationName, Experts, FeedForward, Linear
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, check_options
@@ -21,6 +21,7 @@ __all__ = [
     "DISPATCHES",
     "RULES",
     "ActivationName",
+    "DispatchName",
     "ExpertThreshold",
     "Experts",
     "FeedForward",

@@ -1,6 +1,6 @@
 """Ways to compute the routed sum. Each equals `reference` in outputs and in all gradients."""
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +34,11 @@ def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
 
 
 DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static, "triton": _triton}
+
+if TYPE_CHECKING:
+    DispatchName = str
+else:  # made from the table, so that a command line offers what there is
+    DispatchName = Literal[("auto", *DISPATCHES)]
 
 
 def auto(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
@@ -82,6 +87,7 @@ def require_dispatch(name: str, device: torch.device) -> None:
 __all__ = [
     "DISPATCHES",
     "Dispatch",
+    "DispatchName",
     "add_shared",
     "dispatch_named",
     "grouped",
