@@ -315,6 +315,63 @@ def test_the_checkpoint_just_saved_is_kept_though_others_have_later_steps(run: R
     assert names(run) == ["step_000070", "step_000100"]
 
 
+# Checkpoints that were moved to another disk and linked back
+
+
+def move_and_link(path: Path, disk: Path) -> Path:
+    """Where `path` is now."""
+    disk.mkdir(exist_ok=True)
+    moved = disk / path.name
+    path.rename(moved)
+    path.symlink_to(moved, target_is_directory=True)
+    return moved
+
+
+def test_a_linked_checkpoint_that_is_pruned_loses_its_link_alone(run: RunFolder, tmp_path: Path) -> None:
+    """shutil.rmtree refused the link, which stayed as .tmp-step_000050 and failed every later save."""
+    moved = move_and_link(run.path / "checkpoints/step_000050", tmp_path / "disk")
+    for step in (150, 200):
+        run.save_checkpoint(step, TENSORS, {**STATE, "step": step}, keep=2)
+    assert names(run) == ["step_000150", "step_000200"]
+    assert (moved / "manifest.json").is_file()
+
+
+def test_checkpoints_that_are_linked_as_a_whole_are_read_saved_and_pruned(run: RunFolder, tmp_path: Path) -> None:
+    moved = move_and_link(run.path / "checkpoints", tmp_path / "disk")
+    run.save_checkpoint(150, TENSORS, {**STATE, "step": 150}, keep=2)
+    assert sorted(path.name for path in moved.iterdir()) == names(run) == ["step_000100", "step_000150"]
+    assert_same(run.load_checkpoint(), 150)
+
+
+def test_a_link_that_an_earlier_pruning_left_is_cleared_away(run: RunFolder, tmp_path: Path) -> None:
+    moved = move_and_link(run.path / "checkpoints/step_000050", tmp_path / "disk")
+    (run.path / "checkpoints/step_000050").rename(run.path / "checkpoints/.tmp-step_000050")
+    run.save_checkpoint(150, TENSORS, STATE)
+    assert names(run) == ["step_000100", "step_000150"]
+    assert moved.is_dir()
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_saving_a_step_again_replaces_a_link_to_a_damaged_checkpoint(run: RunFolder, tmp_path: Path, gone: bool) -> None:
+    moved = move_and_link(run.path / "checkpoints/step_000100", tmp_path / "disk")
+    shutil.rmtree(moved) if gone else (moved / "state.json").unlink()
+    run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})
+    assert_same(run.load_checkpoint(), 100)
+    assert not (run.path / "checkpoints/step_000100").is_symlink()
+
+
+def test_a_checkpoint_whose_disk_is_gone_is_not_passed_over(run: RunFolder, tmp_path: Path) -> None:
+    """A resumed run began again before it, or from nothing where the disk of all checkpoints was gone."""
+    shutil.rmtree(move_and_link(run.path / "checkpoints/step_000100", tmp_path / "disk"))
+    with pytest.raises(ValueError, match=r"step_000100/manifest.json: the file is missing; .*step_000050, which is wh"):
+        run.load_checkpoint()
+    (run.path / "checkpoints/step_000100").unlink()
+    shutil.rmtree(move_and_link(run.path / "checkpoints", tmp_path / "disk"))
+    for use in (run.latest_checkpoint, run.load_checkpoint, lambda: run.save_checkpoint(150, TENSORS, STATE)):
+        with pytest.raises(ValueError, match=r"checkpoints: links to .*disk/checkpoints, which is not there; bring"):
+            use()
+
+
 def test_keeping_none_is_refused(run: RunFolder) -> None:
     with pytest.raises(ValueError, match="keep=0: at least 1"):
         run.save_checkpoint(150, TENSORS, STATE, keep=0)

@@ -22,6 +22,7 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import Metrics, RunFolder, load_model
+from expert_threshold.runs.derive import derive
 
 CONFIG = {"model": {"layers": 2}, "seed": 0, "note": "σ(r)"}
 
@@ -72,6 +73,27 @@ def test_a_full_disk_leaves_the_old_tokenizer(run: RunFolder) -> None:
         run.write_tokenizer(Tokenizer.train(["abcabc"], 258))
     assert run.tokenizer().vocab_size == 257
     assert sorted(path.name for path in run.path.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_a_linked_file_stays_linked_when_it_is_replaced(run: RunFolder, tmp_path: Path) -> None:
+    """Resuming put a file of its own in the place of a linked metrics.jsonl, and left what was linked behind."""
+    moved, metrics = tmp_path / "disk.jsonl", run.metrics
+    metrics.append({"step": 1, "split": "train"})
+    metrics.path.rename(moved)
+    metrics.path.symlink_to(moved)
+    metrics.truncate_after(0)
+    assert metrics.path.is_symlink()
+    assert moved.read_bytes() == b""
+
+
+def test_a_link_to_an_empty_folder_may_become_a_derived_run(run: RunFolder, tmp_path: Path) -> None:
+    run.write_config({"model": {"vocab_size": 257}})
+    run.write_tokenizer(Tokenizer.train(["abc"], 257))
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk", target_is_directory=True)
+    derive(run, tmp_path / "link", 3, {}, model={"vocab_size": 257})
+    assert (tmp_path / "link").is_symlink()
+    assert RunFolder.open(tmp_path / "link").checkpoints() == [3]
 
 
 def test_a_tokenizer_of_another_model_is_refused(run: RunFolder) -> None:

@@ -38,8 +38,9 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     _require_free(to, "--to")
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
-    to.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{to.name}-", dir=to.parent))
+    place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, what it leads to can
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
     try:
         for name, content in {
             "config.json": _config(model.config, tokenizer.bos, _facts(run, step)),
@@ -55,7 +56,7 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
         for file in temporary.iterdir():
             file.chmod(0o644)
         temporary.chmod(0o755)
-        os.replace(temporary, to)
+        os.replace(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return to

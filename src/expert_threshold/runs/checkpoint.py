@@ -63,11 +63,33 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def saved_steps(parent: Path) -> list[int]:
-    """The steps in ascending order. Half-written checkpoints never have a step's name."""
-    if not parent.is_dir():
+    """The steps in ascending order, those included that were moved to another disk and are linked here.
+
+    Half-written checkpoints never have a step's name. Raises `ValueError` where `parent` is a link that leads nowhere.
+    """
+    if not _is_there(parent):
         return []
-    matches = [_FOLDER_NAME.fullmatch(entry.name) for entry in parent.iterdir() if entry.is_dir()]
+    entries = [entry for entry in parent.iterdir() if entry.is_dir() or entry.is_symlink()]
+    matches = [_FOLDER_NAME.fullmatch(entry.name) for entry in entries]
     return sorted(int(match[1]) for match in matches if match)
+
+
+def _is_there(parent: Path) -> bool:
+    """Whether the folder exists. `ValueError` for a link to one that does not: a run with checkpoints elsewhere."""
+    if parent.is_symlink() and not parent.exists():
+        raise ValueError(
+            f"{parent}: links to {os.readlink(parent)}, which is not there; bring that disk back, or remove the link "
+            "to go on without its checkpoints"
+        )
+    return parent.exists()
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder, a file, or of a link the link alone: what lies outside of the run is not its own."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -> None:
@@ -89,18 +111,18 @@ def begin(parent: Path, step: int) -> Path | None:
     """An empty folder for the files of a checkpoint; None where that step is there whole. Removes what was left over
     by those that were never committed.
     """
-    if not parent.exists():
+    if not _is_there(parent):
         parent.mkdir()
         sync_folder(parent.parent)
     for leftover in parent.glob(f"{_TEMPORARY}*"):
-        shutil.rmtree(leftover)
+        _remove(leftover)
     target = folder_of(parent, step)
-    if target.exists():
+    if os.path.lexists(target):
         try:
             verify(target)
             return None
         except ValueError:
-            shutil.rmtree(target)
+            _remove(target)
     temporary = _temporary(parent, step)
     temporary.mkdir()
     return temporary
@@ -135,13 +157,16 @@ def _temporary(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, keep: int, newest: int) -> None:
-    """Removes all but the last `keep` checkpoints, and never `newest`, the one that is known to be whole."""
+    """Removes all but the last `keep` checkpoints, and never `newest`, the one that is known to be whole.
+
+    Of a checkpoint that was moved elsewhere and linked back the link goes, and what it leads to stays.
+    """
     for step in saved_steps(parent)[:-keep]:
         if step != newest:
             folder = folder_of(parent, step)
             doomed = parent / f"{_TEMPORARY}{folder.name}"  # so that no half-removed checkpoint has a step's name
             os.replace(folder, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
 
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:

@@ -37,7 +37,7 @@ def derive(
     ValueError if `to` holds something, OSError where the disk is full.
     """
     require_free(to)
-    to = Path(to)
+    to = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, what it leads to can
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{to.name}-", dir=to.parent))
     try:

@@ -62,7 +62,11 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path`, unless an error leaves the old one: readers see one of them, and whole."""
+    """A file to write that becomes `path`, unless an error leaves the old one: readers see one of them, and whole.
+
+    A link stays one: what it leads to is replaced.
+    """
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".tmp-{path.name}")
     try:
         with named(path):
