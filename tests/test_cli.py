@@ -383,6 +383,26 @@ def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: P
     assert RunFolder.open(out).config["init_from"] == str(run)
 
 
+def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_path: Path) -> None:
+    """It had those of the other run's length, and the other run's steps behind it."""
+    first = tmp_path / "first"
+    RunFolder.create(first).write_config(resolve("d12").to_dict())
+
+    def rule(*arguments: object) -> ExpertThreshold:
+        given = parse_run("et train", "", train_command.OPTIONS, list(map(str, [*arguments, "--init-from", first])))
+        found = resolve_run(given).model.rule
+        assert isinstance(found, ExpertThreshold)
+        return found
+
+    of_first, anew = resolve("d12").model.rule, rule("--steps", 500)
+    assert isinstance(of_first, ExpertThreshold)
+    assert (anew.warmup_steps, anew.decay, anew.estimator) == (100, 0.9619, "mean")
+    assert rule("--steps", 500, "--continue-warmup") == of_first
+    assert rule("--steps", 500, "--warmup-steps", 30, "--decay", 0.5).warmup_steps == 30
+    with pytest.raises(ValueError, match="warmup_steps=600 is beyond the run of 500 steps"):
+        rule("--steps", 500, "--warmup-steps", 600)
+
+
 def test_the_folder_of_a_run_is_named_after_preset_and_rule(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +487,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --config missing.json", ["--config missing.json", "no such file"]),
     ("train --resume missing", ["missing", "no such run folder"]),
     ("train --init-from missing", ["missing", "no such run folder"]),
+    ("train --continue-warmup", ["--continue-warmup", "--init-from"]),
     ("train --data missing", ["missing", "does not exist"]),
     ("generate", ["RUN is missing", "et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),

@@ -54,6 +54,8 @@ DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
 # What a rule takes over from another rule's options: the sizes of the layer.
 SHARED_RULE_OPTIONS = ("num_experts", "experts_per_token")
+# What `scaled_rule` makes in proportion to the steps of a run.
+PROPORTIONAL_RULE_OPTIONS = ("decay", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 # What a run's config.json has beside the sections: facts of that run, which decide nothing in another.
-FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from")
+FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:

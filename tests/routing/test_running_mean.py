@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff
+from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, begin_run, cutoff, dial
 
 EXPERTS = 3
 
@@ -31,6 +31,42 @@ def batch_cutoffs(rule: ExpertChoice | ExpertThreshold, steps: int) -> tuple[lis
 
 def rules(**options: Any) -> list[ExpertChoice | ExpertThreshold]:
     return [ExpertChoice(EXPERTS, **options), ExpertThreshold(EXPERTS, warmup_steps=2, **options)]
+
+
+ESTIMATORS: dict[str, ExpertChoice | ExpertThreshold] = {
+    "choice": ExpertChoice(EXPERTS, decay=0.9),
+    "mean": ExpertThreshold(EXPERTS, decay=0.9),
+    "biased": ExpertThreshold(EXPERTS, decay=0.9, debias=False),
+    "trend": ExpertThreshold(EXPERTS, decay=0.6, estimator="trend"),
+}
+
+
+@pytest.mark.parametrize("earlier", ESTIMATORS)
+@pytest.mark.parametrize("later", ESTIMATORS)
+@pytest.mark.parametrize("steps", [0, 3, 40])
+def test_a_new_run_goes_on_from_the_cutoffs_of_another_whatever_followed_them(
+    earlier: str, later: str, steps: int
+) -> None:
+    """A mean that began with a trend's state kept its last slope for good; an undebiased one the weight of a start."""
+    rule = ESTIMATORS[later]
+    old = batch_cutoffs(ESTIMATORS[earlier], steps)[1]
+    state = begin_run(old, rule.init())
+    assert state.step == 0
+    torch.testing.assert_close(cutoff(state), cutoff(old))
+    observation = rule.route(make_scores(7), state, training=True).observation
+    for _ in range(200):
+        state = rule.update(state, observation)
+    torch.testing.assert_close(cutoff(state), observation.batch_cutoff)
+    assert state.step == 200
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_new_run_at_another_rate_begins_with_the_cutoffs_of_that_rate(name: str) -> None:
+    rule = ESTIMATORS[name]
+    old = batch_cutoffs(rule, 5)[1]
+    torch.testing.assert_close(cutoff(begin_run(old, rule.init(), rate=2)), cutoff(dial(old, 2)))
+    older = old._replace(sketch=torch.zeros_like(old.sketch), sketch_weight=torch.tensor(0.0))
+    assert cutoff(begin_run(older, rule.init(), rate=2)).tolist() == [0] * EXPERTS
 
 
 def test_the_cutoff_before_the_first_update_is_zero() -> None:

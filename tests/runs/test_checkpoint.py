@@ -352,7 +352,7 @@ def test_a_link_that_an_earlier_pruning_left_is_cleared_away(run: RunFolder, tmp
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_saving_a_step_again_replaces_a_link_to_a_damaged_checkpoint(run: RunFolder, tmp_path: Path, gone: bool) -> None:
+def test_saving_again_replaces_a_link_to_a_damaged_checkpoint(run: RunFolder, tmp_path: Path, gone: bool) -> None:
     moved = move_and_link(run.path / "checkpoints/step_000100", tmp_path / "disk")
     shutil.rmtree(moved) if gone else (moved / "state.json").unlink()
     run.save_checkpoint(100, TENSORS, {**STATE, "step": 100})

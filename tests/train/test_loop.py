@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from expert_threshold.data import Tokenizer
@@ -255,11 +257,33 @@ def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(
     for name, tensor in first.items():
         if ".router.state_" not in name:
             torch.testing.assert_close(seen[name], tensor, rtol=0, atol=1e-6)
-    if kept == "expert_threshold":
-        assert seen["blocks.1.moe.router.state_step"] == first["blocks.1.moe.router.state_step"] + 1 == 9
     a, b = (tmp_path / name / "tokenizer.json" for name in ("first", "second"))
     assert a.read_bytes() == b.read_bytes()
     assert RunFolder.open(tmp_path / "second").config["init_from"] == str((tmp_path / "first").resolve())
+
+
+@pytest.mark.parametrize(("continue_warmup", "step"), [(False, 1), (True, 9)])
+def test_a_new_run_has_a_warmup_of_its_own_unless_it_continues_one(
+    continue_warmup: bool, step: int, start: Start, tmp_path: Path
+) -> None:
+    """--init-from took the old run's count of steps, so that the new run's --warmup-steps were recorded and skipped."""
+    start("first")
+    shown = io.StringIO()
+    rule = ExpertThreshold(4, 1, warmup_steps=6, decay=0.9)
+    options = {"init_from": tmp_path / "first", "continue_warmup": continue_warmup}
+    start("second", tiny(rule), steps=1, console=Console(file=shown, width=400), **options)
+    second = RunFolder.open(tmp_path / "second")
+    assert second.load_checkpoint().tensors["model"]["blocks.1.moe.router.state_step"] == step
+    assert second.config["continue_warmup"] is continue_warmup
+    told = "6 of 6 steps of warmup are behind it" if continue_warmup else "its own warmup of 6 steps"
+    begins = f"begins with the weights and the tokenizer of {tmp_path / 'first'}, step 8, its cutoffs too"
+    assert begins in shown.getvalue()
+    assert told in shown.getvalue()
+
+
+def test_a_warmup_can_only_be_continued_of_another_run(start: Start) -> None:
+    with pytest.raises(ValueError, match="continue_warmup goes on with the warmup of another run; name that"):
+        start(continue_warmup=True)
 
 
 def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start: Start, tmp_path: Path) -> None:

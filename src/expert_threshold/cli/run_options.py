@@ -11,6 +11,7 @@ from typing import Any, Literal, get_type_hints
 from ..config import (
     DEFAULT_PRESET,
     DEFAULT_RULE,
+    PROPORTIONAL_RULE_OPTIONS,
     RUNS,
     SECTIONS,
     RunConfig,
@@ -82,13 +83,20 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
 def resolve_run(given: Given) -> RunConfig:
     """The run that the given options mean: flags over a file over the model of --init-from over the preset.
 
-    A recipe comes between that and the preset, but its rule before that model's. Raises ValueError.
+    A recipe comes between that and the preset, but its rule before that model's. The options of a rule that presets
+    have in proportion to their steps are those of the new run, unless it continues the warmup. Raises ValueError.
     """
     file: dict[str, Any] = {}
+    continues = given.get("continue_warmup", False)
+    if continues and "init_from" not in given:
+        raise ValueError("--continue-warmup goes on with the warmup of another run; name that with --init-from")
     if "init_from" in given:
         file["model"] = RunFolder.open(given["init_from"]).section("model")
+        rule = file["model"].get("rule")
         if given.get("recipe") is not None:
             file["model"].pop("rule", None)
+        elif isinstance(rule, dict) and not continues:
+            file["model"]["rule"] = {k: v for k, v in rule.items() if k not in PROPORTIONAL_RULE_OPTIONS}
     if "config" in given:
         for section, options in read_config_file(given["config"]).items():
             file[section] = file.get(section, {}) | options if isinstance(options, dict) else options
@@ -104,7 +112,7 @@ def resolve_run(given: Given) -> RunConfig:
         recipe=given.get("recipe"),
         tokens=given.get("tokens"),
     )
-    if "init_from" not in given:  # whose rule has its warmup behind it
+    if not continues:  # the warmup may be behind it
         require_warmups_fit(config)
     return config
 

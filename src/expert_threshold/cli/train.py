@@ -41,7 +41,19 @@ from .run_options import parse_run, preset_of, resolve_run
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
     Option("resume", str, None, "Go on with the run in this folder; all other options are read from there."),
-    Option("init_from", str, None, "Begin with the model, the weights and the tokenizer of this run."),
+    Option(
+        "init_from",
+        str,
+        None,
+        "Begin with the model, the weights, the cutoffs or biases and the tokenizer of this run; warmup and decay are "
+        "those of the new run.",
+    ),
+    Option(
+        "continue_warmup",
+        bool,
+        False,
+        "With --init-from: warmup and decay are that run's, and its steps count towards the warmup.",
+    ),
     Option("nproc", int | None, None, "Processes to train in on this machine, one for each GPU; for more, torchrun."),
     Option("minutes", float | None, None, "Train for about so long, instead of --steps, by the speed measured first."),
 ]
@@ -104,6 +116,7 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
     else:
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
+        continues = given.get("continue_warmup", False)
         folder = RunFolder(Path(from_first(meeting, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
         if meeting is not None:
@@ -112,7 +125,7 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
             if given.get("minutes") is not None:
                 config = _within_minutes(given, config, console, meeting)
             console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
-            result = train_run(folder, config, console, init_from=init_from, meeting=meeting)
+            result = train_run(folder, config, console, init_from=init_from, continue_warmup=continues, meeting=meeting)
         except BaseException:
             if leads:
                 with contextlib.suppress(OSError):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import refuse_second_derivative
-from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, cutoff, dial, rule_name
+from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, begin_run, cutoff, dial, rule_name
 
 
 class _Scores(torch.autograd.Function):
@@ -114,6 +114,16 @@ class Router(nn.Module):
         state.slope.zero_()
         state.sketch.copy_(observation.batch_sketch)
         state.sketch_weight.fill_(1)
+
+    @torch.no_grad()
+    def begin_run(self, experts_per_token: float) -> None:
+        """Begin a run of one's own with the state of another, whose rule aimed at so many: see `routing.begin_run`."""
+        if isinstance(self.state, CutoffState):
+            mine = self.rule.experts_per_token
+            first = CutoffState(*(value.to(self.weight.device) for value in self.rule.init()))
+            begun = begin_run(self.state, first, None if mine == experts_per_token else mine)
+            for old, new in zip(self.state, begun, strict=True):
+                old.copy_(new)
 
     def reset_state(self) -> None:
         """The state before the first step, in place."""

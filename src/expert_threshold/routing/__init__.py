@@ -3,7 +3,7 @@
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing
-from .pools import CutoffState, Pool, bounds, cutoff, dial
+from .pools import CutoffState, Pool, begin_run, bounds, cutoff, dial
 from .rule import RULES, Rule, chooses_on_rank, most_pairs, rule_from_dict, rule_name, rule_to_dict
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
@@ -20,6 +20,7 @@ __all__ = [
     "Routing",
     "Rule",
     "TokenChoice",
+    "begin_run",
     "bounds",
     "chooses_on_rank",
     "cutoff",

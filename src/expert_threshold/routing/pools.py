@@ -58,6 +58,27 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
     return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
 
 
+def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
+    """The state in which a new run takes over an earlier one's cutoffs and sketch, with none of its steps counted.
+
+    They count as those of all steps so far, whatever estimator the new run follows them with. first: the new run's,
+    without data. rate: experts per token now, where it is another; cutoffs are those of the sketch then, if there is
+    one.
+    """
+    sketched = state.sketch_weight > 0
+    if rate is not None:
+        state = dial(state, rate) if sketched else first
+    known = state.weight > 0
+    return CutoffState(
+        mean=cutoff(state).where(known, first.mean),
+        weight=torch.ones_like(state.weight).where(known, first.weight),
+        step=first.step,
+        sketch=(state.sketch / state.sketch_weight).where(sketched, first.sketch),
+        sketch_weight=torch.ones_like(state.sketch_weight).where(sketched, first.sketch_weight),
+        slope=first.slope,
+    )
+
+
 @torch.no_grad()
 def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
     """c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.

@@ -51,6 +51,7 @@ def train(
     *,
     resume: bool = False,
     init_from: Path | None = None,
+    continue_warmup: bool = False,
     sample: Sample | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
@@ -58,9 +59,10 @@ def train(
 ) -> TrainResult:
     """Train in a folder that was created for it or, with `resume`, go on from its last checkpoint.
 
-    init_from: a run whose weights and tokenizer to begin with. sample: writes text every `sample_every` steps.
-    console: where progress is shown; None is nowhere. title: opens its lines about steps. meeting: the ranks that train
-    together, each calling this alike; the first alone prints and writes what all know.
+    init_from: a run whose weights, cutoffs or biases, and tokenizer to begin with; with continue_warmup its steps count
+    towards the rule's warmup, too. sample: writes text every `sample_every` steps. console: where progress is shown;
+    None is nowhere. title: opens its lines about steps. meeting: the ranks that train together, each calling this
+    alike; the first alone prints and writes what all know.
     On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
     the run or the machine, and after ten steps in a row whose loss was not finite; OSError where the disk is full.
     Earlier checkpoints are never harmed.
@@ -71,6 +73,8 @@ def train(
         )
     if resume and init_from is not None:
         raise ValueError(f"init_from={init_from} begins another run; leave it out to resume {folder.path}")
+    if continue_warmup and init_from is None:
+        raise ValueError("continue_warmup goes on with the warmup of another run; name that with --init-from")
     leads = meeting is None or meeting.rank == 0
     display = Display(console if leads else None, title)
     with (
@@ -79,7 +83,9 @@ def train(
         display,
         joined(meeting, config) as parallel,
     ):
-        prepared = prepare(folder, model, data, optim, config, resume, init_from, display, parallel)
+        prepared = prepare(
+            folder, model, data, optim, config, resume, init_from, continue_warmup, display, parallel
+        )
         step = prepared.trainer.step
         with tracking(config.track if leads else "none", folder, prepared.record, step) as tracker:
             parallel.from_first(lambda: _begin(folder, prepared, step))

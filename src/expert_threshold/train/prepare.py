@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -54,6 +54,7 @@ def prepare(
     config: TrainConfig,
     resume: bool,
     init_from: Path | None,
+    continue_warmup: bool,
     display: Display,
     parallel: Parallel,
 ) -> Prepared:
@@ -62,10 +63,13 @@ def prepare(
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    record = _record(model, data, optim, config, device, init_from)
+    record = _record(model, data, optim, config, device)
     if resume:
         require_unchanged(folder, record)
-        record = folder.config | record | {"init_from": folder.config.get("init_from")}
+        record = folder.config | record
+    else:
+        record["init_from"] = None if init_from is None else str(init_from.resolve())
+        record["continue_warmup"] = continue_warmup
     record["compiled"] = pick_compile(model, config, device, parallel.ranks, display.say)
     record["kernels"] = kernels_run(device, pick_dtype(config.dtype, device))
     core = _read_core(config)
@@ -77,7 +81,7 @@ def prepare(
         require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
-    gpt = _model(model, config, device, source)
+    gpt = _model(model, config, device, source, record, display)
     if saved is not None:
         load_weights(gpt, saved)
     new = saved is None and source is None
@@ -107,20 +111,27 @@ def _beginning(
             f"{folder.path}: holds weights alone, of step {saved.step}; "
             f"begin another run with --init-from {folder.path}"
         )
-    if saved is not None or record["init_from"] is None:
+    if saved is not None or record.get("init_from") is None:
         return saved, None
     with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
 
 
-def _model(model: GPTConfig, config: TrainConfig, device: torch.device, source: RunFolder | None) -> GPT:
+def _model(
+    model: GPTConfig,
+    config: TrainConfig,
+    device: torch.device,
+    source: RunFolder | None,
+    record: dict[str, Any],
+    display: Display,
+) -> GPT:
     """Drawn from the seed, or with the weights of another run."""
     torch.manual_seed(config.seed)
     gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device))
     gpt.activation_checkpointing = config.activation_checkpointing
     if source is not None:
-        _take_weights(gpt, source)
+        display.say(_take_over(gpt, source, bool(record.get("continue_warmup"))))
     return gpt.to(device).train()
 
 
@@ -218,7 +229,6 @@ def _record(
     optim: OptimConfig,
     config: TrainConfig,
     device: torch.device,
-    init_from: Path | None,
 ) -> dict[str, Any]:
     """The whole configuration, what was left to the machine as it turned out to be."""
     bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
@@ -229,7 +239,6 @@ def _record(
         "data": asdict(data) | {"source": absolute(data.source)},
         "optim": asdict(optim),
         "train": asdict(config) | here | {"core_bundle": bundle},
-        "init_from": None if init_from is None else str(init_from.resolve()),
         "versions": {
             "expert_threshold": __version__,
             "torch": torch.__version__,
@@ -246,16 +255,44 @@ ARCHITECTURE = (
 )  # fmt: skip
 
 
-def _take_weights(gpt: GPT, source: RunFolder) -> None:
-    """Copy the weights of a run in, and what its rule has learned where ours keeps the same."""
+def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
+    """Copy the weights of a run in, and what its rule has learned where ours keeps the same; says what that was.
+
+    The steps of that run count as the rule's own only with continue_warmup.
+    """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.section("model"))
     for name in ARCHITECTURE:
         _require_equal(name, vars(mine)[name], vars(theirs)[name], source)
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     _require_equal("num_experts", my_experts, their_experts, source)
-    weights = source.load_checkpoint(parts=("model",)).tensors["model"]
+    saved = source.load_checkpoint(parts=("model",))
+    weights = saved.tensors["model"]
     known = gpt.state_dict()
     gpt.load_state_dict(known | {name: weights[name] for name in known.keys() & weights.keys()})
+    told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
+    for _, moe in gpt.moe_layers():
+        assert theirs.rule is not None
+        if not continue_warmup:
+            moe.router.begin_run(theirs.rule.experts_per_token)
+    return told + _of_the_rule(gpt, weights.keys(), continue_warmup) + "; optimizers begin anew"
+
+
+def _of_the_rule(gpt: GPT, saved: Collection[str], continue_warmup: bool) -> str:
+    """What is told of the rule's state: taken over where the run had the same, and where its warmup stands."""
+    if not gpt.moe_layers():
+        return ""
+    router = gpt.moe_layers()[0][1].router
+    told = ""
+    for what, name, values in (("cutoffs", "state_mean", router.cutoff), ("biases", "state_bias", router.bias)):
+        if values is not None:
+            found = bool(values.any()) and any(each.endswith(name) for each in saved)
+            told += f", its {what} too" if found else f"; {what} begin at 0"
+    warmup = getattr(gpt.config.rule, "warmup_steps", 0)
+    if warmup and continue_warmup:
+        told += f"; {min(int(router.state.step), warmup)} of {warmup} steps of warmup are behind it"
+    elif warmup:
+        told += f"; its own warmup of {warmup} steps"
+    return told
 
 
 def _require_equal(name: str, mine: object, theirs: object, source: RunFolder) -> None:
