@@ -61,20 +61,19 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
 def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
     """The state in which a new run takes over an earlier one's cutoffs and sketch, with none of its steps counted.
 
-    They count as those of all steps so far, whatever estimator the new run follows them with. first: the new run's,
-    without data. rate: experts per token now, where it is another; cutoffs are those of the sketch then, if there is
-    one.
+    first: the new run's, without data. rate: experts per token now, where it is another; cutoffs are those of the
+    sketch then, if there is one. Whatever estimator followed the cutoffs, the new run's can go on from them.
     """
-    sketched = state.sketch_weight > 0
     if rate is not None:
-        state = dial(state, rate) if sketched else first
+        state = dial(state, rate) if state.sketch_weight > 0 else first
     known = state.weight > 0
+    weight = state.weight.maximum(first.weight)  # a mean that is not debiased has weight 1 for good
     return CutoffState(
-        mean=cutoff(state).where(known, first.mean),
-        weight=torch.ones_like(state.weight).where(known, first.weight),
+        mean=(weight * cutoff(state)).where(known, first.mean),
+        weight=weight,
         step=first.step,
-        sketch=(state.sketch / state.sketch_weight).where(sketched, first.sketch),
-        sketch_weight=torch.ones_like(state.sketch_weight).where(sketched, first.sketch_weight),
+        sketch=state.sketch,
+        sketch_weight=state.sketch_weight,
         slope=first.slope,
     )
 
