@@ -428,11 +428,11 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     assert "met 1.25 routed experts" in sentences.fanout({1: [1, 1, 2]}, 1)
     assert sentences.bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
     cutoffs = [
-        {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "batch_cutoff": [1.3, -2.4], "score_std": 2.0}}}
+        {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}}
         for step in (1, 2)
     ]
     assert "between −2.00 and 1.00" in sentences.cutoffs(cutoffs)
-    assert "lay 0.354 from their running means" in sentences.cutoffs(cutoffs)
+    assert "lay on average 0.350 from the cutoff that its scores were compared with" in sentences.cutoffs(cutoffs)
 
 
 def test_durations_have_two_units() -> None:

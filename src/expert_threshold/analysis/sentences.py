@@ -60,28 +60,31 @@ def usage(train: Sequence[Record], target: float) -> str:
 
 
 def load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
+    """Of training the mean over steps of each step's own spread; of validation that of all its tokens."""
     parts = []
-    for what, records in (("training", train), ("validation", validation)):
+    for what, records in (("a step of training", train), ("a validation", validation)):
         late = {layer: _late(points) for layer, points in layer_series(records, "load_spread").items()}
         means = {layer: fmean(values) for layer, values in late.items() if values}
         if means:
             worst = max(means, key=means.__getitem__)
             parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
-    return f"Over the last quarter of the steps the busiest expert had {' and '.join(parts)}."
+    return f"Over the last quarter of the steps the busiest expert had on average {' and '.join(parts)}.{_each_point(train)}"
 
 
 def cutoffs(train: Sequence[Record]) -> str:
     ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(train, "cutoff").values()]
     low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
     text = f"Cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
-    deviation = _late_deviation(train)
-    spreads = [y for points in layer_series(train, "score_std").values() for y in _late(points)]
-    if deviation is None or not spreads:
+    distances, spreads = (
+        [y for points in layer_series(train, key).values() for y in _late(points)]
+        for key in ("cutoff_distance", "score_std")
+    )
+    if not distances or not spreads:  # older runs have no distances of single steps
         return text
     return (
-        f"{text} Over the last quarter of the steps batch cutoffs (grey) lay {deviation:.3f} from their running means "
-        f"(colour; root mean square), which is {percent(deviation / fmean(spreads))} of the scores' standard "
-        "deviation."
+        f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
+        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (colour), which is "
+        f"{percent(fmean(distances) / fmean(spreads))} of the scores' standard deviation.{_each_point(train)}"
     )
 
 
@@ -179,15 +182,14 @@ def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
     return means
 
 
-def _late_deviation(train: Sequence[Record]) -> float | None:
-    """Root mean square of batch cutoff − cutoff over experts, layers and the last quarter of the steps."""
-    squares = []
-    for record in train:
-        if record["step"] > LATE * train[-1]["step"]:
-            for values in record["layers"].values():
-                pairs = zip(values.get("cutoff", []), values.get("batch_cutoff", []), strict=False)
-                squares += [(a - b) ** 2 for a, b in pairs if a is not None and b is not None]
-    return math.sqrt(fmean(squares)) if squares else None
+def _steps_of_a_line(train: Sequence[Record]) -> int:
+    """Steps that a line of metrics is the mean of; 1 where older runs do not say."""
+    return max((int(record.get("steps", 1)) for record in train), default=1)
+
+
+def _each_point(train: Sequence[Record]) -> str:
+    steps = _steps_of_a_line(train)
+    return "" if steps == 1 else f" Each point of training is the mean of {steps} steps."
 
 
 def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -> str:
@@ -198,7 +200,9 @@ def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -
     step, most, layer = max(after or every, key=lambda entry: entry[1])
     mean = fmean(value for _, value, _ in after or every)
     when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
-    return f"{when}{percent(mean)} {what} on average, at most {percent(most)} (layer {layer}, step {step:,})."
+    steps = _steps_of_a_line(train)
+    most_of = "at most" if steps == 1 else f"in {steps} steps at most"
+    return f"{when}{percent(mean)} {what} on average, {most_of} {percent(most)} (layer {layer}, step {step:,})."
 
 
 def _went(train: Sequence[Record], key: str) -> str:

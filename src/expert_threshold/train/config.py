@@ -31,7 +31,7 @@ class TrainConfig:
     activation_checkpointing: bool = False
     # Compile the model with torch.compile; auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, if it works.
     compile: CompileName = "auto"
-    # Steps between two lines of training metrics.
+    # Steps between two lines of training metrics, which are means over these steps.
     log_every: int = 10
     # Steps between two validations, one more at the end; None is off.
     eval_every: int | None = 250

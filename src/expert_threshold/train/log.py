@@ -109,7 +109,7 @@ class Display:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Loss, speed, the worst layer's load spread and the mean fanout, those that there are."""
+    """Loss, speed, the worst layer's load spread and the mean fanout, those that there are: means over steps."""
     parts = [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     layers = record["layers"].values()
     if layers:

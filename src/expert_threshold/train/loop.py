@@ -209,7 +209,7 @@ class _Run:
         self.tell_skipped_text(trainer.loader.take_skipped())
         interval = trainer.take_interval() if self.is_due(self.config.log_every) else None
         if interval is not None:
-            record = train_record(trainer.model, interval.seen) | {
+            record = train_record(trainer.model, interval) | {
                 "learning_rate": trainer.optimizers.learning_rates(trainer.step - 1, self.config.steps),
                 "tokens": trainer.tokens,
                 "tokens_per_second": interval.tokens_per_second,
@@ -218,7 +218,7 @@ class _Run:
             }
             self.write("train", record)
             self.display.record(trainer.step, record)
-            self.tell_dead_experts(record, round(float(interval.seen.micro_batches)) // self.config.accumulation)
+            self.tell_dead_experts(record, interval.steps)
         self.display.step(trainer.step)
 
     def tell_skipped(self) -> None:

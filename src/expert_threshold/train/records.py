@@ -9,41 +9,49 @@ from torch import Tensor
 
 from ..evaluation import Validation
 from ..model import GPT, Observation
-from .trainer import Seen
+from .step_means import Values, of_layer
+from .trainer import Interval
 
 Record = dict[str, Any]
 
 
-def train_record(model: GPT, seen: Seen) -> Record:
-    """Means over what was seen, and the cutoffs or biases as they are now."""
+def train_record(model: GPT, interval: Interval) -> Record:
+    """Means over the steps of an interval, each of a number that every step has: docs/analysis.md lists them.
+
+    So the mean of the lines, weighted by their steps, is that of the run, however many steps a line has.
+    """
+    seen = interval.seen
     layers = {
-        str(layer): layer_record(observation, moe.router.cutoff, moe.router.bias)
-        for (layer, moe), observation in zip(model.moe_layers(), seen.observations, strict=True)
+        str(layer): layer_record(observation, of_layer(interval.means, layer))
+        for (layer, _), observation in zip(model.moe_layers(), seen.observations, strict=True)
     }
     return {
         "loss": float(seen.loss / seen.micro_batches),
         "cross_entropy": float(seen.cross_entropy / seen.micro_batches),
+        "steps": interval.steps,
         "layers": layers,
     }
 
 
-def layer_record(seen: Observation, cutoff: Tensor | None, bias: Tensor | None) -> Record:
+def layer_record(seen: Observation, means: Values) -> Record:
+    """seen: of steps that have as many tokens and pools each, so that its ratios to them are means over steps, too."""
     record = {
         "usage": _numbers(seen.usage),
-        "load_spread": _number(seen.load_spread),
+        "load_spread": _number(means["load_spread"]),
         "fanout_mean": _number(seen.fanout_mean),
-        "fanout_std": _number(seen.fanout_std),
-        "score_std": _numbers(seen.score_std),
-        "gate_std": _numbers(seen.gate_std),
+        "fanout_std": _number(means["fanout_std"]),
+        "score_std": _numbers(means["score_std"]),
+        "gate_std": _numbers(means["gate_std"]),
     }
-    if bias is not None:
-        record["bias"] = _numbers(bias)
-    if cutoff is not None:
+    if "bias" in means:
+        record["bias"] = _numbers(means["bias"])
+    if "cutoff" in means:
         record |= {
-            "cutoff": _numbers(cutoff),
+            "cutoff": _numbers(means["cutoff"]),
             "batch_cutoff": _numbers(seen.batch_cutoff),
+            "cutoff_distance": _numbers(means["cutoff_distance"]),
             "raw_usage": _numbers(seen.raw_usage),
-            "saturation": _numbers(seen.saturation),
+            "saturation": _numbers(means["saturation"]),
             "starvation": _numbers(seen.starvation),
         }
     return record

@@ -18,9 +18,14 @@ from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
 from .config import TrainConfig
 from .parallel import Parallel, Portion
+from .step_means import Values, add_steps, step_values
 
 SKIPS_IN_A_ROW = 10
 """So many steps without a finite loss end a run."""
+
+
+_STEPS = "steps."
+"""Before the names of what is measured once a step, among the tensors of a checkpoint."""
 
 
 class Seen(NamedTuple):
@@ -55,9 +60,11 @@ class Seen(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Steps between two lines of metrics."""
+    """Steps between two lines of metrics, those that were made."""
 
-    seen: Seen  # on the CPU
+    steps: int
+    seen: Seen  # sums over them, on the CPU
+    means: Values  # over them, on the CPU
     tokens_per_second: float
 
 
@@ -107,6 +114,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         # Since the last `take_interval`; None where no step was made.
         self._seen: Seen | None = None
+        self._values: Values = {}
         self._interval_tokens = 0
         self._interval_seconds = 0.0
 
@@ -127,7 +135,9 @@ class Trainer:
         made = bool(finite)  # waits for the device: the one time in a step, but that several ranks read their votes
         if made:
             self.optimizers.step(self.step, self.config.steps, norm, self.shares.publish)
+            values = step_values(self.model, seen.observations)
             self.model.update_rules(seen.observations)
+            self._values = values if self._seen is None else add_steps(self._values, values)
             self._seen = seen if self._seen is None else self._seen + seen
         self.shares.finish()
         self.step += 1
@@ -177,11 +187,12 @@ class Trainer:
             return None
         start = time.perf_counter()
         named = {name: tensor.cpu() for name, tensor in self._seen.tensors().items()}
+        seen = Seen.from_tensors(named, len(self._seen.observations))
+        steps = round(float(seen.micro_batches)) // self.config.accumulation
+        means = {name: value.cpu() / steps for name, value in self._values.items()}
         self._spend(time.perf_counter() - start)  # spent on waiting for the device
-        interval = Interval(
-            Seen.from_tensors(named, len(self._seen.observations)), self._interval_tokens / self._interval_seconds
-        )
-        self._seen, self._interval_tokens, self._interval_seconds = None, 0, 0.0
+        interval = Interval(steps, seen, means, self._interval_tokens / self._interval_seconds)
+        self._seen, self._values, self._interval_tokens, self._interval_seconds = None, {}, 0, 0.0
         return interval
 
     def checkpoint(self) -> Checkpoint:
@@ -191,6 +202,7 @@ class Trainer:
         """
         optimizer = self.optimizers.state_dict()
         seen = {} if self._seen is None else self._seen.tensors()
+        seen |= {f"{_STEPS}{name}": value for name, value in self._values.items()}
         moments = _parts(
             {name: (tensor, self.shares.slices[parameter_of(name)]) for name, tensor in optimizer.tensors.items()}
         )
@@ -236,9 +248,10 @@ class Trainer:
         )
         seen = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
         layers = len(self.model.moe_layers())
-        # Observations older than sketches begin anew: of the next line of metrics, not of what is learned.
-        whole = bool(seen) and all(f"{layer}.sketch_sum" in seen for layer in range(layers))
-        self._seen = Seen.from_tensors(seen, layers) if whole else None
+        values = {name.removeprefix(_STEPS): tensor for name, tensor in seen.items() if name.startswith(_STEPS)}
+        # What older runs have not saved of an interval begins anew: the next line of metrics, not what is learned.
+        whole = bool(seen) and len({name.split(".")[0] for name in values}) == layers
+        self._seen, self._values = (Seen.from_tensors(seen, layers), values) if whole else (None, {})
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.position = Position(**saved.state["position"])
         self.step = saved.step

@@ -143,6 +143,8 @@ def warmup(material: Material) -> Data:
         for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
             steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
+        distances = expert_series(train, "cutoff_distance").get(late)  # of single steps; older runs have none
+        entry["cutoff_distance"] = [] if distances is None else np.stack([distances[0], distances[1][:, 0]], axis=1)
         bounded = subject.run.rule["name"] == "expert_threshold"
         for name in ("raw_usage", "starvation", "score_std", "gate_std"):
             entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
@@ -164,10 +166,15 @@ def say_warmup(data: Data) -> str:
 
     scores = [before(entry, "score_std") for entry in (with_, without)]
     starved = before(without, "starvation")
-    lag = [_gap(entry, data["warmup"]) for entry in (with_, without)]
+    lag = ""
+    if all(len(entry.get("cutoff_distance", [])) for entry in (with_, without)):
+        cold, warm = (before(entry, "cutoff_distance") for entry in (without, with_))
+        lag = (
+            f"the cutoff of a step's batch for expert 0 in layer {data['layer']} lies on average {cold:.2f} and "
+            f"{warm:.2f} from its running mean before that step; "
+        )
     return (
-        f"In the first {data['warmup']:,} steps, without warmup and with it: the batch cutoff of expert 0 in layer "
-        f"{data['layer']} lies {lag[1]:.2f} and {lag[0]:.2f} from its running mean; the scores of an expert spread by "
+        f"In the first {data['warmup']:,} steps, without warmup and with it: {lag}the scores of an expert spread by "
         f"{scores[1]:.2f} and {scores[0]:.2f}. Without it the lower bound fills in {percent(starved)} of the places."
     )
 
@@ -298,13 +305,6 @@ def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
     steps = sorted(set.intersection(*({x for x, _ in points} for points in series))) if series else []
     lookups = [dict(points) for points in series]
     return [[step, float(np.nanmean([lookup[step] for lookup in lookups]))] for step in steps]
-
-
-def _gap(entry: Data, until: float) -> float:
-    """Mean distance between the batch cutoff and its running mean."""
-    mean, batch = array(entry["cutoff"]), array(entry["batch_cutoff"])
-    early = mean[:, 0] <= until
-    return float(np.nanmean(np.abs(mean[early, 1] - batch[early, 1])))
 
 
 def _spreads(
