@@ -46,7 +46,7 @@ from expert_threshold.generate import Step
 from expert_threshold.moe import DISPATCHES
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.pace import SHARE_OF_STEPS
+from expert_threshold.train.budget import SHARE_OF_STEPS
 
 RUN_OPTIONS = [option for group in run_groups(resolve()).values() for option in group]
 OPTIONS: dict[str, list[Option]] = {
@@ -132,10 +132,13 @@ def test_a_run_of_some_minutes_has_the_steps_that_fit(
 ) -> None:
     monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda trainer: trainer.advance() and 0.5)
     monkeypatch.setattr("expert_threshold.train.pace.SECONDS", 0)
+    monkeypatch.setattr("expert_threshold.train.loop.now", lambda: 0.0)  # no time goes by: nothing is decided again
+    monkeypatch.setattr("expert_threshold.train.budget.ENOUGH", 1000)
     assert et("train", *small, "--minutes", 0.1, "--out", tmp_path / "run") == 0
     config = RunFolder.open(tmp_path / "run").config
     assert config["train"]["steps"] == round(6 / 0.5 * SHARE_OF_STEPS)
     assert config["model"]["rule"]["warmup_steps"] == config["train"]["steps"] // 5  # of the run as it became
+    assert config["time"] == {"minutes": 0.1, "decisions": []}
 
 
 @pytest.mark.parametrize("options", [("--minutes", 0), ("--minutes=-1",), ("--minutes", 1, "--steps", 3)])

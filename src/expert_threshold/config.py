@@ -93,7 +93,7 @@ class RunConfig:
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 # What a run's config.json has beside the sections: facts of that run, which decide nothing in another.
-FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup")
+FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup", "time")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:

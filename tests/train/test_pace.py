@@ -7,6 +7,7 @@ import torch
 
 from expert_threshold.config import resolve
 from expert_threshold.train import pace
+from expert_threshold.train.budget import SHARE_OF_STEPS
 
 
 def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -15,7 +16,7 @@ def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytes
     torch.manual_seed(0)
     random = torch.get_rng_state()
     tokens = pace.tokens_within(100, config.model, config.optim, config.train)
-    assert tokens == 200 * pace.SHARE_OF_STEPS * 4 * 2 * config.model.context
+    assert tokens == 200 * SHARE_OF_STEPS * 4 * 2 * config.model.context
     assert torch.equal(torch.get_rng_state(), random)
 
 

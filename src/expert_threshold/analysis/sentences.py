@@ -68,7 +68,8 @@ def load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
         if means:
             worst = max(means, key=means.__getitem__)
             parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
-    return f"Over the last quarter of the steps the busiest expert had on average {' and '.join(parts)}.{_each_point(train)}"
+    had = " and ".join(parts)
+    return f"Over the last quarter of the steps the busiest expert had on average {had}.{_each_point(train)}"
 
 
 def cutoffs(train: Sequence[Record]) -> str:

@@ -55,7 +55,13 @@ OPTIONS = [
         "With --init-from: warmup and decay are that run's, and its steps count towards the warmup.",
     ),
     Option("nproc", int | None, None, "Processes to train in on this machine, one for each GPU; for more, torchrun."),
-    Option("minutes", float | None, None, "Train for about so long, instead of --steps, by the speed measured first."),
+    Option(
+        "minutes",
+        float | None,
+        None,
+        "Train for so long, instead of --steps: as many steps as fit in with validation, samples and checkpoints, by "
+        "the speed measured first, and again while the time is used. Reading the text comes on top.",
+    ),
 ]
 
 # One that opens a document, one of code, one of prose.
@@ -122,10 +128,12 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
         if meeting is not None:
             meeting.note(_made(out))
         try:
-            if given.get("minutes") is not None:
+            minutes = given.get("minutes")
+            if minutes is not None:
                 config = _within_minutes(given, config, console, meeting)
             console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
-            result = train_run(folder, config, console, init_from=init_from, continue_warmup=continues, meeting=meeting)
+            begun = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
+            result = train_run(folder, config, console, meeting=meeting, **begun)
         except BaseException:
             if leads:
                 with contextlib.suppress(OSError):
@@ -244,7 +252,8 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     return "\n".join(
         [
             *lines,
-            f"{result.step:,} steps in {clock(result.seconds)}; all of it lies in {folder.path}",
+            f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} without validation, samples "
+            f"and checkpoints; all of it lies in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
             f"next: et generate {path} --prompt 'def '",
         ]

@@ -13,12 +13,12 @@ from .adamw import AdamW
 from .muon import Moved, Muon, fast_dtype
 
 
-def linear(step: int, steps: int, end: float) -> float:
+def linear(step: float, steps: int, end: float) -> float:
     """The peak's fraction at `step` of `steps`: a straight line from 1 to `end`."""
     return 1 + (end - 1) * step / steps
 
 
-def warmup_stable_decay(step: int, steps: int, end: float) -> float:
+def warmup_stable_decay(step: float, steps: int, end: float) -> float:
     """The peak's fraction at `step` of `steps`: 1, then over the last fifth a straight line to `end`."""
     return end + (1 - end) * min(1.0, 5 * (steps - step) / steps)
 
@@ -159,26 +159,37 @@ class Optimizers:
         """Every parameter, group by group."""
         return [parameter for group in self.groups.values() for parameter in group.optimizer.parameters.values()]
 
-    def learning_rates(self, step: int, steps: int) -> dict[str, float]:
-        """The learning rate of each group at `step` of `steps`, before Muon's scaling by a matrix's shape."""
-        assert 0 <= step <= steps
-        factor = SCHEDULES[self.config.schedule](step, steps, self.config.min_lr_ratio)
+    def learning_rates(self, step: int, steps: int, place: float | None = None) -> dict[str, float]:
+        """The learning rate of each group at `step` of `steps`, before Muon's scaling by a matrix's shape.
+
+        place: where the step is on the schedule of so many steps, if not at its own number.
+        """
+        place = step if place is None else place
+        assert 0 <= place <= steps
+        factor = SCHEDULES[self.config.schedule](place, steps, self.config.min_lr_ratio)
         rising = warmup(step, self.config.adamw_warmup_steps)
         return {
             name: group.peak * factor * (rising if isinstance(group.optimizer, AdamW) else 1)
             for name, group in self.groups.items()
         }
 
-    def step(self, step: int, steps: int, grad_norm: Tensor | None = None, moved: Moved = lambda names: None) -> None:
+    def step(
+        self,
+        step: int,
+        steps: int,
+        grad_norm: Tensor | None = None,
+        moved: Moved = lambda names: None,
+        place: float | None = None,
+    ) -> None:
         """Clip if asked to, then move every parameter that has a gradient by the schedule's `step` of `steps`.
 
         grad_norm: of the gradients of all ranks; None where there are no others. moved: told the names of parameters
-        as soon as they have moved.
+        as soon as they have moved. place: as `learning_rates` has it.
         """
         if self.config.clip is not None:
             norm = self.grad_norm() if grad_norm is None else grad_norm
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
-        learning_rates = self.learning_rates(step, steps)
+        learning_rates = self.learning_rates(step, steps, place)
         for name, group in self.groups.items():
             if isinstance(group.optimizer, AdamW):  # quick: what it moved travels while Muon is at work
                 group.optimizer.step(learning_rates[name])

@@ -68,6 +68,10 @@ class Display:
         """Steps are made from here on."""
         self._first, self._steps, self._start = step, steps, time.monotonic()
 
+    def steps(self, steps: int) -> None:
+        """There will be so many in all."""
+        self._steps = steps
+
     def step(self, step: int) -> None:
         """A step was made."""
         left = self._left(step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from time import perf_counter as now
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -15,10 +16,11 @@ from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
 from ..runs import RunFolder, load_model
 from ..runs.files import damage_told, replace_file
+from .budget import Budget, Decision
 from .config import TrainConfig
 from .device import objects_at_rest
 from .interrupt import Interrupt
-from .log import Display, Title
+from .log import Display, Title, clock
 from .meeting import Meeting, from_first
 from .parallel import Parallel, joined
 from .prepare import Prepared, prepare
@@ -40,6 +42,7 @@ class TrainResult(NamedTuple):
     bits_per_byte: float | None
     seconds: float  # of training alone, all sessions together
     tokens: int
+    elapsed: float  # seconds with validation, samples and checkpoints, too
 
 
 def train(
@@ -52,6 +55,7 @@ def train(
     resume: bool = False,
     init_from: Path | None = None,
     continue_warmup: bool = False,
+    minutes: float | None = None,
     sample: Sample | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
@@ -60,9 +64,10 @@ def train(
     """Train in a folder that was created for it or, with `resume`, go on from its last checkpoint.
 
     init_from: a run whose weights, cutoffs or biases, and tokenizer to begin with; with continue_warmup its steps count
-    towards the rule's warmup, too. sample: writes text every `sample_every` steps. console: where progress is shown;
-    None is nowhere. title: opens its lines about steps. meeting: the ranks that train together, each calling this
-    alike; the first alone prints and writes what all know.
+    towards the rule's warmup, too. minutes: the time the run is given, by which its steps are decided again and again;
+    see `budget`. sample: writes text every `sample_every` steps. console: where progress is shown; None is nowhere.
+    title: opens its lines about steps. meeting: the ranks that train together, each calling this alike; the first alone
+    prints and writes what all know.
     On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
     the run or the machine, and after ten steps in a row whose loss was not finite; OSError where the disk is full.
     Earlier checkpoints are never harmed.
@@ -86,6 +91,8 @@ def train(
         prepared = prepare(
             folder, model, data, optim, config, resume, init_from, continue_warmup, display, parallel
         )
+        if minutes is not None and not resume:
+            prepared.record["time"] = {"minutes": minutes, "decisions": []}
         step = prepared.trainer.step
         with tracking(config.track if leads else "none", folder, prepared.record, step) as tracker:
             parallel.from_first(lambda: _begin(folder, prepared, step))
@@ -146,6 +153,10 @@ class _Run:
         self.parallel = parallel
         self.saver = Saver(folder, parallel, config.keep_checkpoints)
         self.trainer = prepared.trainer
+        self.record = prepared.record
+        if (time := prepared.record.get("time")) is not None:
+            with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
+                self.trainer.budget = Budget(config.steps, 60 * time["minutes"], time["decisions"])
         self.tokenizer = prepared.tokenizer
         self.validation = prepared.validation
         self.core = prepared.core
@@ -159,28 +170,71 @@ class _Run:
         self.dead = set(map(tuple, dead))
 
     def run(self, interrupt: Interrupt) -> TrainResult:
-        trainer, steps = self.trainer, self.config.steps
+        trainer = self.trainer
+        self.begun = now() - trainer.elapsed
         trainer.ballot = lambda: self.saver.ballot(interrupt.requested)
-        self.display.begin(trainer.step, steps)
+        self.display.begin(trainer.step, self.steps)
         if trainer.step > 0:
             self.look(interrupt)  # whatever a stop right after saving has left undone
-        while trainer.step < steps and not self.is_stopped(interrupt):
+        while trainer.step < self.steps and not self.is_stopped(interrupt):
             self.advance()
-            if self.is_due(self.config.checkpoint_every) or trainer.step == steps or self.is_whole_model_due():
+            if self.is_due(self.config.checkpoint_every) or self.is_at_end or self.is_whole_model_due():
                 self.save()
             if not self.is_stopped(interrupt):
                 self.look(interrupt)
         pending = self.is_validation_pending() or self.is_sample_pending() or self.is_core_pending()
-        done = trainer.step == steps and not pending
+        done = self.is_at_end and not pending
         if not done:
             self.save()
         self.saver.finish(self.vote)
         if not done:
             self.display.say(
-                f"stopped at step {trainer.step} of {steps}; to go on: et train --resume {self.folder.path}"
+                f"stopped at step {trainer.step} of {self.steps}; to go on: et train --resume {self.folder.path}"
             )
         loss, bits_per_byte = self.validated[max(self.validated)] if self.validated else (None, None)
-        return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens)
+        return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens, now() - self.begun)
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run, as decided so far."""
+        return self.trainer.budget.steps_at(self.trainer.step)
+
+    @property
+    def is_at_end(self) -> bool:
+        return self.trainer.step == self.steps
+
+    @contextmanager
+    def timed(self, what: str | None = None) -> Iterator[None]:
+        """A step or, named, what is done between two of them; tells the budget how long it took."""
+        before = now()
+        yield
+        self.trainer.budget.took(now() - before, what)
+        self.trainer.elapsed = now() - self.begun
+
+    def decide(self) -> None:
+        """Decide the number of steps again where that is due, on the first rank for all, and keep what was decided."""
+        trainer, budget, config = self.trainer, self.trainer.budget, self.config
+        if budget.seconds is None:
+            return
+        every: dict[str, int | None] = {"checkpoint": config.checkpoint_every}
+        every |= {"core": config.core_every} if self.core else {}
+        often = {"validation": config.eval_every, "sample": config.sample_every}
+        every |= {name: steps for name, steps in often.items() if steps is not None}
+        decided = self.parallel.from_first(lambda: budget.decide(trainer.step, trainer.elapsed, every))
+        if decided is None:
+            return
+        before, decision = self.steps, Decision(*decided)
+        budget.take(decision)
+        if decision.steps != before:
+            self.display.steps(decision.steps)
+            self.display.say(
+                f"step {trainer.step}: {clock(decision.seconds)} of {clock(budget.seconds)} are gone; "
+                f"{decision.steps:,} steps fit in, not {before:,}"
+            )
+        self.record["train"] |= {"steps": decision.steps}
+        self.record["time"] |= {"decisions": [list(each) for each in budget.decisions]}
+        if self.parallel.leads:
+            self.folder.write_config(self.record)
 
     def close(self) -> None:
         """End the threads."""
@@ -197,20 +251,23 @@ class _Run:
         return interrupt.requested if self.parallel.world is None else self.trainer.votes.stop > 0
 
     def is_due(self, every: int | None) -> bool:
-        return every is not None and (self.trainer.step % every == 0 or self.trainer.step == self.config.steps)
+        return every is not None and (self.trainer.step % every == 0 or self.is_at_end)
 
     def advance(self) -> None:
         """One step, and its line of metrics where one is due."""
         trainer = self.trainer
-        made = trainer.advance()
+        with self.timed():
+            made = trainer.advance()
+        self.decide()
         self.saver.heed(trainer.votes)
         if not made:
             self.tell_skipped()
         self.tell_skipped_text(trainer.loader.take_skipped())
         interval = trainer.take_interval() if self.is_due(self.config.log_every) else None
         if interval is not None:
+            last, budget = trainer.step - 1, trainer.budget
             record = train_record(trainer.model, interval) | {
-                "learning_rate": trainer.optimizers.learning_rates(trainer.step - 1, self.config.steps),
+                "learning_rate": trainer.optimizers.learning_rates(last, budget.scheduled, budget.place(last)),
                 "tokens": trainer.tokens,
                 "tokens_per_second": interval.tokens_per_second,
                 "seconds": trainer.seconds,
@@ -252,23 +309,25 @@ class _Run:
                     )
 
     def save(self) -> None:
-        self.saver.finish(self.vote)
-        self.saver.begin(self.trainer.checkpoint())
+        with self.timed("checkpoint"):
+            self.saver.finish(self.vote)
+            self.saver.begin(self.trainer.checkpoint())
 
     def look(self, interrupt: Interrupt) -> None:
         """Validate, sample and ask CORE where that is due and not done yet."""
         trainer = self.trainer
         if self.is_validation_pending():
             assert self.validation is not None
-            validation = evaluate(
-                trainer.model,
-                self.validation,
-                self.tokenizer,
-                batch_size=self.config.batch_size,
-                max_tokens=self.config.eval_tokens,
-                group=self.parallel.world,
-                progress=self.display.task("validating"),
-            )
+            with self.timed("validation"):
+                validation = evaluate(
+                    trainer.model,
+                    self.validation,
+                    self.tokenizer,
+                    batch_size=self.config.batch_size,
+                    max_tokens=self.config.eval_tokens,
+                    group=self.parallel.world,
+                    progress=self.display.task("validating"),
+                )
             self.write("validation", validation_record(trainer.model, validation))
             self.validated[trainer.step] = validation.loss, validation.bits_per_byte
             self.display.measured(
@@ -278,9 +337,13 @@ class _Run:
         if self.is_whole_model_due() and self.parallel.splits_model:
             self.saver.finish(self.vote)  # the first rank reads it
         if self.is_sample_pending():
-            self.parallel.from_first(self.write_sample)
-        if self.is_core_pending() and self.parallel.from_first(lambda: self.ask_core(interrupt)):
-            self.asked.add(trainer.step)
+            with self.timed("sample"):
+                self.parallel.from_first(self.write_sample)
+        if self.is_core_pending():
+            with self.timed("core"):
+                answered = self.parallel.from_first(lambda: self.ask_core(interrupt))
+            if answered:
+                self.asked.add(trainer.step)
 
     def write_sample(self) -> None:
         assert self.sample is not None
@@ -333,7 +396,7 @@ class _Run:
 
     def is_core_pending(self) -> bool:
         step = self.trainer.step
-        due = step == self.config.steps or self.is_due(self.config.core_every)
+        due = self.is_at_end or self.is_due(self.config.core_every)
         return bool(self.core) and due and step not in self.asked
 
     def is_validation_pending(self) -> bool:

@@ -12,14 +12,13 @@ import torch
 from ..data import Batch, Loader
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
+from .budget import SHARE_OF_STEPS
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import objects_at_rest, pick_device, pick_dtype
 from .trainer import Trainer
 
 WARMUP_STEPS, SECONDS = 3, 5.0
-# Beside its steps a run validates, samples and saves, and loads of experts that change have kernels compiled.
-SHARE_OF_STEPS = 0.85
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:

@@ -16,6 +16,7 @@ from ..model import GPT, Observation, Output
 from ..optim import Optimizers, Shares, Slice, Unshared
 from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
+from .budget import Budget
 from .config import TrainConfig
 from .parallel import Parallel, Portion
 from .step_means import Values, add_steps, step_values
@@ -107,9 +108,11 @@ class Trainer:
         self.ballot: Callable[[], Ballot] = Ballot
         self.votes = Ballot()  # of all ranks, at the last step
         self.device = model.embed.weight.device
+        self.budget = Budget(config.steps)
         self.step = 0
         self.tokens = 0
         self.seconds = 0.0
+        self.elapsed = 0.0  # what is done between steps included; whoever makes them keeps it
         self.skipped = 0
         self.skipped_in_a_row = 0
         # Since the last `take_interval`; None where no step was made.
@@ -134,7 +137,8 @@ class Trainer:
         finite = seen.loss.isfinite() & norm.isfinite()
         made = bool(finite)  # waits for the device: the one time in a step, but that several ranks read their votes
         if made:
-            self.optimizers.step(self.step, self.config.steps, norm, self.shares.publish)
+            budget = self.budget
+            self.optimizers.step(self.step, budget.scheduled, norm, self.shares.publish, budget.place(self.step))
             values = step_values(self.model, seen.observations)
             self.model.update_rules(seen.observations)
             self._values = values if self._seen is None else add_steps(self._values, values)
@@ -219,6 +223,7 @@ class Trainer:
                 "optimizer": optimizer.counters,
                 "tokens": self.tokens,
                 "seconds": self.seconds,
+                "elapsed": self.elapsed,
                 "interval_tokens": self._interval_tokens,
                 "interval_seconds": self._interval_seconds,
                 "skipped": self.skipped,
@@ -257,6 +262,7 @@ class Trainer:
         self.step = saved.step
         self.tokens = saved.state["tokens"]
         self.seconds = saved.state["seconds"]
+        self.elapsed = saved.state.get("elapsed", self.seconds)  # older runs did not keep it
         self._interval_tokens = saved.state["interval_tokens"]
         self._interval_seconds = saved.state["interval_seconds"]
         self.skipped = saved.state["skipped"]
