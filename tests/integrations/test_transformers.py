@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
@@ -176,16 +178,64 @@ def test_saving_and_loading_and_importing_give_the_same_model(
 
 @pytest.mark.parametrize("rule", ["expert_threshold", "loss_free"])
 @torch.no_grad()
-def test_in_bfloat16_routers_and_their_state_stay_float32(folders: dict[str, Path], rule: str) -> None:
-    model = load(folders[rule], dtype=torch.bfloat16)
+def test_in_bfloat16_routers_and_their_state_keep_their_dtypes(folders: dict[str, Path], rule: str) -> None:
+    """The counter of steps, an integer, once became float32 and was saved as such."""
+    model, expected = load(folders[rule], dtype=torch.bfloat16), routers(load(folders[rule]))
     assert model.dtype == torch.bfloat16
-    router = {name: value.dtype for name, value in model.state_dict().items() if "router" in name}
-    assert {dtype for name, dtype in router.items() if not name.endswith("step")} == {torch.float32}
-    expected = ours(folders[rule], torch.bfloat16)(tokens()).logits
-    distance = (model(tokens()).logits - expected).abs()  # rounding sends a few tokens elsewhere
+    assert_same_routers(model, expected)
+    logits = ours(folders[rule], torch.bfloat16)(tokens()).logits
+    distance = (model(tokens()).logits - logits).abs()  # rounding sends a few tokens elsewhere
     assert float(distance.quantile(0.9)) < 0.1
-    cast = load(folders[rule]).to(torch.bfloat16)
-    assert all(value.dtype == torch.float32 for name, value in cast.named_buffers() if not name.endswith("step"))
+
+
+@pytest.mark.parametrize("rule", ["expert_threshold", "loss_free"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_no_dtype_of_the_weights_changes_the_rule_s_state(
+    folders: dict[str, Path], rule: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    expected = routers(load(folders[rule]))
+    state = {name: value for name, value in expected.items() if "state_" in name}
+    loaded = load(folders[rule], dtype=dtype)
+    assert_same_routers(loaded, expected)
+    loaded.save_pretrained(tmp_path / "saved")
+    AutoTokenizer.from_pretrained(folders[rule]).save_pretrained(tmp_path / "saved")
+    for again in (load(tmp_path / "saved"), load(tmp_path / "saved", dtype=torch.float32)):
+        assert_same_routers(again, expected)
+    run = import_folder(tmp_path / "saved", tmp_path / "run")
+    saved = run.load_checkpoint().tensors["model"]
+    assert_same_routers(saved, {name.removeprefix("model."): value for name, value in expected.items()})
+    assert_same_routers(load(folders[rule]).to(dtype), state)
+    fresh = AutoModelForCausalLM.from_config(loaded.config, dtype=dtype)
+    assert {name: value.dtype for name, value in routers(fresh).items()} == {n: v.dtype for n, v in expected.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_folder_whose_counter_was_saved_as_a_number_is_read_as_a_counter(
+    folder: Path, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """As earlier versions saved a model that was loaded in bfloat16."""
+    expected = routers(load(folder))
+    shutil.copytree(folder, tmp_path / "saved")
+    weights = load_file(folder / "model.safetensors")
+    weights |= {name: value.float() for name, value in weights.items() if name.endswith("state_step")}
+    save_file(weights, tmp_path / "saved" / "model.safetensors", {"format": "pt"})
+    assert_same_routers(load(tmp_path / "saved", dtype=dtype), expected)
+    saved = import_folder(tmp_path / "saved", tmp_path / "run").load_checkpoint().tensors["model"]
+    assert_same_routers(saved, {name.removeprefix("model."): value for name, value in expected.items()})
+
+
+def routers(model: Any) -> dict[str, torch.Tensor]:
+    """Their weights and state; of a model, or of a state dict."""
+    named = model if isinstance(model, dict) else model.state_dict()
+    return {name: value for name, value in named.items() if "router" in name}
+
+
+def assert_same_routers(model: Any, expected: dict[str, torch.Tensor]) -> None:
+    """In values and dtypes, those that are expected."""
+    found = routers(model)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
 
 
 @torch.no_grad()

@@ -74,10 +74,12 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
         raise ValueError(f"{path}: no config.json of model_type {MODEL_TYPE}; name a folder that et export wrote")
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
     gpt_config = GPTConfig.from_dict(options)
-    weights = {_inside(name): tensor.float() if tensor.is_floating_point() else tensor
-               for name, tensor in _load(path).items()}  # fmt: skip
+    weights = {_inside(name): tensor for name, tensor in _load(path).items()}
     with torch.device("meta"):
         model = GPT(gpt_config)
+    # Others save in dtypes of their choice: weights in half precision, counters as numbers.
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    weights = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in weights.items()}
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:

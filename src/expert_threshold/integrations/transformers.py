@@ -153,7 +153,8 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores in float32, and where they send a token: beyond the cutoff, or to the best experts in token choice.
 
-    The rule's state is saved with the weights, stays float32 under any cast, and never moves here.
+    Weight and state are made in dtypes of their own, which transformers then keeps when it loads a model in another one.
+    The state is saved with the weights, keeps its dtypes under any cast, and never moves here.
     """
 
     state_bias: Tensor
@@ -164,19 +165,20 @@ class Router(nn.Module):
     def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
         super().__init__()
         self.rule = rule
-        self.weight = nn.Parameter(torch.empty(rule["num_experts"], d_model))
+        self.weight = nn.Parameter(torch.empty(rule["num_experts"], d_model, dtype=torch.float32))
         for name, value in self.first_state().items():
             self.register_buffer(name, value)
 
     def first_state(self) -> dict[str, Tensor]:
         """The buffers before training."""
-        zeros = torch.zeros(self.rule["num_experts"])
+        zeros = torch.zeros(self.rule["num_experts"], dtype=torch.float32)
         if self.rule["name"] == "token_choice":
             return {"state_bias": zeros}
-        weight = torch.tensor(0.0 if self.rule["debias"] else 1.0)
-        sketch = {"state_sketch": zeros.repeat(SKETCH_LEVELS, 1), "state_sketch_weight": torch.tensor(0.0)}
+        weight = torch.tensor(0.0 if self.rule["debias"] else 1.0, dtype=torch.float32)
+        sketch_weight = torch.tensor(0.0, dtype=torch.float32)
+        sketch = {"state_sketch": zeros.repeat(SKETCH_LEVELS, 1), "state_sketch_weight": sketch_weight}
         mean = {"state_mean": zeros, "state_weight": weight, "state_slope": zeros.clone()}
-        return mean | {"state_step": torch.tensor(0)} | sketch
+        return mean | {"state_step": torch.tensor(0, dtype=torch.int64)} | sketch
 
     def forward(self, x: Tensor) -> Routing:
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
@@ -269,7 +271,6 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     _input_embed_layer = "embed"
     _no_split_modules = ["Block"]  # noqa: RUF012
     _skip_keys_device_placement = ["cache"]  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ["router"]  # noqa: RUF012
     _supports_sdpa = True
     _supports_attention_backend = True
 
