@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -376,3 +377,60 @@ def test_keeping_none_is_refused(run: RunFolder) -> None:
     with pytest.raises(ValueError, match="keep=0: at least 1"):
         run.save_checkpoint(150, TENSORS, STATE, keep=0)
     assert run.latest_checkpoint() == 100
+
+
+# What several ranks have saved.
+
+WHOLE = torch.arange(12.0).reshape(6, 2)
+
+
+def part(start: int, stop: int, shape: tuple[int, ...] = (6, 2)) -> checkpoint.Part:
+    return checkpoint.Part(WHOLE[start:stop], start, shape)
+
+
+def save_parts(run: RunFolder, *ranks: Any) -> None:
+    """Step 200 as ranks save it together; each has one tensor, "weight"."""
+    parent = run.path / "checkpoints"
+    temporary = checkpoint.begin(parent, 200)
+    assert temporary is not None
+    files: checkpoint.Fingerprints = {}
+    for rank, weight in enumerate(ranks):
+        files |= checkpoint.write_files(temporary, {"model": {"weight": weight}}, rank)
+    checkpoint.commit(parent, 200, files, {})
+
+
+@pytest.mark.parametrize("ranks", [[(0, 6)], [(0, 2), (2, 6)], [(3, 6), (2, 3), (0, 2)], [(0, 0), (0, 6), (6, 6)]])
+def test_parts_of_any_ranks_make_the_whole(run: RunFolder, ranks: list[tuple[int, int]]) -> None:
+    save_parts(run, *(part(*places) for places in ranks))
+    assert torch.equal(run.load_checkpoint().tensors["model"]["weight"], WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        # As many places as the whole has, of which two came from memory that was never written.
+        ([part(0, 2), part(0, 2), part(4, 6)], "weight is not whole: parts overlap"),
+        ([part(0, 4), part(2, 4)], "weight is not whole: parts overlap"),
+        ([part(0, 4), part(3, 6)], "weight is not whole: parts overlap"),
+        ([part(0, 6), part(0, 6)], "weight is not whole: parts overlap"),
+        ([part(0, 2)._replace(start=-4), part(2, 6)], "weight is not whole: parts overlap"),
+        ([part(0, 2), part(4, 6)], "weight is not whole: files of a rank are missing"),
+        ([part(2, 6)], "weight is not whole: files of a rank are missing"),
+        ([part(0, 4)], "weight is not whole: files of a rank are missing"),
+        ([part(0, 6, (4, 2))], "weight is not whole: parts reach beyond its end"),
+        ([part(0, 6, (2**50, 2))], "weight is not whole: files of a rank are missing"),
+        ([part(0, 3), part(3, 6, (7, 2))], "weight is not whole: its parts are not of one tensor"),
+        ([part(0, 6, (6, 3))], "weight is not whole: its parts are not of one tensor"),
+        ([part(0, 6, (6,))], "weight is not whole: its parts are not of one tensor"),
+        ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight is not whole: its parts are not of one"),
+        ([WHOLE, WHOLE], "weight is in the file of another rank, too"),
+        ([WHOLE, part(0, 6)], "weight is in the file of another rank, too"),
+        ([part(0, 6), WHOLE], "weight is in the file of another rank, too"),
+        ([part(0, 6, ())], "does not say where its parts lie"),
+        ([part(0, 6)._replace(start="0")], "does not say where its parts lie"),
+    ],
+)
+def test_parts_that_do_not_cover_every_place_once_are_refused(run: RunFolder, ranks: list[Any], message: str) -> None:
+    save_parts(run, *ranks)
+    with pytest.raises(ValueError, match=f"{message}.*remove .*step_000200 to fall back on step_000100"):
+        run.load_checkpoint()

@@ -153,7 +153,7 @@ class Routing(NamedTuple):
 class Router(nn.Module):
     """Scores in float32, and where they send a token: beyond the cutoff, or to the best experts in token choice.
 
-    Weight and state are made in dtypes of their own, which transformers then keeps when it loads a model in another one.
+    Weight and state are made in dtypes of their own, which transformers keeps when it loads a model in another one.
     The state is saved with the weights, keeps its dtypes under any cast, and never moves here.
     """
 

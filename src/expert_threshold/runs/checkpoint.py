@@ -7,8 +7,8 @@
       optimizer.safetensors
 
 Where several ranks have saved, each has written files of its own, `model_of_rank_0.safetensors`, in parallel. They hold
-tensors, or parts of them that lie along the first dimension: then the file's metadata say where. Whoever reads gets
-whole tensors, so that any number of ranks goes on from what any other has saved.
+tensors, or parts of them that lie along the first dimension: then the metadata say where. Parts that overlap, or leave a
+place out, are refused; whoever reads gets whole tensors, so that any number of ranks goes on from what others have saved.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -263,26 +264,54 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """Of all ranks' files of a part. Raises ValueError where a tensor is not whole."""
+    """The tensors in all ranks' files of a part. Raises ValueError unless parts cover each of them exactly once."""
     tensors: dict[str, Tensor] = {}
-    missing: dict[str, int] = {}
+    parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:
         with safe_open(path, "pt") as file:
-            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
+            places = _places(path, file.metadata() or {})
             for name in file.keys():  # noqa: SIM118  no mapping
-                tensor = file.get_tensor(name)
-                if name not in places:
-                    tensors[name] = tensor
-                    continue
-                start, *shape = places[name]
-                if name not in tensors:
-                    tensors[name], missing[name] = torch.empty(shape, dtype=tensor.dtype), shape[0]
-                tensors[name][start : start + len(tensor)] = tensor
-                missing[name] -= len(tensor)
-    for name, places_left in missing.items():
-        if places_left:
-            raise ValueError(f"{paths[0].parent}: {name} is not whole: files of a rank are missing")
+                if name in tensors or (name in parts and name not in places):
+                    raise ValueError(f"{path}: {name} is in the file of another rank, too")
+                if name in places:
+                    start, *shape = places[name]
+                    parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
+                else:
+                    tensors[name] = file.get_tensor(name)
+    while parts:  # which are let go as they are joined: together they are as large as the checkpoint
+        name, found = parts.popitem()
+        try:
+            tensors[name] = _join(found)
+        except ValueError as error:
+            raise ValueError(f"{paths[0].parent}: {name} is not whole: {error}") from None
     return tensors
+
+
+def _places(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
+    """Of each part in a file its first place, then the shape of the whole. Raises ValueError for anything else."""
+    places = json.loads(metadata.get(_PLACES, "{}"))
+    if not isinstance(places, dict) or not all(
+        isinstance(place, list) and len(place) > 1 and all(type(number) is int for number in place)
+        for place in places.values()
+    ):
+        raise ValueError(f"{path}: damaged: it does not say where its parts lie")
+    return places
+
+
+def _join(parts: list[Part]) -> Tensor:
+    """The tensor of these parts. Raises ValueError unless every place of it lies in exactly one of them."""
+    parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
+    shape, dtype = parts[0].shape, parts[0].tensor.dtype
+    end = 0
+    for rows, start, whole in parts:
+        if whole != shape or rows.dtype != dtype or rows.ndim != len(shape) or rows.shape[1:] != shape[1:]:
+            raise ValueError("its parts are not of one tensor")
+        if start != end:
+            raise ValueError("parts overlap" if start < end else "files of a rank are missing")
+        end += len(rows)
+    if end != shape[0]:
+        raise ValueError("files of a rank are missing" if end < shape[0] else "parts reach beyond its end")
+    return torch.cat([part.tensor for part in parts])
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
