@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from expert_threshold.cli import main
+from expert_threshold.cli.train import _resumed
+from expert_threshold.config import RunConfig
+from expert_threshold.data import DataConfig
+from expert_threshold.model import GPTConfig
+from expert_threshold.optim import OptimConfig
 from expert_threshold.runs import RunFolder
+from expert_threshold.train import TrainConfig
 from ranks import run_on_ranks
 
 from .across_ranks import text
@@ -51,6 +58,32 @@ def failing(what: str, rank: int, step: int, folder: Path, *more: str) -> list[s
 def said(result: subprocess.CompletedProcess[str]) -> list[str]:
     """Lines of ours, and not torchrun's."""
     return [line for line in result.stderr.splitlines() if line.startswith("et train: ")]
+
+
+def test_an_expert_parallel_run_goes_on_on_one_rank(tmp_path: Path) -> None:
+    """It was refused, though a checkpoint fits any layout: the split was read from the run like any other option."""
+    result = torchrun("-m", "expert_threshold", *tiny_run(tmp_path), "--expert-parallel", "2", "--dtype", "float32")
+    assert result.returncode == 0, result.stderr
+    folder = RunFolder.open(tmp_path / "run")
+    losses = [record["loss"] for record in folder.metrics.read()]
+    for step in (6, 8):
+        shutil.rmtree(folder.path / f"checkpoints/step_{step:06d}")
+    assert main(["train", "--resume", str(folder.path)]) == 0
+    assert folder.checkpoints() == [3, 6, 8]
+    again = [record["loss"] for record in folder.metrics.read()]
+    assert len(again) == 8
+    assert again[3] == pytest.approx(losses[3], abs=1e-4)  # of equal weights: rounding alone is different
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, 1), (2, 2), (3, 1), (4, 4), (6, 2), (8, 4)])
+def test_a_resumed_run_splits_experts_as_before_as_far_as_its_ranks_allow(
+    ranks: int, split: int, tmp_path: Path
+) -> None:
+    run = RunFolder.create(tmp_path / "run")
+    config = RunConfig(GPTConfig(), DataConfig("corpus.jsonl"), OptimConfig(), TrainConfig(expert_parallel=4))
+    run.write_config(config.to_dict())
+    assert _resumed(run, {}, ranks).train.expert_parallel == split
+    assert _resumed(run, {"expert_parallel": 3}, ranks).train.expert_parallel == 3
 
 
 @pytest.mark.soak

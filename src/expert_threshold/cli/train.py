@@ -40,7 +40,7 @@ from .run_options import parse_run, preset_of, resolve_run
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
-    Option("resume", str, None, "Go on with the run in this folder; all other options are read from there."),
+    Option("resume", str, None, "Go on with the run in this folder, on any number of ranks; all else is read there."),
     Option(
         "init_from",
         str,
@@ -116,7 +116,8 @@ def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFol
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
-        config = _resumed(folder, given) if "resume" in given else RunConfig.from_dict(folder.config)
+        ranks = 1 if meeting is None else meeting.ranks
+        config = _resumed(folder, given, ranks) if "resume" in given else RunConfig.from_dict(folder.config)
         console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
         result = train_run(folder, config, console, resume=True, meeting=meeting)
     else:
@@ -161,7 +162,7 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
     """The same command in so many processes, refused before they start where that can be known."""
     if processes < 1:
         raise ValueError(f"nproc={processes} must be at least 1")
-    config = _resumed(RunFolder.open(given["resume"]), given) if "resume" in given else resolve_run(given)
+    config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
     mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
     code = launch(["train", *arguments], processes)
@@ -209,8 +210,11 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
     return result
 
 
-def _resumed(folder: RunFolder, given: dict[str, Any]) -> RunConfig:
-    """The run's own configuration, but for what may change. Raises ValueError naming any other option that is given."""
+def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
+    """The run's own configuration, but for what may change. Raises ValueError naming any other option that is given.
+
+    Experts are split as before, or as far as so many ranks allow, unless --expert-parallel says how.
+    """
     changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
@@ -220,6 +224,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any]) -> RunConfig:
                 f"or start another run with --init-from {folder.path}"
             )
     config = RunConfig.from_dict(folder.config)
+    changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     return replace(config, train=replace(config.train, **changes))
 
 
