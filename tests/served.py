@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from expert_threshold.generate.engine import Engine, Writing
 from expert_threshold.generate.server import Service, configure, create_app
+from expert_threshold.generate.serving.hosts import bind
 from expert_threshold.generate.serving.limits import Limits
 from expert_threshold.generate.serving.worker import Worker
 from expert_threshold.model import GPT
@@ -44,7 +45,7 @@ class Running(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         with mock.patch.object(uvicorn.Config, "configure_logging"):  # which is for all of the process
-            super().__init__(configure(app, "127.0.0.1", 0, grace=1))
+            super().__init__(configure(app, grace=1))
         self.listening = threading.Event()
 
     async def startup(self, sockets: Any = None) -> None:
@@ -58,8 +59,8 @@ class Running(uvicorn.Server):
 
 
 class Served:
-    def __init__(self, url: str, app: Starlette) -> None:
-        self.url, self.app = url, app
+    def __init__(self, server: Running, app: Starlette) -> None:
+        self.url, self.app, self.server = server.url, app, server
 
     @property
     def service(self) -> Service:
@@ -84,15 +85,21 @@ def served(
         kind(model or small_model(), small_tokenizer(), **(engine or {})), "small", limits=limits, **options
     )
     server = Running(app)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, args=(bind("127.0.0.1", 0),))
     thread.start()
     try:
         assert server.listening.wait(PATIENCE)
-        yield Served(server.url, app)
+        yield Served(server, app)
     finally:
         server.should_exit = True
         thread.join(PATIENCE)
         assert not thread.is_alive()
+
+
+def hung(served: Served) -> int:
+    """Connections that have sent no whole request for a while."""
+    protocol: Any = served.server.config.http_protocol_class
+    return sum(map(len, list(protocol.hanging.values())))
 
 
 def until(true: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import json
@@ -11,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,11 +31,12 @@ from expert_threshold.cli import main  # noqa: E402
 from expert_threshold.cli.serve import is_local  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import decoder, generate  # noqa: E402
+from expert_threshold.generate.serving.hosts import bind, url  # noqa: E402
 from expert_threshold.generate.serving.independence import require_independent  # noqa: E402
 from expert_threshold.generate.serving.limits import Limits  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.routing import ExpertChoice, Rule  # noqa: E402
-from served import PATIENCE, Served, served, until  # noqa: E402
+from served import PATIENCE, Served, hung, served, until  # noqa: E402
 from small_run import RULES, small_model, write_run  # noqa: E402
 
 PROMPT = "the cat sat"
@@ -402,6 +405,78 @@ def test_a_request_that_takes_too_long_ends_with_503_and_frees_its_row() -> None
         assert not server.engine.busy
 
 
+# Clients that do not finish.
+
+
+UNFINISHED = [b"", b"POST /v1/completions HTTP/1.1\r\nHost: small\r\n", b"GET /health HT"]
+WHOLE = b"GET /health HTTP/1.1\r\nHost: small\r\n\r\n"
+BODY = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: small\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
+)
+
+
+def begin(server: Served, data: bytes) -> socket.socket:
+    """A connection that has sent so much."""
+    begun = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=PATIENCE)
+    begun.sendall(data)
+    return begun
+
+
+def rest(begun: socket.socket) -> bytes:
+    """What comes until the server closes, for which there is no other end."""
+    text = b""
+    with begun:
+        try:
+            while data := begun.recv(65536):
+                text += data
+        except ConnectionResetError:
+            pass
+    return text
+
+
+def dribble(begun: socket.socket) -> None:
+    """Send a byte of headers after the other, until it is of no use."""
+    with begun, contextlib.suppress(ConnectionError):
+        while True:
+            begun.sendall(b"X")
+            time.sleep(0.01)
+
+
+def test_a_request_that_does_not_come_is_not_waited_for() -> None:
+    """Headers once were, for ever, and a thousand such connections kept everyone out."""
+    with served(limits=Limits(header_seconds=1)) as server:
+        first = [begin(server, data) for data in UNFINISHED]
+        second = [begin(server, WHOLE + data) for data in UNFINISHED]
+        refused = begin(server, BODY.replace(b"completions", b"nowhere"))
+        dribble(begin(server, UNFINISHED[1]))  # no byte gives the others more time
+        assert [rest(begun) for begun in first] == [b""] * 3
+        assert [rest(begun).count(b"HTTP/1.1 200 OK") for begun in second] == [1] * 3
+        assert rest(refused).startswith(b"HTTP/1.1 404 ")  # and whose body never came
+
+
+@pytest.mark.parametrize("data", [*UNFINISHED, WHOLE, BODY], ids=["none", "headers", "line", "idle", "body"])
+def test_of_an_address_so_many_hang_and_whoever_comes_is_answered(data: bytes) -> None:
+    with served(limits=Limits(header_seconds=9e3, body_seconds=9e3, unfinished=4)) as server:
+        hanging = []
+        for count in range(1, 21):
+            hanging.append(begin(server, data))
+            until(lambda count=count: hung(server) == min(count, 4))  # the oldest goes
+            assert ask(server, "/health").status == 200
+        assert all(rest(begun).count(b"HTTP") == (data == WHOLE) for begun in hanging[:16])
+        for begun in hanging[16:]:
+            begun.close()
+
+
+def test_requests_that_are_whole_count_as_finished_however_long_they_wait() -> None:
+    limits = Limits(unfinished=1, header_seconds=1)
+    with served(limits=limits, held=True) as server, ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(complete, server) for _ in range(8)]
+        until(lambda: server.worker.unfinished == 8)
+        assert rest(begin(server, b"")) == b""  # for which the deadline is over
+        server.engine.open.set()
+        assert [answer.result(PATIENCE).status for answer in waiting] == [200] * 8
+
+
 # Clients that leave.
 
 
@@ -435,6 +510,19 @@ def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
     connection.close()
     if response is not None:
         response.close()
+
+
+def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(server: Served) -> None:
+    chat = ask(server, "/v1/chat/completions", {"model": "small", "messages": []})
+    assert (chat.status, chat.error["code"]) == (404, "unknown_path")
+    assert "POST to /v1/completions, with a prompt" in chat.error["message"]
+    other = ask(server, "/nowhere")
+    assert (other.status, other.error["code"]) == (404, "unknown_path")
+    for path in ("/health", "/v1/models/{model}", "/v1/completions", "/openapi.json"):
+        assert path in other.error["message"]
+    wrong = ask(server, "/v1/completions")
+    assert (wrong.status, wrong.headers["Allow"], wrong.error["code"]) == (405, "POST", "method_not_allowed")
+    assert "takes POST, not GET" in wrong.error["message"]
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_row() -> None:
@@ -591,13 +679,61 @@ def test_et_serve_serves_a_run_until_it_is_interrupted(model: GPT, tmp_path: Pat
     assert "Traceback" not in errors
 
 
+def test_a_port_in_use_is_one_line_and_2_before_anything_starts(
+    model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", model)
+    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", str(run.path), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert error == f"et serve: --port {port}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
+
+
+def test_a_port_that_another_server_was_faster_to_take_is_one_line_and_2(
+    model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both may bind it; while one of them loads its model, the other listens."""
+    run = write_run(tmp_path / "run", model)
+    bound = bind("127.0.0.1", 0)
+    address = bound[0].getsockname()
+    monkeypatch.setattr("expert_threshold.cli.serve.bind", lambda host, port: bound)
+    with contextlib.closing(socket.create_server(address)):
+        assert main(["serve", str(run.path), "--port", str(address[1])]) == 2
+    error = capsys.readouterr().err
+    assert error == f"et serve: --port {address[1]}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
+
+
+def test_a_server_has_the_port_at_all_addresses_of_its_host() -> None:
+    sockets = bind("localhost", 0)
+    assert len({each.getsockname()[1] for each in sockets}) == 1
+    for each in sockets:
+        host, port = each.getsockname()[:2]
+        assert url(each) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        each.close()
+
+
+def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path) -> None:
+    run, seen = write_run(tmp_path / "run", model), {}
+    with mock.patch("expert_threshold.generate.server.create_app", lambda *_, **options: seen.update(options)), \
+            mock.patch("expert_threshold.generate.server.run_server"):  # fmt: skip
+        assert main(["serve", str(run.path), "--port", "0"]) == 0
+    assert list(seen["hosts"]) == ["127.0.0.1", "localhost", "::1"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-queue", "0"], "queue=0 must be at least 1"),
-        (["--slots", "0"], "slots=0 must be at least 1"),
-        (["--port", "65536"], "port=65536 must be from 0 to 65535"),
-        (["--threads", "0"], "threads=0 must be at least 1"),
+        (["--max-queue", "0"], "--max-queue 0 must be at least 1; see et serve --help"),
+        (["--slots", "0"], "--slots 0 must be at least 1"),
+        (["--port", "65536"], "--port 65536 must be from 0 to 65535"),
+        (["--threads", "0"], "--threads 0 must be at least 1; leave it out for the default"),
+        (["--threads", "1000000"], "--threads 1000000 is more than this machine can use; give at most"),
+        (["--max-body-seconds", "0"], "--max-body-seconds 0.0 must be above 0; see et serve --help"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: no address of this machine; leave it out, or give 0.0.0.0"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid: no such name is known"),
+        (["--host", ""], "--host is empty"),
+        (["--host", "a" * 70], f"--host {'a' * 70}: no such name is known"),
         (["--api-key", ""], "--api-key or ET_API_KEY is empty or has blanks around it"),
         (["--api-key", "key "], "--api-key or ET_API_KEY is empty or has blanks around it"),
     ],

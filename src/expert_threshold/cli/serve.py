@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import os
@@ -13,11 +14,13 @@ from typing import Any, get_type_hints
 
 from ..generate.engine import Engine
 from ..generate.explorer import Explored, routes
+from ..generate.serving.hosts import bind
 from ..generate.serving.independence import require_independent
 from ..generate.serving.limits import Limits
 from ..generate.serving.worker import Worker
 from ..model import GPT
 from ..runs import load_model
+from ..train.checks import require_few
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
 from .options import Command, Option, field_comments, parse_all
@@ -39,6 +42,7 @@ OPTIONS = [
     Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
     Option("threads", int | None, None, "Of torch in products; none is torch's choice."),
 ]
+LOCAL = ("127.0.0.1", "localhost", "::1")
 KINDS, COMMENTS = get_type_hints(Limits), field_comments(Limits)
 LIMITS = [
     Option("max_" + field.name, KINDS[field.name], field.default, COMMENTS[field.name])
@@ -65,35 +69,42 @@ def run(arguments: Sequence[str]) -> None:
     compared = options["compare"] or []
     if compared and not shown:
         raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
-    model, engine = _open(options["run"], options["step"], options)
-    runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer)]
-    for path in compared:
-        other, beside = _open(path, None, options)
-        name = path if _name(path) in [run.name for run in runs] else _name(path)
-        runs.append(Explored(name, other, beside.tokenizer, Worker(beside, limits.queue, options["threads"])))
-    app = create_app(
-        engine,
-        runs[0].name,
-        limits=limits,
-        api_key=api_key,
-        hosts=("127.0.0.1", "localhost", "::1", options["host"]) if local else None,
-        routes=routes(runs, ("localhost", socket.gethostname(), options["host"])) if shown else (),
-        workers=[run.worker for run in runs if run.worker is not None],
-        threads=options["threads"],
-    )
-    if not local:
-        who = "whoever has the key" if api_key else "anyone"
-        print(f"et serve: listening at {options['host']}: {who} who reaches this machine can use it", file=sys.stderr)
-    run_server(app, options["host"], options["port"])
+    # Whoever cannot listen hears so before a model is loaded.
+    with contextlib.ExitStack() as listening:
+        sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
+        model, engine = _open(options["run"], options["step"], options)
+        runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer)]
+        for path in compared:
+            other, beside = _open(path, None, options)
+            name = path if _name(path) in [run.name for run in runs] else _name(path)
+            runs.append(Explored(name, other, beside.tokenizer, Worker(beside, limits.queue, options["threads"])))
+        app = create_app(
+            engine,
+            runs[0].name,
+            limits=limits,
+            api_key=api_key,
+            hosts=tuple(dict.fromkeys((*LOCAL, options["host"]))) if local else None,
+            routes=routes(runs, ("localhost", socket.gethostname(), options["host"])) if shown else (),
+            workers=[run.worker for run in runs if run.worker is not None],
+            threads=options["threads"],
+        )
+        if not local:
+            who = "whoever has the key" if api_key else "anyone"
+            print(f"et serve: at {options['host']}, {who} who reaches this machine can use it", file=sys.stderr)
+        run_server(app, sockets)
 
 
 def _require_sense(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for a number out of range."""
+    """Raise ValueError for a number out of range, or no host."""
+    if not options["host"]:
+        raise ValueError("--host is empty; leave it out for this machine alone, or give 0.0.0.0 for all its addresses")
     if not 0 <= options["port"] <= 65535:
-        raise ValueError(f"port={options['port']} must be from 0 to 65535; 0 takes a free one")
+        raise ValueError(f"--port {options['port']} must be from 0 to 65535; 0 takes a free one")
     for name in ("slots", "threads"):
         if options[name] is not None and options[name] < 1:
-            raise ValueError(f"{name}={options[name]} must be at least 1; leave it out for the default")
+            raise ValueError(f"--{name} {options[name]} must be at least 1; leave it out for the default")
+    if options["threads"] is not None:
+        require_few(options["threads"])
 
 
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:

@@ -8,6 +8,8 @@ import contextlib
 import dataclasses
 import json
 import secrets
+import socket
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,11 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine import Engine
 from .serving.completion import Answer, Parser, model_body, models_body, require_model
-from .serving.errors import ApiError
-from .serving.hosts import host_name
+from .serving.errors import ApiError, shown
+from .serving.hosts import host_name, listen, url
 from .serving.limits import Limits
 from .serving.metrics import Metrics
 from .serving.openapi import schema
+from .serving.protocol import bounded
 from .serving.worker import Work, Worker
 
 T = TypeVar("T")
@@ -87,19 +90,23 @@ def create_app(
     return app
 
 
-def run_server(app: Starlette, host: str, port: int, *, grace: int = 10) -> None:
-    """Serve until SIGINT or SIGTERM; then requests may take `grace` seconds more, and a second signal ends them."""
+def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int = 10) -> None:
+    """Serve at sockets that are bound, until SIGINT or SIGTERM; then requests may take `grace` seconds more, and a
+    second signal ends them.
+    """
+    config = configure(app, grace=grace)
+    listen(sockets, config.backlog)
+    print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(configure(app, host, port, grace=grace)).run()
+        uvicorn.Server(config).run(list(sockets))
 
 
-def configure(app: Starlette, host: str, port: int, *, grace: int = 10) -> uvicorn.Config:
+def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
     """h11, which is strict and bounds headers."""
+    here: Service = app.state.service
     return uvicorn.Config(
         app,
-        host,
-        port,
-        http="h11",
+        http=bounded(here.limits),
         ws="none",
         limit_concurrency=CONNECTIONS,
         timeout_graceful_shutdown=grace,
@@ -354,7 +361,23 @@ async def _tell(request: Request, error: Exception) -> Response:
 
 async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    return _answer_error(ApiError(error.status_code, f"{request.method} here: {error.detail}"))
+    told = ApiError(error.status_code, f"{request.method} here: {error.detail}")
+    if error.status_code == 404:
+        told = ApiError(404, f"{shown(request.url.path)} is not here; {_remedy(request)}", code="unknown_path")
+    if error.status_code == 405:
+        allowed = (error.headers or {})["Allow"]
+        message = f"{shown(request.url.path)} takes {allowed}, not {request.method}"
+        told = ApiError(405, message, code="method_not_allowed")
+    told.headers = error.headers or {}
+    return _answer_error(told)
+
+
+def _remedy(request: Request) -> str:
+    """What to use in place of a path that there is not."""
+    if "/chat/" in request.url.path:
+        return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
+    paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
+    return f"here are {', '.join(paths)}; see /openapi.json"
 
 
 async def _tell_nobody(request: Request, error: Exception) -> Response:

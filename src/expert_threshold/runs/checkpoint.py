@@ -7,8 +7,8 @@
       optimizer.safetensors
 
 Where several ranks have saved, each has written files of its own, `model_of_rank_0.safetensors`, in parallel. They hold
-tensors, or parts of them that lie along the first dimension: then the metadata say where. Parts that overlap, or leave a
-place out, are refused; whoever reads gets whole tensors, so that any number of ranks goes on from what others have saved.
+tensors, or parts of them that lie along the first dimension: then the metadata say where. Parts that overlap, or leave
+a place out, are refused; whoever reads gets whole tensors, and any number of ranks goes on from what others have saved.
 """
 
 from __future__ import annotations

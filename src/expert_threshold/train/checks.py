@@ -32,7 +32,7 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     """Raise ValueError for options that no text can be trained with, or not on this machine or so many ranks."""
     require_dispatch(model.dispatch, pick_device(config.device))
     if config.threads is not None:
-        _require_few(config.threads)
+        require_few(config.threads)
     mesh_sizes(ranks, config.expert_parallel)
     if model.rule is not None:
         require_even_split(model.rule.num_experts, config.expert_parallel)
@@ -41,11 +41,11 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     require_tracker(config.track)
 
 
-def _require_few(threads: int) -> None:
+def require_few(threads: int) -> None:
     """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
-        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
+        raise ValueError(f"--threads {threads} is more than this machine can use; give at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:

@@ -72,7 +72,7 @@ class TrainConfig:
             "tokenizer_threads", "core_every", "core_max_per_task",
         ):  # fmt: skip
             if not (vars(self)[name] is None or (type(vars(self)[name]) is int and vars(self)[name] >= 1)):
-                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or None")
+                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or none")
         if not (type(self.seed) is int and 0 <= self.seed < 2**63):
             raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to below 2**63")
         for name, known in (

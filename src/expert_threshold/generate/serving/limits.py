@@ -31,11 +31,16 @@ class Limits:
     seconds: float = 300.0
     # Seconds that a request's body may take to arrive; then it ends with 408.
     body_seconds: float = 10.0
+    # Seconds that a request's headers may take to arrive; then the connection is closed.
+    header_seconds: float = 10.0
+    # Connections of one address that have sent no whole request; of more the oldest is closed.
+    unfinished: int = 64
 
     def __post_init__(self) -> None:
+        """Raises ValueError, in terms of `et serve`, for a limit that lets nothing through."""
         for field in fields(self):
             value = getattr(self, field.name)
             if value is None or (value >= 1 if isinstance(value, int) else value > 0):
                 continue
             least = "at least 1" if isinstance(value, int) else "above 0"
-            raise ValueError(f"{field.name}={value} must be {least}; see et serve --help for what it limits")
+            raise ValueError(f"--max-{field.name.replace('_', '-')} {value} must be {least}; see et serve --help")
