@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -245,6 +246,46 @@ def test_device_maps_place_the_model_whole_or_in_parts(folder: Path, tmp_path: P
     parts = {"model.embed": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.blocks.2": "disk"}
     placed = load(folder, device_map=parts | {"lm_head": "cpu"}, offload_folder=str(tmp_path))
     torch.testing.assert_close(placed(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The shell and Python blocks of a page, in order, each with its kind."""
+    found = re.findall(r"```python\n(.*?)```|((?:^    [^\n]*\n)+)", page, re.M | re.S)
+    return [("python", python) if python else ("shell", textwrap.dedent(shell)) for python, shell in found]
+
+
+def test_every_block_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
+    """In order, in a fresh folder. Loading the tokenizer once asked whether to trust the folder's code, and stopped."""
+    write_run(tmp_path / "runs/first", small_model())
+    page = blocks((Path(__file__).parents[2] / "docs/huggingface.md").read_text())
+    assert [kind for kind, _ in page] == ["shell", "python", "python", "shell"]
+    (tmp_path / "bin").mkdir()
+    et = tmp_path / "bin/et"
+    et.write_text(f'#!/bin/sh\nexec {sys.executable} -m expert_threshold "$@"\n')
+    et.chmod(0o755)
+    # Blocks of Python that follow each other are one session.
+    run_alone(tmp_path, "sh", "-ec", page[0][1])
+    run_alone(tmp_path, sys.executable, "-c", page[1][1] + page[2][1])
+    run_alone(tmp_path, "sh", "-ec", page[3][1])
+    assert (tmp_path / "runs/again/config.json").is_file()
+
+
+def test_the_model_card_s_example_runs_as_pasted(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / folder.name)
+    [(_, example)] = blocks((folder / "README.md").read_text())
+    run_alone(tmp_path, sys.executable, "-c", example)
+
+
+def run_alone(folder: Path, *command: str) -> None:
+    """In that folder, where nobody answers questions and no network is."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[y/N]" not in done.stdout  # a question goes unanswered, and transformers then helps itself
 
 
 def train(model: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> float:

@@ -33,7 +33,7 @@ Loss and bits per byte were measured on validation text that the model was not t
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-tokenizer = AutoTokenizer.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
 model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
 inputs = tokenizer("def ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))

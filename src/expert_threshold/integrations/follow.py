@@ -37,7 +37,8 @@ def _thawed(frozen: nn.Module, z_loss: float | None) -> Router:
     router = Router(frozen.weight.shape[1], rule, z_loss)
     router.weight = frozen.weight
     for name, buffer in frozen.named_buffers():
-        setattr(router, name, buffer)
+        # Older folders bring code that loads the counter of steps as a number.
+        setattr(router, name, buffer.to(getattr(router, name).dtype))
     return router.train(frozen.training)
 
 
