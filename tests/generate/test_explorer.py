@@ -391,7 +391,7 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
 def serve_with(*arguments: str) -> Any:
     """The app that et serve would run."""
     with mock.patch("expert_threshold.generate.server.run_server") as run:
-        assert main(["serve", *arguments]) == 0
+        assert main(["serve", *arguments, "--port", "0"]) == 0
     return run.call_args.args[0]
 
 
