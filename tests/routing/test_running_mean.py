@@ -224,3 +224,29 @@ def test_a_trend_is_critically_damped() -> None:
             expected = torch.full((EXPERTS,), r**n - n * (1 - r) * r ** (n - 1))
             torch.testing.assert_close(batch.batch_cutoff - cutoff(state), expected, rtol=1e-4, atol=1e-4)
         state = rule.update(state, batch)
+
+
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "mean": {}, "literal": {"debias": False}, "trend": {"estimator": "trend"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("later", ESTIMATORS)
+@pytest.mark.parametrize("earlier", ESTIMATORS)
+def test_an_estimator_goes_on_from_another_ones_cutoff(earlier: str, later: str) -> None:
+    """A trend once took the sum of a young mean for its level, and a mean kept a trend's last slope for good."""
+    began = ExpertThreshold(EXPERTS, decay=0.9, **ESTIMATORS[earlier])
+    state = began.init()
+    for step in range(4):  # scores that rise, so that a trend has a slope and a mean of weight 0.34 lags
+        state = began.update(state, began.route(make_scores(0) + step, state, training=True).observation)
+    rule = ExpertThreshold(EXPERTS, decay=0.9, **ESTIMATORS[later])
+    scores = make_scores(0) + cutoff(state) - make_scores(0)[0].topk(8, 0).values[-1]  # whose batch cutoff is c
+    observation = rule.route(scores, state, training=True).observation
+    torch.testing.assert_close(observation.batch_cutoff, cutoff(state))
+    level = cutoff(state)
+    for step in range(300):
+        state = rule.update(state, observation)
+        # What a trend had learned of its slope is its own; nothing else moves what a steady batch agrees with.
+        assert (cutoff(state) - level).abs().max() < (1.5 if earlier == later == "trend" else 1e-4), step
+    torch.testing.assert_close(cutoff(state), level, rtol=1e-4, atol=1e-4)
+    assert state.slope.abs().max() < 1e-4

@@ -82,14 +82,16 @@ def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None)
 def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
     """c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
 
-    A step that formed no pool changes nothing.
+    A step that formed no pool changes nothing. The state may be another estimator's, as a run begun from another run
+    has it: its cutoff is where this mean goes on, whatever its weight and slope.
     """
     seen = observation.pools > 0
-    mean = decay * state.mean + (1 - decay) * observation.batch_cutoff
-    weight = decay * state.weight + (1 - decay) if debias else state.weight
+    before = state.mean + state.weight * state.slope if debias else cutoff(state)
+    mean = decay * before + (1 - decay) * observation.batch_cutoff
+    weight = decay * state.weight + (1 - decay) if debias else torch.ones_like(state.weight)
     sketch = decay * state.sketch + (1 - decay) * observation.batch_sketch
     sketch_weight = decay * state.sketch_weight + (1 - decay)
-    new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight, state.slope)
+    new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight, torch.zeros_like(state.slope))
     return CutoffState(*(a.where(seen, b) for a, b in zip(new, state, strict=True)))
 
 
@@ -105,7 +107,8 @@ def follow_trend(state: CutoffState, observation: Observation, decay: float) -> 
     started, seen = state.weight > 0, observation.pools > 0
     forecast = cutoff(state).where(started, observation.batch_cutoff)
     level = forecast + (1 - decay) * (observation.batch_cutoff - forecast)
-    slope = state.slope + (level - state.mean - state.slope) * ((1 - decay**0.5) / (1 + decay**0.5))
+    rise = level - state.mean / state.weight  # of the level; the weight is below 1 where a debiased mean came before
+    slope = state.slope + (rise - state.slope) * ((1 - decay**0.5) / (1 + decay**0.5))
     return updated._replace(
         mean=level.where(seen, state.mean),
         weight=torch.ones_like(state.weight).where(seen, state.weight),
