@@ -28,6 +28,7 @@ from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenC
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult
 from expert_threshold.train.checks import require_pools_fit
+from expert_threshold.train.trainer import Trainer
 
 from .conftest import RULES, Start, tiny
 
@@ -442,7 +443,7 @@ def test_ten_skipped_steps_in_a_row_end_the_run_and_harm_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(monkeypatch, 5, 100)
-    with pytest.raises(ValueError, match=r"10 steps in a row, the last of them step 14; .*matrix_lr=0.02") as error:
+    with pytest.raises(ValueError, match=r"10 steps in a row .* step 14, since the loss .*matrix_lr=0.02") as error:
         start(steps=20, accumulation=1)
     assert "\n" not in str(error.value)
     run = RunFolder.open(tmp_path / "run")
@@ -460,6 +461,33 @@ def test_a_model_of_nothing_but_nan_ends_the_run_too(
     monkeypatch.setattr(GPT, "init_weights", lambda model: [init(model), model.embed.weight.data.fill_(math.nan)])
     with pytest.raises(ValueError, match="10 steps in a row"):
         start(steps=20, eval_every=None)
+
+
+def test_a_router_row_of_nan_is_told_by_layer_and_expert_and_moves_nothing(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
+) -> None:
+    """An expert whose scores are NaN gets no token, so that the loss is finite."""
+    advance = Trainer.advance
+
+    def spoiled(trainer: Trainer) -> bool:
+        [(_, moe)] = trainer.model.moe_layers()
+        row = moe.router.weight.data[2]
+        whole = row.clone()
+        if trainer.step == 3:
+            row.fill_(math.nan)
+        made = advance(trainer)
+        if trainer.step == 4:
+            row.copy_(whole)
+        return made
+
+    monkeypatch.setattr(Trainer, "advance", spoiled)
+    start(model=tiny(ExpertThreshold(4, warmup_steps=0)), console=plain.console)
+    (event,) = metrics(tmp_path / "run", "event")
+    assert (event["step"], event["event"]) == (4, "skipped_step")
+    assert "the scores of expert 2 in layer 1 are not finite" in event["reason"]
+    assert "step 4: the scores of expert 2 in layer 1 are not finite; the step was skipped" in plain.text()
+    saved = RunFolder.open(tmp_path / "run").load_checkpoint().tensors["model"]
+    assert all(value.isfinite().all() for value in saved.values())
 
 
 def test_a_dead_expert_is_told_once(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any) -> None:

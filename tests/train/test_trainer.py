@@ -176,7 +176,40 @@ def test_a_gradient_that_is_not_finite_skips_the_step(clip: float | None) -> Non
     trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
     before = everything(trainer)
     assert not trainer.advance()
+    assert trainer.not_finite == "a gradient is not finite"
     assert_same_bytes(everything(trainer), before)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("rule", RULES[1:], ids=str)
+def test_an_observation_that_is_not_finite_changes_nothing(
+    rule: Rule, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would make the cutoff NaN for good, though loss and gradients are finite."""
+    trainer = make_trainer(rule, accumulation=2)
+    forward = GPT.forward
+    count = 0
+
+    def spoiled(model: GPT, *args: Tensor) -> Output:
+        nonlocal count
+        output = forward(model, *args)
+        count += 1
+        if count == 3:
+            for field in ("score_sum", "cutoff_sum"):
+                getattr(output.observations[0], field)[1] = value
+        return output
+
+    monkeypatch.setattr(GPT, "forward", spoiled)
+    assert trainer.advance()
+    before = everything(trainer)
+    assert not trainer.advance()
+    assert trainer.not_finite == "the scores of expert 1 in layer 1 are not finite"
+    assert_same_bytes(everything(trainer), before)
+    assert trainer.advance()
+    assert trainer.not_finite == ""
+    interval = trainer.take_interval()
+    assert interval is not None
+    assert all(value.isfinite().all() for value in interval.seen.observations[0])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)

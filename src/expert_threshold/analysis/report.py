@@ -271,7 +271,7 @@ def warnings(run: Run) -> str:
     lines = []
     skipped = [f"{record['step']:,}" for record in run.events if record["event"] == "skipped_step"]
     if skipped:
-        lines.append(f"Skipped because the loss was not finite: {_some(skipped, 'step')}.")
+        lines.append(f"Skipped because the loss, a gradient or scores were not finite: {_some(skipped, 'step')}.")
     dead = [
         f"{record['expert']} of layer {record['layer']} (up to step {record['step']:,})"
         for record in run.events

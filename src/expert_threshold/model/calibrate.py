@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ..moe import RULES, Observation
+from ..moe import RULES, Observation, scores_not_finite
 from .gpt import GPT
 
 
@@ -25,7 +25,7 @@ def calibrate(
     loader has them, are the better pools. Weights stay as they are, and so does the count of optimizer steps; running
     means of a training that goes on begin at what is measured. experts_per_token: at which rate; None is the rule's.
     progress is told the batches done. Returns what was seen. Raises ValueError if a batch is too small for one token
-    per expert, or there is none.
+    per expert, or there is none, or scores are not finite; cutoffs stay as they were then.
     """
     rule = model.config.rule
     assert rule is not None
@@ -50,6 +50,9 @@ def calibrate(
             router.rule = own
     if observations is None:
         raise ValueError("no text to calibrate on; give at least one batch of it")
+    for (layer, _), observation in zip(model.moe_layers(), observations, strict=True):
+        if told := scores_not_finite(observation, f"layer {layer}"):
+            raise ValueError(f"{told}; calibrate a checkpoint of an earlier step")
     for router, observation in zip(routers, observations, strict=True):
         router.set_cutoffs(observation)
     return observations

@@ -38,7 +38,11 @@ def upcycle(dense: GPT, config: GPTConfig, generator: torch.Generator) -> GPT:
     The shared expert is the dense feed-forward. A routed expert has the input weights of some of its hidden units,
     drawn for each expert anew, and output weights of zero, as the paper begins with: experts add nothing until they
     have learned something, each from the tokens it gets. Routers and the rules' states begin as in a new model.
+    Raises ValueError if a weight is not finite.
     """
+    for name, weight in dense.named_parameters():
+        if not weight.isfinite().all():
+            raise ValueError(f"weight {name} is not finite; upcycle a checkpoint of an earlier step")
     model = GPT(config, dense.compute_dtype)
     for new, old in zip(model.blocks, dense.blocks, strict=True):
         assert isinstance(new, Block)

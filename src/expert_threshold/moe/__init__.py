@@ -6,10 +6,13 @@ from ..routing import (
     Observation,
     Routing,
     Rule,
+    all_finite,
     chooses_on_rank,
     most_pairs,
     rule_from_dict,
     rule_to_dict,
+    scores_not_finite,
+    summed_over_ranks,
 )
 from .dispatch import DISPATCHES, DispatchName
 from .experts import ActivationName, Experts, FeedForward, Linear
@@ -33,10 +36,13 @@ __all__ = [
     "Router",
     "Routing",
     "Rule",
+    "all_finite",
     "check_options",
     "chooses_on_rank",
     "follow",
     "most_pairs",
     "rule_from_dict",
     "rule_to_dict",
+    "scores_not_finite",
+    "summed_over_ranks",
 ]

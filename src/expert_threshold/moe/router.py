@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import refuse_second_derivative
-from ..routing import CutoffState, Observation, Routing, Rule, TokenChoice, begin_run, cutoff, dial, rule_name
+from ..routing import (
+    CutoffState,
+    Observation,
+    Routing,
+    Rule,
+    TokenChoice,
+    all_finite,
+    begin_run,
+    cutoff,
+    dial,
+    rule_name,
+)
 
 
 class _Scores(torch.autograd.Function):
@@ -100,9 +111,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def update(self, observation: Observation) -> None:
-        """Move the rule's state, in place; once per optimizer step."""
+        """Move the rule's state, in place; once per optimizer step.
+
+        An observation that is not finite changes nothing: a cutoff of NaN would stay one. No word of it here, which
+        would wait for the device; `scores_not_finite` tells.
+        """
+        finite = all_finite(observation)
         for old, new in zip(self.state, self.rule.update(self.state, observation), strict=True):
-            old.copy_(new)
+            old.copy_(new.where(finite, old))
 
     @torch.no_grad()
     def set_cutoffs(self, observation: Observation) -> None:

@@ -2,7 +2,7 @@
 
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
-from .observation import Observation, Routing
+from .observation import Observation, Routing, all_finite, scores_not_finite, summed_over_ranks
 from .pools import CutoffState, Pool, begin_run, bounds, cutoff, dial
 from .rule import RULES, Rule, chooses_on_rank, most_pairs, rule_from_dict, rule_name, rule_to_dict
 from .selection import Cut, kth_largest, take
@@ -20,6 +20,7 @@ __all__ = [
     "Routing",
     "Rule",
     "TokenChoice",
+    "all_finite",
     "begin_run",
     "bounds",
     "chooses_on_rank",
@@ -30,5 +31,7 @@ __all__ = [
     "rule_from_dict",
     "rule_name",
     "rule_to_dict",
+    "scores_not_finite",
+    "summed_over_ranks",
     "take",
 ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .sketch import LEVELS
@@ -90,6 +92,32 @@ class Observation(NamedTuple):
     def gate_std(self) -> Tensor:
         """Standard deviation of the gates over tokens, per expert."""
         return _std(self.gate_sum, self.gate_sq_sum, self.tokens)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> Tensor:
+    """() bool: False where a number in any tensor is NaN or infinite."""
+    return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).isfinite().all()
+
+
+def scores_not_finite(observation: Observation, layer: str) -> str | None:
+    """Names the experts with a sum that is not finite, as one score of NaN makes it, and the layer; None if all are."""
+    finite = torch.ones_like(observation.load, dtype=torch.bool)
+    for value in observation:
+        good = value.isfinite()
+        finite &= good.view(-1, len(finite)).all(0) if good.shape[-1:] == finite.shape else good.all()
+    experts = [str(expert) for expert, ok in enumerate(finite.tolist()) if not ok]
+    if not experts:
+        return None
+    which = f"expert {experts[0]}" if len(experts) == 1 else f"experts {', '.join(experts)}"
+    return f"the scores of {'all experts' if len(experts) == len(finite) > 1 else which} in {layer} are not finite"
+
+
+def summed_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """The sums of the group's ranks, in one all-reduce; in float64, which holds counts exactly."""
+    flat = torch.cat([tensor.double().flatten() for tensor in tensors])
+    dist.all_reduce(flat, group=group)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).to(tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def train(
     title: opens its lines about steps. meeting: the ranks that train together, each calling this alike; the first alone
     prints and writes what all know.
     On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
-    the run or the machine, and after ten steps in a row whose loss was not finite; OSError where the disk is full.
+    the run or the machine, and after ten steps in a row that were skipped; OSError where the disk is full.
     Earlier checkpoints are never harmed.
     """
     if config.sample_every is not None and sample is None:
@@ -281,12 +281,13 @@ class _Run:
     def tell_skipped(self) -> None:
         """Raises ValueError after too many in a row."""
         trainer = self.trainer
-        self.write("event", {"event": "skipped_step", "in_a_row": trainer.skipped_in_a_row})
-        self.display.say(f"step {trainer.step}: the loss is not finite; the step was skipped and changed nothing")
+        why = trainer.not_finite
+        self.write("event", {"event": "skipped_step", "in_a_row": trainer.skipped_in_a_row, "reason": why})
+        self.display.say(f"step {trainer.step}: {why}; the step was skipped and changed nothing")
         if trainer.skipped_in_a_row >= SKIPS_IN_A_ROW:
             optim = trainer.optimizers.config
             raise ValueError(
-                f"the loss was not finite in {SKIPS_IN_A_ROW} steps in a row, the last of them step {trainer.step}; "
+                f"{SKIPS_IN_A_ROW} steps in a row were skipped, the last of them step {trainer.step}, since {why}; "
                 f"train with smaller learning rates than matrix_lr={optim.matrix_lr}, embed_lr={optim.embed_lr}, "
                 f"head_lr={optim.head_lr}, from the start or with --init-from {self.folder.path}"
             )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data import Loader, Position
 from ..model import GPT, Observation, Output
+from ..moe import all_finite, scores_not_finite, summed_over_ranks
 from ..optim import Optimizers, Shares, Slice, Unshared
 from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
@@ -22,7 +23,7 @@ from .parallel import Parallel, Portion
 from .step_means import Values, add_steps, step_values
 
 SKIPS_IN_A_ROW = 10
-"""So many steps without a finite loss end a run."""
+"""So many steps that are skipped end a run."""
 
 
 _STEPS = "steps."
@@ -115,6 +116,7 @@ class Trainer:
         self.elapsed = 0.0  # what is done between steps included; whoever makes them keeps it
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.not_finite = ""  # what was not, of the last step; nothing where it was made
         # Since the last `take_interval`; None where no step was made.
         self._seen: Seen | None = None
         self._values: Values = {}
@@ -122,7 +124,7 @@ class Trainer:
         self._interval_seconds = 0.0
 
     def advance(self) -> bool:
-        """Make one optimizer step; False if it was skipped because the loss or a gradient was not finite.
+        """Make one optimizer step; False if it was skipped because `not_finite` was not: loss, gradient or observation.
 
         A skipped step leaves weights, optimizer and rules as they were; its batch is used up.
         """
@@ -134,7 +136,7 @@ class Trainer:
             self.votes = self.ballot()
         else:
             seen, norm, self.votes = over_ranks(seen, norm, self.ballot(), self.parallel.world)
-        finite = seen.loss.isfinite() & norm.isfinite()
+        finite = all_finite([norm, *seen.tensors().values()])
         made = bool(finite)  # waits for the device: the one time in a step, but that several ranks read their votes
         if made:
             budget = self.budget
@@ -143,12 +145,22 @@ class Trainer:
             self.model.update_rules(seen.observations)
             self._values = values if self._seen is None else add_steps(self._values, values)
             self._seen = seen if self._seen is None else self._seen + seen
+        self.not_finite = "" if made else self._not_finite(seen)
         self.shares.finish()
         self.step += 1
         self.skipped += not made
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
         self._spend(time.perf_counter() - start)
         return made
+
+    def _not_finite(self, seen: Seen) -> str:
+        """A clause that says so, with layer and experts where it is their scores; of the first layer, since NaN spreads."""
+        layers = zip(self.model.moe_layers(), seen.observations, strict=True)
+        told = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
+        scores = next(filter(None, told), None)
+        if seen.loss.isfinite():
+            return scores or "a gradient is not finite"
+        return "the loss is not finite" + ("" if scores is None else f" and {scores}")
 
     def _spend(self, seconds: float) -> None:
         self.seconds += seconds
@@ -311,12 +323,7 @@ def vote(ballot: Ballot, group: dist.ProcessGroup, device: torch.device) -> Ball
 def over_ranks(seen: Seen, norm: Tensor, ballot: Ballot, group: dist.ProcessGroup) -> tuple[Seen, Tensor, Ballot]:
     """Sums of all ranks, and the norm of all their gradients; one all-reduce of a few numbers."""
     named = seen.tensors() | {"norm": norm.double().square(), "ballot": torch.tensor(ballot, device=norm.device)}
-    flat = torch.cat([tensor.double().flatten() for tensor in named.values()])
-    dist.all_reduce(flat, group=group)
-    sums = flat.split([tensor.numel() for tensor in named.values()])
-    total = {
-        name: part.view(tensor.shape).to(tensor.dtype) for (name, tensor), part in zip(named.items(), sums, strict=True)
-    }
+    total = dict(zip(named, summed_over_ranks(list(named.values()), group), strict=True))
     votes = Ballot(*map(int, total.pop("ballot").tolist()))
     return Seen.from_tensors(total, len(seen.observations)), total["norm"].sqrt().to(norm.dtype), votes
 
