@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import MoE, follow
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from ranks import run_on_ranks
 
 RULES: list[Rule] = [
     ExpertThreshold(4, decay=0.5, warmup_steps=1),
@@ -110,43 +114,167 @@ def test_a_step_that_saw_nothing_moves_nothing() -> None:
     assert_all_equal(model.states(), states)
 
 
-def test_the_losses_of_all_layers_and_micro_batches_are_handed_over_once() -> None:
-    model = Foreign(TokenChoice(4, 1, balance="aux", aux_strength=0.1), z_loss=0.01)
-    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
-    expected = 0.0
-    for x in batches(2):
-        model(x)
-        h = model.inner(x)
-        for layer in model.layers:
-            routing = layer.router.forward(h)
-            assert routing.loss is not None
-            expected += float(routing.loss.detach())
-            h = h + layer.compute(h, routing)
-    loss = follower.loss()
-    assert isinstance(loss, Tensor)
-    torch.testing.assert_close(float(loss.detach()), expected)
-    loss.backward()
-    assert all(layer.router.weight.grad is not None for layer in model.layers)
-    assert follower.loss() == 0.0
+WITH_LOSSES: list[tuple[Rule, float | None]] = [
+    (TokenChoice(4, 1, balance="aux", aux_strength=0.1), 0.01),
+    (TokenChoice(4, 1, balance="global_aux", aux_strength=0.1), None),
+    (ExpertThreshold(4, warmup_steps=1), 0.01),
+]
 
 
-@pytest.mark.parametrize("checkpointed", [None, False])
-def test_losses_reach_the_router_from_inside_of_checkpointing_too(checkpointed: bool | None) -> None:
-    model = Foreign(TokenChoice(4, 1, balance="aux", aux_strength=0.1), checkpointed=checkpointed)
-    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
-    y = model(batches(1)[0])
-    (0 * y.sum() + follower.loss()).backward()
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+
+
+def by_hand(model: Foreign, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the routing losses of all layers, as a loop without `follow` has them."""
+    h, losses = model.inner(x), torch.zeros(())
     for layer in model.layers:
-        assert layer.router.weight.grad is not None
-        assert layer.router.weight.grad.any()
+        routing = layer.router(h)
+        assert routing.loss is not None
+        h, losses = h + layer.compute(h, routing), losses + routing.loss
+    return h, losses
 
 
-def test_losses_that_could_not_train_are_refused_rather_than_ignored() -> None:
-    """Reentrant checkpointing runs its first forward without gradients."""
-    model = Foreign(TokenChoice(4, 1, balance="aux"), checkpointed=True)
-    follow(model, torch.optim.SGD(model.parameters(), 0.1))
-    with pytest.raises(ValueError, match="use_reentrant=False"):
-        model(batches(1)[0])
+@pytest.mark.parametrize("scale", [None, 0.5, 1024.0])
+@pytest.mark.parametrize("checkpointed", [None, False, True])
+@pytest.mark.parametrize(("rule", "z_loss"), WITH_LOSSES, ids=str)
+def test_backward_adds_the_losses_of_all_layers_by_itself(
+    rule: Rule, z_loss: float | None, checkpointed: bool | None, scale: float | None
+) -> None:
+    """They were to be added by hand, which nothing said, and were refused inside of reentrant checkpointing."""
+    followed, manual = Foreign(rule, z_loss=z_loss, checkpointed=checkpointed), Foreign(rule, z_loss=z_loss)
+    follower = follow(followed, torch.optim.SGD(followed.parameters(), 0.1), loss_scale=scale)
+    for x in batches(2):
+        (followed(x).square().mean() * (scale or 1)).backward()
+        y, losses = by_hand(manual, x)
+        ((y.square().mean() + losses) * (scale or 1)).backward()
+        torch.testing.assert_close(follower.loss(), losses.detach())
+        assert follower.loss() == 0.0
+    for found, expected in zip(gradients(followed), gradients(manual), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * (scale or 1))
+    for layer in manual.layers:  # and they are no small part of them
+        layer.router.weight.grad = None
+    by_hand(manual, x)[0].square().mean().backward()
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(gradients(followed), gradients(manual), rtol=0.01, atol=1e-5)
+
+
+def test_adding_the_losses_by_hand_too_changes_no_gradient() -> None:
+    """As a loop may that was written for an earlier version."""
+    rule, z_loss = WITH_LOSSES[0]
+    one, other = Foreign(rule, z_loss=z_loss), Foreign(rule, z_loss=z_loss)
+    followers = [follow(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (one, other)]
+    x = batches(1)[0]
+    one(x).square().mean().backward()
+    (other(x).square().mean() + followers[1].loss()).backward()
+    assert_all_equal(gradients(one), gradients(other))
+
+
+def test_a_model_that_adds_routing_losses_itself_has_them_once() -> None:
+    """As GPT does."""
+    models = []
+    for followed in (True, False):
+        torch.manual_seed(0)
+        config = GPTConfig.preset("tiny", rule=WITH_LOSSES[0][0], z_loss=0.01, vocab_size=64, context=16, d_model=32)
+        model = GPT(config).train()
+        torch.nn.init.normal_(model.head.weight)
+        if followed:
+            follow(model, torch.optim.SGD(model.parameters(), 0.1))
+        tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(2))
+        output = model(tokens, tokens)
+        output.loss.backward()
+        models.append((model, output))
+    (one, mine), (other, theirs) = models
+    torch.testing.assert_close(mine.loss, theirs.loss)
+    for found, expected in zip(gradients(one), gradients(other), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dispatch", ["reference", "grouped", "static"])
+def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str) -> None:
+    moe = MoE(8, 12, ExpertThreshold(4, warmup_steps=0, capacity_slack=None), 0, dispatch, z_loss=0.01)
+    follow(moe, torch.optim.SGD(moe.parameters(), 0.1))
+    moe.router.state_mean.fill_(1e9)
+    moe.router.state_weight.fill_(1)
+    x = batches(1)[0].requires_grad_()
+    y, observation = moe(x)
+    assert int(observation.load.sum()) == 0
+    y.sum().backward()
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad.any()
+    assert x.grad is not None
+    assert x.grad.any()
+
+
+def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
+    rule, z_loss = WITH_LOSSES[0]
+    for scale, rule_, warns in ((None, rule, True), (1.0, rule, False), (0.5, rule, False), (None, RULES[0], False)):
+        model = Foreign(rule_, z_loss=z_loss if rule_ is rule else None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        follow(model, optimizer, loss_scale=scale)
+        for step in range(2):
+            for x in batches(2):
+                model(x).mean().backward()
+            if warns and step == 0:
+                with pytest.warns(UserWarning, match=r"2 forwards before one optimizer step.*loss_scale=1 / 2"):
+                    optimizer.step()
+            else:
+                optimizer.step()
+
+
+def test_a_first_step_that_saw_no_forward_warns() -> None:
+    model = Foreign(RULES[0]).eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    follow(model, optimizer)
+    model(batches(1)[0]).mean().backward()
+    with pytest.warns(UserWarning, match=r"call model.train\(\)"):
+        optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_what_is_not_finite_moves_no_rule_and_is_told(rule: Rule, value: float) -> None:
+    model = Foreign(rule)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    follow(model, optimizer)
+    model(batches(1)[0]).mean().backward()
+    optimizer.step()
+    before = model.states()
+    row = model.layers[1].router.weight.data[2]
+    whole = row.clone()
+    row[0] = value
+    model(batches(1)[0])
+    optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"the scores of expert 2 in layers.1.router are not finite; this step moved no"):
+        optimizer.step()
+    assert_all_equal(model.states(), before)
+    row.copy_(whole)
+    model(batches(1)[0])
+    optimizer.step()
+    with pytest.raises(AssertionError):
+        assert_all_equal(model.states(), before)
+    assert all(state.isfinite().all() for state in model.states())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # so is that
+def test_a_compiled_model_is_followed_too() -> None:
+    rule, z_loss = WITH_LOSSES[0]
+    plain, compiled = Foreign(rule, z_loss=z_loss), Foreign(rule, z_loss=z_loss)
+    for model, forward in ((plain, plain), (compiled, torch.compile(compiled, backend="aot_eager"))):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        follower = follow(model, optimizer, loss_scale=0.5)
+        for first, second in zip(*[iter(batches(6))] * 2, strict=True):
+            optimizer.zero_grad()
+            for x in (first, second):
+                (forward(x).square().mean() / 2).backward()
+            assert [int(seen.tokens) for seen in follower.observations.values()] == [32, 32]
+            optimizer.step()
+    for found, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)
+    for found, expected in zip(compiled.states(), plain.states(), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_frozen_router_has_losses_without_gradient() -> None:
@@ -180,6 +308,19 @@ def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
     model(batches(1)[0])
     optimizer.step()
     assert_all_equal(model.states(), states)
+
+
+def test_ranks_are_a_group_of_their_own_or_all_there_are_once_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Trainer` of transformers may join them after `follow`."""
+    model = Foreign(RULES[0])
+    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert follower.group is None
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert follower.group is torch.distributed.group.WORLD
+
+
+def test_ranks_train_as_one_process_under_ddp_and_fsdp2(tmp_path: Path) -> None:
+    run_on_ranks(Path(__file__).with_name("follow_across_ranks.py"), 2, tmp_path)
 
 
 def test_a_model_without_experts_is_refused() -> None:
