@@ -137,6 +137,17 @@ def test_without_a_batch_there_is_nothing_to_measure() -> None:
     assert not model.training
 
 
+def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
+    """A cutoff of NaN sends no token to its expert, whatever it learns later."""
+    model = small_model()
+    layer, moe = model.moe_layers()[-1]
+    before = moe.router.cutoff
+    moe.router.weight.data[1] = torch.nan
+    with pytest.raises(ValueError, match=f"the scores of expert 1 in layer {layer} are not finite; calibrate a checkp"):
+        calibrate(model, [(tokens_of(0), tokens_of(0))])
+    assert torch.equal(moe.router.cutoff, before)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [

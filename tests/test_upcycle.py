@@ -82,6 +82,13 @@ def test_experts_learn_at_once() -> None:
         assert moe.experts.down.grad.abs().amax((1, 2)).min() > 0
 
 
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = dense()
+    model.blocks[1].feed_forward.up.weight.data[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"weight blocks\.1\.feed_forward\.up\.weight is not finite; upcycle a checkp"):
+        made_of(model, RULES["expert_choice"])
+
+
 def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
     config = dense().config
     with pytest.raises(ValueError, match="d_expert=24 must divide d_feed_forward=64"):

@@ -8,18 +8,22 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import GPT
-from expert_threshold.routing import ExpertThreshold
+from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
 from small_run import RULES, small_model, small_tokenizer, write_run
 
@@ -325,6 +329,33 @@ def test_follow_moves_the_cutoffs_in_the_trainer(folders: dict[str, Path], rule:
     assert [int(step) for step in steps] == [4 + 8] * 2
     model.save_pretrained(tmp_path / "saved")
     torch.testing.assert_close(load(tmp_path / "saved")(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """The process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, DistributedDataParallel, fully_shard], ids=["", "ddp", "fsdp2"])
+@pytest.mark.usefixtures("alone")
+def test_follow_adds_the_losses_that_pre_training_had(tmp_path: Path, wrap: Callable[[Any], Any]) -> None:
+    """No loop of transformers has a place to add them."""
+    rule = TokenChoice(4, 1, balance="aux", aux_strength=0.1)
+    write_run(tmp_path / "run-aux", small_model(rule, z_loss=0.01))
+    export_run(tmp_path / "run-aux", tmp_path / "aux")
+    model, reference = load(tmp_path / "aux").train(), ours(tmp_path / "aux").train()
+    model = wrap(model)
+    follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    text = tokens()
+    model(text, labels=text).loss.backward()
+    reference(text, torch.nn.functional.pad(text[:, 1:], (0, 1), value=-1)).loss.backward()  # the last has no target
+    found = [p.grad for name, p in model.named_parameters() if name.endswith("router.weight")]
+    found = [gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in found]
+    for (_, moe), gradient in zip(reference.moe_layers(), found, strict=True):
+        torch.testing.assert_close(gradient, moe.router.weight.grad, rtol=1e-3, atol=1e-5)
 
 
 def test_follow_takes_no_padding(folder: Path) -> None:

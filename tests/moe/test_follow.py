@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import MoE, follow
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice
 from ranks import run_on_ranks
 
+ROOT = Path(__file__).parents[2]
 RULES: list[Rule] = [
     ExpertThreshold(4, decay=0.5, warmup_steps=1),
     ExpertChoice(4, decay=0.5),
@@ -246,7 +249,7 @@ def test_what_is_not_finite_moves_no_rule_and_is_told(rule: Rule, value: float) 
     row[0] = value
     model(batches(1)[0])
     optimizer.zero_grad()
-    with pytest.warns(UserWarning, match=r"the scores of expert 2 in layers.1.router are not finite; this step moved no"):
+    with pytest.warns(UserWarning, match=r"scores of expert 2 in layers\.1\.router are not finite; this step moved no"):
         optimizer.step()
     assert_all_equal(model.states(), before)
     row.copy_(whole)
@@ -321,6 +324,31 @@ def test_ranks_are_a_group_of_their_own_or_all_there_are_once_there_are_any(monk
 
 def test_ranks_train_as_one_process_under_ddp_and_fsdp2(tmp_path: Path) -> None:
     run_on_ranks(Path(__file__).with_name("follow_across_ranks.py"), 2, tmp_path)
+
+
+def pages() -> list[tuple[str, str]]:
+    """Python of the README and of the page about the layer, each with its name."""
+    blocks = re.compile(r"```python\n(.*?)```", re.DOTALL)
+    names = ("README.md", "docs/layer.md")
+    return [(name, code) for name in names for code in blocks.findall((ROOT / name).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(("name", "code"), pages(), ids=lambda text: text if len(text) < 20 else "")
+def test_what_the_pages_show_runs_and_ends_with_the_fanout_aimed_at(name: str, code: str) -> None:
+    """The README's cutoffs were those of a mean, which 60 steps do not settle: the fanout was 0.5."""
+    torch.manual_seed(0)
+    shown: dict[str, Any] = {}
+    exec(compile(code, name, "exec"), shown)
+    if "Model" not in shown:
+        assert shown["layer"].router.weight.grad is not None
+        return
+    assert int(shown["model"].moe.router.state.step) == 60
+    seen: list[Observation] = []
+    shown["model"].moe.register_forward_hook(lambda _, __, output: seen.append(output[1]))
+    with torch.no_grad():
+        shown["model"].eval()(shown["rows"])
+    (observation,) = seen
+    assert 0.8 < float(observation.fanout_mean) < 1.25
 
 
 def test_a_model_without_experts_is_refused() -> None:

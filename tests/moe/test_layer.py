@@ -332,6 +332,17 @@ def test_forward_leaves_the_state_alone_and_update_moves_it_in_place(rule: Rule)
     assert [value.data_ptr() for value in moe.router.state] == addresses
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@rules
+def test_an_observation_that_is_not_finite_leaves_the_state_as_it_was(rule: Rule, value: float) -> None:
+    moe = moe_with_history(rule)
+    before = state_of(moe)
+    _, observation = moe(torch.randn(2, 8, 8))
+    observation.cutoff_sum[1] = value
+    moe.router.update(observation)
+    assert_same_state(moe, before)
+
+
 @rules
 def test_the_state_is_saved_with_the_model_and_loaded_again(rule: Rule) -> None:
     moe = moe_with_history(rule)

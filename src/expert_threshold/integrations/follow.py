@@ -5,41 +5,56 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..moe import Follower, Router, rule_from_dict
 from ..moe import follow as follow_routers
 
 
-def follow(model: nn.Module, optimizer: torch.optim.Optimizer) -> Follower:
+def follow(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    loss_scale: float | None = None,
+) -> Follower:
     """From now on `model` routes in training as it did in pre-training, and each `optimizer.step()` moves its rules.
 
-    Without it cutoffs and biases stay as they were trained. model: as `AutoModelForCausalLM` loads it, also with
-    `trust_remote_code`; for `Trainer`, give it the optimizer too, `Trainer(..., optimizers=(optimizer, None))`.
-    Padding would move the cutoffs, so that in training an attention_mask with zeros raises ValueError: pack texts
-    instead. Raises ValueError if the model has no Mixture-of-Experts layer.
+    Without it cutoffs and biases stay as they were trained, and rules have no losses. model: as `AutoModelForCausalLM`
+    loads it, also with `trust_remote_code`; for `Trainer`, give it the optimizer too,
+    `Trainer(..., optimizers=(optimizer, None))`, and loss_scale=1 / gradient_accumulation_steps. group and loss_scale
+    as in `expert_threshold.moe.follow`. Padding would move the cutoffs, so that in training an attention_mask with
+    zeros raises ValueError: pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
     for layer in list(model.modules()):
         frozen = getattr(layer, "router", None)
         if frozen is not None and not isinstance(frozen, Router):
-            layer.router = _thawed(frozen, model.config.z_loss)  # type: ignore[union-attr, arg-type]
-    follower = follow_routers(model, optimizer)
+            _thaw(frozen, model.config.z_loss)  # type: ignore[union-attr, arg-type]
+    follower = follow_routers(model, optimizer, group=group, loss_scale=loss_scale)
     model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return follower
 
 
-def _thawed(frozen: nn.Module, z_loss: float | None) -> Router:
-    """The router of our own layer in place of the exported one's, with the same weight and buffers."""
+def _thaw(frozen: nn.Module, z_loss: float | None) -> None:
+    """Make the exported model's router one of ours, with its weight and buffers.
+
+    In place: FSDP2 gathers weights for the modules that it was given.
+    """
     assert isinstance(frozen.rule, dict)
-    assert isinstance(frozen.weight, nn.Parameter)
     rule = rule_from_dict(frozen.rule)
     assert rule is not None
-    router = Router(frozen.weight.shape[1], rule, z_loss)
-    router.weight = frozen.weight
-    for name, buffer in frozen.named_buffers():
+    with torch.device("meta"):
+        ours = Router(frozen.weight.shape[1], rule, z_loss)  # type: ignore[union-attr, arg-type]
+    frozen.__class__ = Router
+    for name in vars(ours).keys() - vars(nn.Module()).keys():
+        setattr(frozen, name, getattr(ours, name))
+    for name, buffer in ours.named_buffers():
         # Older folders bring code that loads the counter of steps as a number.
-        setattr(router, name, buffer.to(getattr(router, name).dtype))
-    return router.train(frozen.training)
+        setattr(frozen, name, getattr(frozen, name).to(buffer.dtype))
 
 
 def _refuse_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

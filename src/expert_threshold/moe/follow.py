@@ -134,7 +134,7 @@ class Follower:
         if micro_batches > 1 and self.loss_scale is None:
             self.loss_scale = 1.0
             warnings.warn(
-                f"{micro_batches} forwards before one optimizer step, and the routing losses of each had weight 1; give "
+                f"{micro_batches} forwards before one optimizer step, the routing losses of each with weight 1; give "
                 f"follow(…, loss_scale=1 / {micro_batches}) if the loop divides its loss by {micro_batches}, or "
                 "loss_scale=1 if it adds them up",
                 stacklevel=3,

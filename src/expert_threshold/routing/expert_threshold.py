@@ -47,7 +47,7 @@ class ExpertThreshold:
     # Correct the running mean for its start at 0; the paper's formula to the letter does not.
     debias: bool = True
     # How cutoffs follow those of batches: mean is the paper's running mean; trend is a running mean and slope, which
-    # does not lag behind scores that drift, as they do in short runs.
+    # does not lag behind scores that drift: for runs of up to 2000 steps, with a decay of 0.6.
     estimator: Estimator = "mean"
 
     def __post_init__(self) -> None:

@@ -154,7 +154,7 @@ class Trainer:
         return made
 
     def _not_finite(self, seen: Seen) -> str:
-        """A clause that says so, with layer and experts where it is their scores; of the first layer, since NaN spreads."""
+        """A clause that says what; of scores the first layer, since NaN spreads, and its experts."""
         layers = zip(self.model.moe_layers(), seen.observations, strict=True)
         told = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
         scores = next(filter(None, told), None)
