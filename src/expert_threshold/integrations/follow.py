@@ -47,8 +47,9 @@ def _thaw(frozen: nn.Module, z_loss: float | None) -> None:
     assert isinstance(frozen.rule, dict)
     rule = rule_from_dict(frozen.rule)
     assert rule is not None
+    assert isinstance(frozen.weight, nn.Parameter)
     with torch.device("meta"):
-        ours = Router(frozen.weight.shape[1], rule, z_loss)  # type: ignore[union-attr, arg-type]
+        ours = Router(frozen.weight.shape[1], rule, z_loss)
     frozen.__class__ = Router
     for name in vars(ours).keys() - vars(nn.Module()).keys():
         setattr(frozen, name, getattr(ours, name))

@@ -82,6 +82,7 @@ class Follower:
             router.group = group
 
     def _join(self, router: nn.Module, _inputs: Any) -> None:
+        assert isinstance(router, Router)
         router.group = self.group  # now, since the default group may be made after `follow`
 
     def _gather(self, router: nn.Module, _inputs: Any, routing: Routing) -> Routing | None:
