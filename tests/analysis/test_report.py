@@ -306,11 +306,27 @@ def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
     panels = figures.cutoffs(train, 2).axes
-    assert [panel.get_title(loc="left") for panel in panels] == ["layer 1, score", "layer 2, score"]
+    assert [panel.get_title(loc="left") for panel in panels[:2]] == ["layer 1, score", "layer 2, score"]
     batch_cutoffs, means = panels[1].lines[:4], panels[1].lines[4:8]
     for expert in range(4):
         assert means[expert].get_ydata().tolist() == [r["layers"]["2"]["cutoff"][expert] for r in train]
         assert batch_cutoffs[expert].get_ydata().tolist() == [r["layers"]["2"]["batch_cutoff"][expert] for r in train]
+
+
+def test_what_is_said_of_after_warmup_leaves_out_the_line_that_warmup_ends_in(run: Callable[..., RunFolder]) -> None:
+    """A line of the log tells of all steps since the line before, some of them of warmup."""
+    folder = run()
+    config = json.loads((folder.path / "config.json").read_text())
+    config["train"]["log_every"] = 2
+    config["model"]["rule"]["warmup_steps"] = 3
+    (folder.path / "config.json").write_text(json.dumps(config))
+    lines = [record for record in folder.metrics.read() if record["split"] != "train" or record["step"] % 2 == 0]
+    for record in lines:
+        for layer in record["layers"].values() if record["split"] == "train" else ():
+            layer["saturation"] = [0.5 if record["step"] == 4 else 0.125] * 4
+    folder.metrics.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    captions = page_of(RunFolder.open(folder.path)).texts["figcaption"]
+    assert any("After warmup 12.5 % of the tokens above a cutoff were dropped on average" in each for each in captions)
 
 
 def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:

@@ -58,23 +58,26 @@ figure.wide { grid-column: 1 / -1 }
 .files { white-space: nowrap }
 a { color: var(--accent) }
 figcaption { font-size: .875rem; margin-top: .25rem; max-width: 44rem }
-svg { display: block; width: 100%; height: auto; overflow: visible; font-variant-numeric: tabular-nums }
+svg { display: block; width: 100%; min-width: 22rem; height: auto; overflow: visible;
+  font-variant-numeric: tabular-nums }
 svg * { stroke-linejoin: round; stroke-linecap: butt }
 .narrow { display: none }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem 1.25rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid) }
 th { font-weight: 500 }
+th:first-child, td:first-child { text-align: left }
 pre { margin: .5rem 0; padding: 1rem; border: 1px solid var(--grid); border-radius: .375rem; font-size: .8125rem;
   line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer; padding: .25rem 0 }
 :focus-visible { outline: 2px solid var(--accent); outline-offset: 2px }
-@media (max-width: 44rem) {
+@media (max-width: 50rem) {
   main { padding-top: 1.25rem }
   .figures { grid-template-columns: minmax(0, 1fr) }
   dl { font-size: .875rem; column-gap: .75rem }
   .wide .broad { display: none } .wide .narrow { display: block }
 }
+@media (max-width: 24rem) { .chart { overflow-x: auto } }
 @media print { .figures { break-inside: avoid } }
 """
 COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
@@ -147,7 +150,7 @@ def _figure(name: str, exhibit: Exhibit) -> str:
         drawn = [svg(exhibit.draw(NARROW), prefix, alt, "broad")]
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
-        + "\n".join(drawn)
+        + f'<div class="chart">{"".join(drawn)}</div>'
         + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption>"
         + (f"<details><summary>As a table</summary>{table(*exhibit.table)}</details>" if exhibit.table else "")
         + "</figure>"

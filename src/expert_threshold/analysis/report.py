@@ -141,7 +141,9 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         yield LeftOut(names, "no layer of this model has routed experts")
         return
     train, validation, warmup = run.train, run.validation, run.warmup_steps
-    exact_until = math.inf if run.rule["name"] == "expert_choice" else warmup
+    # A line tells of the steps since the one before, so the first to tell of none in warmup is an interval after it.
+    last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
+    exact_until = math.inf if run.rule["name"] == "expert_choice" else last_warm
     unrecorded = "no number of it was recorded yet"
     no_cutoff = f"{_name(run.rule)} compares a token's scores with each other, not with a cutoff"
     of_cutoff = no_cutoff if run.rule["name"] == "token_choice" else unrecorded

@@ -34,8 +34,9 @@ def bits_per_byte(points: Points) -> str:
     numbers = finite(points)
     (first, start), (last, end) = numbers[0], numbers[-1]
     if len(numbers) == 1:
-        return f"{end:.3f} bits per byte after {short(last)} tokens."
-    return f"From {start:.3f} after {short(first)} tokens to {end:.3f} after {short(last)}{_best(numbers, 'tokens')}."
+        return f"Validation gave {end:.3f} bits per byte after {short(last)} tokens."
+    went = f"It went from {start:.3f} after {short(first)} tokens to {end:.3f} after {short(last)}"
+    return f"{went}{_best(numbers, 'tokens')}."
 
 
 def usage(train: Sequence[Record], target: float) -> str:
@@ -69,13 +70,14 @@ def load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
             worst = max(means, key=means.__getitem__)
             parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
     had = " and ".join(parts)
-    return f"Over the last quarter of the steps the busiest expert had on average {had}.{_each_point(train)}"
+    text = f"Over the last quarter of the steps the busiest expert of the worst layer had on average {had}."
+    return f"{text}{_each_point(train)}"
 
 
 def cutoffs(train: Sequence[Record]) -> str:
     ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(train, "cutoff").values()]
     low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
-    text = f"Cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
+    text = f"The cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
     distances, spreads = (
         [y for points in layer_series(train, key).values() for y in _late(points)]
         for key in ("cutoff_distance", "score_std")
@@ -84,7 +86,7 @@ def cutoffs(train: Sequence[Record]) -> str:
         return text
     return (
         f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
-        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (colour), which is "
+        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert), which is "
         f"{percent(fmean(distances) / fmean(spreads))} of the scores' standard deviation.{_each_point(train)}"
     )
 
@@ -95,8 +97,8 @@ def fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
     mean = float(np.arange(len(share)) @ share)
     most = int(np.flatnonzero(total).max(initial=0))
     return (
-        f"A token met {mean:.2f} routed experts of a layer on average, {target:g} being aimed at; "
-        f"{percent(share[0])} of the tokens met none, and the most that one met was {most}."
+        f"A token met {mean:.2f} routed experts in a layer on average, where the target is {target:g}; "
+        f"{percent(share[0])} of the tokens met none, and no token met more than {most}."
     )
 
 
@@ -120,7 +122,7 @@ def gate_spread(train: Sequence[Record]) -> str:
 
 def speed(train: Sequence[Record]) -> str:
     rates = [y for _, y in finite(series(train, "tokens_per_second"))]
-    return f"{median(rates):,.0f} tokens per second in the median, {min(rates):,.0f} to {max(rates):,.0f} in all."
+    return f"The median is {median(rates):,.0f} tokens per second; the range is {min(rates):,.0f} to {max(rates):,.0f}."
 
 
 def counted(count: int, what: str) -> str:
@@ -147,9 +149,22 @@ def listed(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
+def two_digits(number: float) -> str:
+    """24, 0.024, 6.1 × 10⁻⁵."""
+    text = f"{number:.2g}"
+    if "e" not in text:
+        return text
+    digits, power = text.split("e")
+    return f"{digits} × 10{str(int(power)).translate(SUPERSCRIPTS)}"
+
+
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def signed(number: float, digits: int = 3) -> str:
-    """+0.012 or −0.012."""
-    return f"{number:+.{digits}f}".replace("-", "−")
+    """+0.012 or −0.012; nothing has no sign."""
+    text = f"{number:+.{digits}f}"
+    return text.replace("-", "−") if float(text) else text[1:]
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -212,7 +227,7 @@ def _went(train: Sequence[Record], key: str) -> str:
     widest = max(lines, key=lambda layer: lines[layer][-1][1])
     where = f", largest in layer {widest}" if len(lines) > 1 else ""
     values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
-    return f"From {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
+    return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
 
 
 def _range(values: Sequence[float]) -> str:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8}
-NAMES = ("one layer", "mean of layers")
+MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersize": 2}
 FANOUT = "routed experts per token"
 
 
@@ -61,7 +60,8 @@ def fanout_distribution(data: Data, width: float = WIDE) -> Figure:
     """The share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
     with style():
-        figure, every = panels(width, len(methods), height=1.2, left=0.62)
+        names = [entry["method"] for entry in methods]
+        figure, every = panels(width, len(methods), height=1.2, left=0.62, titles=names)
         seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
         for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
             share = 100 * array(entry["share"])
@@ -70,7 +70,8 @@ def fanout_distribution(data: Data, width: float = WIDE) -> Figure:
             mean = f"{entry['mean']:.2f} ± {entry['std']:.2f}"
             axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
             whole_ticks(axes.xaxis, 6)
-        every[0].set_xlim(-0.6, max(seen, 3) + 0.6)
+        most = max(100 * array(entry["share"]).max() for entry in methods)
+        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # of all panels; room for the mean
         outer_labels(every, FANOUT, "% of tokens")
     return figure
 
@@ -78,12 +79,23 @@ def fanout_distribution(data: Data, width: float = WIDE) -> Figure:
 def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[Axes]]:
     """shift: what is added to x, so that a logarithm can be taken."""
     methods = data["methods"]
-    figure, every = panels(width, len(methods), height=1.5, left=0.62, top=key_room(width, NAMES) + 0.28)
+    several = any(len(entry["layers"]) > 1 for entry in methods)
+    names = ["one layer", "mean of layers"] if several else []
+    figure, every = panels(
+        width,
+        len(methods),
+        height=1.5,
+        left=0.62,
+        top=key_room(width, names) + 0.28,
+        titles=[entry["method"] for entry in methods],
+    )
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         x = array(entry["x"]) + shift
-        for values in entry["layers"].values():
-            axes.plot(x, array(values), **ONE_LAYER)
-        axes.plot(x, array(entry["mean"]), color=stroke["color"], linewidth=1.8)
+        if several:
+            for values in entry["layers"].values():
+                axes.plot(x, array(values), **ONE_LAYER)
+        axes.plot(x, array(entry["mean"]), color=stroke["color"], linewidth=1.8, marker="o", markersize=2)
         axes.set_title(entry["method"], color=stroke["color"])
-    key(figure, NAMES, [ONE_LAYER, MEAN])
+    if several:
+        key(figure, names, [ONE_LAYER, MEAN])
     return figure, every

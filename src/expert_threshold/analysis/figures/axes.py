@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..plain import array
 from ..records import Points, finite
-from .style import INK, MUTED, layer_colours
+from ..sentences import SUPERSCRIPTS
+from .style import INK, MUTED, SMALL, expert_colours, layer_colours, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +22,7 @@ if TYPE_CHECKING:
 LEFT, RIGHT, TOP, BOTTOM, PANEL = 0.45, 0.12, 0.26, 0.46, 1.6
 COLUMN_GAP, ROW_GAP, LABELLED_ROW_GAP = 0.2, 0.4, 0.62
 CHARACTER, LINE = 0.078, 0.16  # the room that text takes
+BESIDE = 0.4  # of a figure's width, the most that names at the ends of lines may take
 LONGEST, ALL = 240, 24_000  # points of a line, or columns of a heatmap, and of all lines: more could not be told apart
 HEAT = (0.12, 0.44, 0.76)
 
@@ -71,15 +76,20 @@ def panels(
     least: float = PANEL,
     columns: int | None = None,
     share: bool = True,
+    titles: Sequence[str] = (),
 ) -> tuple[Figure, list[Axes]]:
     """Panels in rows. height: of the axes of each; least: their width, unless there are to be so many columns.
 
-    left, right, top: margins. share: their axes are the same.
+    left, right, top: margins. share: their axes are the same. titles: for which there must be room above the panels.
     """
     from matplotlib.figure import Figure
 
     inside = width - left - right
+    lines = max((title.count("\n") for title in titles), default=0)
+    top += lines * LINE
+    least = max([least, *(len(text) * CHARACTER for title in titles for text in title.split("\n"))])
     gap, row_gap = (COLUMN_GAP, ROW_GAP) if share else (COLUMN_GAP + left - 0.1, LABELLED_ROW_GAP)
+    row_gap += lines * LINE
     rows = -(-count // (columns or max(min(count, int((inside + gap) / (least + gap))), 1)))
     columns = -(-count // rows)  # rows of about equal length
     total = top + rows * (height + row_gap) - row_gap + BOTTOM
@@ -116,30 +126,33 @@ def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
-    for name, stroke, (x, y) in zip(names, drawn, _key_places(width, names), strict=True):
+    for stroke, (x, y, text) in zip(drawn, _key_places(width, names)[0], strict=True):
         at = 1 - y / height
         ends = [x, x + 0.2] if stroke.get("linestyle") != "none" else [x + 0.1]  # one mark is enough
         sample = Line2D([end / width for end in ends], [at] * len(ends), transform=figure.transFigure, **stroke)
         figure.add_artist(sample)
-        figure.text((x + 0.26) / width, at, name, color=INK, va="center_baseline", fontsize=8.5)
+        for row, line in enumerate(text.split("\n")):
+            below = row * LINE / height
+            figure.text((x + 0.26) / width, at - below, line, color=INK, va="center_baseline", fontsize=8.5)
 
 
 def key_room(width: float, names: Sequence[str]) -> float:
     """The room that `key` takes at the top, in inches."""
-    return _key_places(width, names)[-1][1] + 0.12
+    return _key_places(width, names)[1] if names else 0
 
 
-def _key_places(width: float, names: Sequence[str]) -> list[tuple[float, float]]:
-    """Inches from the left and from the top."""
+def _key_places(width: float, names: Sequence[str]) -> tuple[list[tuple[float, float, str]], float]:
+    """Inches from the left and from the top, and the name, in lines where it is too long for one; the room of all."""
     places = []
-    x, y = LEFT, 0.12
+    x, y, rows = LEFT, 0.12, 1
     for name in names:
-        room = 0.42 + len(name) * CHARACTER
+        lines = wrap(name, int((width - LEFT - 0.42) / CHARACTER)) or [""]
+        room = 0.42 + max(map(len, lines)) * CHARACTER
         if x > LEFT and x + room > width:
-            x, y = LEFT, y + LINE + 0.03
-        places.append((x, y))
-        x += room
-    return places
+            x, y, rows = LEFT, y + rows * LINE + 0.03, 1
+        places.append((x, y, "\n".join(lines)))
+        x, rows = x + room, max(rows, len(lines))
+    return places, y + (rows - 1) * LINE + 0.12
 
 
 def inner_labels_off(figure: Figure) -> None:
@@ -164,8 +177,8 @@ def marker(points: int) -> dict[str, Any]:
     return {"marker": "o"} if points == 1 else {}
 
 
-def layer_lines(axes: Axes, values: Mapping[int, Points], bottom: float = 0) -> None:
-    """A line per layer over the least value there can be; names at the ends, of the first and the last of many."""
+def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes], None] | None = None) -> None:
+    """A line per layer; names at the ends, of many the first's and the last's. scale: of the y axis; None is from 0."""
     labels = {}
     for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
         steps, thinned = np.array(points).T
@@ -173,8 +186,11 @@ def layer_lines(axes: Axes, values: Mapping[int, Points], bottom: float = 0) -> 
         axes.plot(steps, thinned, color=colour, linewidth=1.3, **marker(len(steps)))
         if len(values) <= 6 or layer in (min(values), max(values)):
             labels[f"layer {layer}"] = points, colour
-    top = axes.get_ylim()[1]
-    axes.set_ylim(bottom - 0.03 * (top - bottom), top)
+    if scale is None:
+        top = axes.get_ylim()[1]
+        axes.set_ylim(-0.03 * top, top)
+    else:
+        scale(axes)
     label_ends(axes, labels)
 
 
@@ -197,12 +213,56 @@ def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     ends.sort(key=lambda end: end[1])
-    places = spread([(y - low) / (high - low) for _, y, _, _ in ends], LINE / (figure.get_figheight() - TOP - BOTTOM))
+    to_axes = axes.transData + axes.transAxes.inverted()  # whatever the scale
+    wanted = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
+    places = spread(wanted, LINE / (axes.get_position().height * figure.get_figheight()))
     for (x, y, text, colour), place in zip(ends, places, strict=True):
         axes.annotate(
             text, (x, y), (1 + gap, place), textcoords="axes fraction", color=colour, va="center",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5)},
         )  # fmt: skip
+
+
+class NamedLine(NamedTuple):
+    """A line of a method, to be named."""
+
+    name: str  # with the line's last number, if it is to be told
+    points: Points
+    stroke: Mapping[str, Any]
+
+
+def named_lines(
+    methods: Sequence[Mapping[str, Any]], points: Sequence[Points], number: str | None = None
+) -> list[NamedLine]:
+    """number: how the last number of each line is written after its name; None is not at all."""
+    found = []
+    for entry, line_points, stroke in zip(methods, points, strokes(methods), strict=True):
+        numbers = finite(line_points)
+        told = f"  {number.format(numbers[-1][1])}" if number is not None and numbers else ""
+        found.append(NamedLine(entry["method"] + told, line_points, stroke))
+    return found
+
+
+def room_for_names(width: float, lines: Sequence[NamedLine]) -> float:
+    """The margin above a panel whose lines `name_lines` will name."""
+    names = [each.name for each in lines]
+    return key_room(width, names) + 0.2 if _are_long(width, names) else TOP
+
+
+def name_lines(axes: Axes, lines: Sequence[NamedLine]) -> None:
+    """Name each line at its end or, where names would take too much of the width, in a key at the top."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    names = [each.name for each in lines]
+    if _are_long(figure.get_figwidth(), names):
+        key(figure, names, [each.stroke for each in lines])
+        return
+    texts = [name.replace("{", "{{").replace("}", "}}") for name in names]
+    label_ends(axes, {text: (each.points, each.stroke["color"]) for text, each in zip(texts, lines, strict=True)})
+
+
+def _are_long(width: float, names: Sequence[str]) -> bool:
+    return max(map(len, names), default=0) * CHARACTER + 0.2 > BESIDE * width
 
 
 def step_axis(axes: Axes) -> None:
@@ -246,19 +306,94 @@ def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
     scale.yaxis.tick_right()
 
 
+def by_layer(
+    data: Mapping[str, Any], name: str, title: str, width: float, floor: float, scale: Callable[[Axes], object]
+) -> Figure:
+    """What `data` has under `name` for each layer of each method: lines over layers, or a row of dots for one layer.
+
+    floor: the least value there can be. scale: sets the y axis of lines.
+    """
+    methods = data["methods"]
+    alone = len({layer for entry in methods for layer in entry["layers"]}) == 1
+    with style():
+        if alone:
+            names = [entry["method"] for entry in methods]
+            left = max(map(len, names)) * CHARACTER + 0.15
+            figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left)
+            for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
+                axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
+            axes.set_yticks(range(len(methods)), names, color=INK)
+            axes.set_ylim(len(methods) - 0.5, -0.5)
+            right = axes.get_xlim()[1]
+            axes.set_xlim(floor - 0.02 * (right - floor), right)
+            axes.grid(False)
+            axes.grid(axis="x")
+            axes.set_title(f"{title}, layer {methods[0]['layers'][0]}")
+            return figure
+        points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]
+        lines = named_lines(methods, points)
+        figure, axes = single(width, 2, top=room_for_names(width, lines))
+        for each in lines:
+            axes.plot(*array(each.points).T, **each.stroke, marker="o")
+        axes.set_title(title)
+        layer_axis(axes, [layer for entry in methods for layer in entry["layers"]])
+        scale(axes)
+        name_lines(axes, lines)
+    return figure
+
+
+def expert_key(figure: Figure, count: int) -> None:
+    """The colours of experts, right of the first row."""
+    row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
+    width = figure.get_figwidth()
+    scale = figure.add_axes((row.x1 + 0.1 / width, row.y0, 0.1 / width, row.height))
+    scale.barh(range(count), 1, height=1, color=expert_colours(count))
+    scale.set(xlim=(0, 1), ylim=(count - 0.5, -0.5))
+    scale.set_xticks([])
+    ticks = sorted({0, (count - 1) // 2, count - 1})
+    scale.set_yticks(ticks, [f"expert {tick}" for tick in ticks])
+    scale.yaxis.tick_right()
+    scale.grid(False)
+
+
 def plain_ticks(axis: Any, most: int = 8) -> None:
     """Powers of ten along a logarithmic axis as numbers: 0.01, 1, 100."""
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    def number(x: float, _: int) -> str:
+        power = round(math.log10(x)) if x > 0 else 0
+        return f"{x:g}" if power > -4 else "10" + str(power).translate(SUPERSCRIPTS)
 
     axis.set_major_locator(LogLocator(numticks=most))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axis.set_major_formatter(FuncFormatter(number))
 
 
 def whole_ticks(axis: Any, count: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 5, 10]))
+
+
+def layer_axis(axes: Axes, layers: Sequence[int]) -> None:
+    """Layers along x, whole numbers however few there are."""
+    axes.set_xlim(min(layers) - 0.5, max(layers) + 0.5)
+    axes.set_xlabel("layer", loc="right")
+    every = sorted(set(layers))
+    axes.set_xticks(every[:: -(-len(every) // 8)])
+
+
+def ratio_axis(axes: Axes, most: float) -> None:
+    """Ratios from 1 to `most` along y, logarithmic, so that one that is far off leaves room for the others."""
+    from matplotlib.ticker import NullLocator, StrMethodFormatter
+
+    most = max(most, 1.1)
+    axes.set_yscale("log")
+    axes.yaxis.set_minor_locator(NullLocator())
+    steps = (1, 2, 5) if most > 6 else (1, 1.5, 2, 3, 4, 5, 6) if most > 1.6 else (1, 1.1, 1.2, 1.3, 1.4, 1.5)
+    axes.set_yticks([step * 10**power for power in range(7) for step in steps if step * 10**power <= 1.02 * most])
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.set_ylim(most**-0.04, most**1.06)
 
 
 def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
@@ -269,5 +404,5 @@ def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
         if labelled:
             axes.annotate(
                 "warmup ends", (steps, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                color=MUTED, va="top", fontsize=8,
+                color=MUTED, va="top", fontsize=SMALL,
             )  # fmt: skip

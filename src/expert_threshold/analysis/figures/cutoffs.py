@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..plain import Data, array
-from .axes import key, key_room, mark_warmup, marker, outer_labels, panels, plain_ticks, step_axis
-from .style import INK, MUTED, ONE_LAYER, WIDE, strokes, style
+from .axes import expert_key, key, key_room, marker, outer_labels, panels, plain_ticks, step_axis
+from .style import INK, MUTED, ONE_LAYER, SMALL, TARGET, WIDE, expert_colours, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,32 +17,63 @@ if TYPE_CHECKING:
 
 
 def cutoff_stability(data: Data, width: float = WIDE) -> Figure:
-    """Over steps: batch cutoffs less their running mean, above; usage, below. Band: all experts; line: expert 0."""
+    """Over steps, as recorded: batch cutoffs less their running mean; loads; experts at a capacity bound.
+
+    Bands: all experts of the layer; lines: expert 0, and of the last panel the share of all experts of all layers.
+    """
     methods, drawn = data["methods"], strokes(data["methods"])
-    names = [entry["method"] for entry in methods]
+    bounded = any(entry["bound"] is not None for entry in methods)
+    names = [*(entry["method"] for entry in methods), "warmup ends"]
+    where = f"layer {methods[0]['layer']}"
+    titles = {
+        "deviation": (f"batch cutoff less its running mean, {where} (score)", 1),
+        "load": (f"load over the load aimed at, {where} (%)", 100),
+        "bound": ("experts at a capacity bound, all layers (%)", 100),
+    }
+    end: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}
+    warm = max(entry["warmup"] for entry in methods)
+    strokes_shown = [*drawn, end]
     with style():
+        shown = [name for name in titles if name != "bound" or bounded]
+        marked = any(array(entry["steps"])[0] < warm < array(entry["steps"])[-1] for entry in methods)
+        if not marked:
+            names, strokes_shown = names[:-1], drawn
         figure, every = panels(
-            width, 2, height=1.4, left=0.62, top=key_room(width, names) + 0.28, columns=1, share=False
+            width, len(shown), height=1.3, left=0.62, top=key_room(width, names) + 0.28, columns=1, share=False
         )
-        layer = methods[0]["layer"]
-        titles = (f"batch cutoff less its running mean, layer {layer} (score)", f"expert usage, layer {layer} (%)")
-        for axes, name, unit, title in zip(every, ("deviation", "usage"), (1, 100), titles, strict=True):
+        for axes, name in zip(every, shown, strict=True):
+            title, unit = titles[name]
             late = []
             for entry, stroke in zip(methods, drawn, strict=True):
-                steps, values = array(entry["steps"]), unit * array(entry[name])
-                low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-                axes.fill_between(steps, low, high, color=stroke["color"], alpha=0.2, linewidth=0)
-                axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(len(steps)))
-                settled = steps > 0.25 * steps[-1]
-                late += [low[settled].min(), high[settled].max()]
-            room = 0.08 * (max(late) - min(late)) or max(abs(late[0]), 1) / 2
-            axes.set_ylim(min(late) - room, max(late) + room)
+                if entry[name] is None:
+                    continue
+                steps, values = array(entry["steps"]), unit * np.atleast_2d(array(entry[name]))
+                known = np.isfinite(values).any(axis=0)
+                low, high = (edge(values[:, known], axis=0) for edge in (np.nanmin, np.nanmax))
+                if len(values) > 1:
+                    axes.fill_between(steps[known], low, high, color=stroke["color"], alpha=0.2, linewidth=0)
+                axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
+                settled = steps[known] > 0.25 * steps[-1]
+                late += [*low[settled], *high[settled]]
             axes.set_title(title)
+            _frame(axes, late, bottom=0 if name == "bound" else None)
+            ends = [array(entry["steps"])[place] for entry in methods for place in (0, -1)]
+            axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
             step_axis(axes)
-            mark_warmup(axes, max(entry["warmup"] for entry in methods), labelled=name == "deviation")
-        every[1].axhline(100 * data["target"], color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-        key(figure, names, drawn)
+            if marked:
+                axes.axvline(warm, **end)
+        every[1].axhline(100, **TARGET)
+        key(figure, names, strokes_shown)
     return figure
+
+
+def _frame(axes: Axes, values: Sequence[float], bottom: float | None) -> None:
+    """What of y is shown: all the values, with some room; from `bottom` on if it is given."""
+    if not values:
+        return
+    low, high = (min(values) if bottom is None else bottom), max(values)
+    room = 0.08 * (high - low) or max(abs(high), 1) / 2
+    axes.set_ylim(low - room if bottom is None else low - 0.3 * room, high + room)
 
 
 def cutoff_law(data: Data, width: float = WIDE) -> Figure:
@@ -59,12 +91,12 @@ def cutoff_law(data: Data, width: float = WIDE) -> Figure:
             for entry, stroke in zip(methods, drawn, strict=True):
                 axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
             expected = np.exp(np.mean([np.log(array(entry["law"])) for entry in methods], axis=0))
-            axes.plot(methods[0]["tokens"], expected, **law)
+            axes.plot(methods[0]["tokens"], expected, **law, **marker(len(expected)))
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.yaxis.set_minor_locator(NullLocator())
             axes.set_title(title)
-        ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // 6)]
+        ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // (6 if width > 6 else 3))]
         every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         ticks = [
             tick
@@ -80,40 +112,49 @@ def cutoff_law(data: Data, width: float = WIDE) -> Figure:
 def warmup(data: Data, width: float = WIDE) -> Figure:
     """The first steps with and without warmup: cutoffs, usage, starvation, spread of scores and gates."""
     methods, drawn = data["methods"], strokes(data["methods"])
-    names = [*(entry["method"] for entry in methods), "batch cutoff"]
+    faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
+    ends: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}
+    names = [*(entry["method"] for entry in methods), "batch cutoff", "target", "warmup ends"]
     shown = [
         ("cutoff", f"(a) layer {data['layer']}, cutoff (score)", 1),
         ("raw_usage", "(b) usage before bounds (%)", 100),
         ("starvation", "(c) starvation (%)", 100),
-        ("other_cutoff", f"(d) layer {data['other_layer']}, cutoff (score)", 1),
-        ("score_std", "(e) std of scores", 1),
-        ("gate_std", "(f) std of gates", 1),
+        ("score_std", "(d) std of scores", 1),
+        ("gate_std", "(e) std of gates", 1),
     ]
+    if data["other_layer"] != data["layer"]:
+        shown.append(("other_cutoff", f"(f) layer {data['other_layer']}, cutoff (score)", 1))
     with style():
         figure, every = panels(
-            width, 6, height=1.3, top=key_room(width, names) + 0.28, columns=3 if width > 6 else 2, share=False
+            width,
+            len(shown),
+            height=1.3,
+            top=key_room(width, names) + 0.28,
+            columns=3 if width > 6 else 2,
+            share=False,
         )
         for axes, (name, title, unit) in zip(every, shown, strict=True):
             for entry, stroke in zip(methods, drawn, strict=True):
                 points = array(entry[name]).reshape(-1, 2)
                 if name == "cutoff":
                     batch = array(entry["batch_cutoff"])
-                    axes.plot(*batch.T, color=stroke["color"], alpha=0.35, linewidth=0.8)
+                    axes.plot(*batch.T, **(faint | {"color": stroke["color"]}))
                 axes.plot(points[:, 0], unit * points[:, 1], **stroke, linewidth=1.3)
             axes.set_title(title)
             step_axis(axes)
             if unit == 100:
                 axes.set_ylim(bottom=0)
-            mark_warmup(axes, data["warmup"], labelled=axes is every[0])
-        every[1].axhline(100 * data["target"], color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-        key(figure, names, [*drawn, {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}])
+            axes.axvline(data["warmup"], **ends)
+        every[1].axhline(100 * data["target"], **TARGET)
+        key(figure, names, [*drawn, faint, TARGET, ends])
     return figure
 
 
 def capacity(data: Data, width: float = WIDE) -> Figure:
     """After warmup: usage before the bounds, saturation, starvation; layers dashed, their mean solid."""
     methods, drawn = data["methods"], strokes(data["methods"])
-    names = ("one layer", *(entry["method"] for entry in methods))
+    several = any(len(entry["raw_usage"]) > 1 for entry in methods)
+    names = [*(["one layer"] if several else []), *(entry["method"] for entry in methods), "target"]
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
     with style():
         figure, every = panels(
@@ -123,32 +164,33 @@ def capacity(data: Data, width: float = WIDE) -> Figure:
             for entry, stroke in zip(methods, drawn, strict=True):
                 layers = [array(points) for points in entry[name].values()]
                 faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
-                for points in layers:
+                for points in layers if several else []:
                     axes.plot(points[:, 0], 100 * points[:, 1], **faint)
                 steps = layers[0][:, 0]
                 axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
             axes.set_title(title)
             axes.set_ylim(bottom=0)
             step_axis(axes)
-        every[0].axhline(100 * methods[0]["target"], color=INK, linewidth=0.7, linestyle=(0, (2, 2)))
-        key(figure, names, [ONE_LAYER, *drawn])
+        every[0].axhline(100 * methods[0]["target"], **TARGET)
+        key(figure, names, [*([ONE_LAYER] if several else []), *drawn, TARGET])
     return figure
 
 
 def cutoffs_and_biases(data: Data, width: float = WIDE) -> Figure:
-    """Over steps, a panel for each method: what is taken from the scores of each expert; expert 0 in bold."""
+    """Over steps, a panel for each method: what is taken from the scores of each expert, a colour for each."""
     methods, drawn = data["methods"], strokes(data["methods"])
     with style():
-        figure, every = panels(width, len(methods), height=1.4, left=0.62)
-        for axes, entry, stroke in zip(every, methods, drawn, strict=True):
+        titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
+        figure, every = panels(width, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
+        for axes, entry, title, stroke in zip(every, methods, titles, drawn, strict=True):
             steps, values = array(entry["steps"]), array(entry["values"])
-            axes.plot(steps, values.T, color=stroke["color"], alpha=0.35, linewidth=0.7, **marker(len(steps)))
-            axes.plot(steps, values[0], **stroke, **marker(len(steps)))
-            of = "cutoffs" if entry["of"] == "cutoff" else "− bias"
-            axes.set_title(f"{entry['method']}, {of}", color=stroke["color"])
+            for expert, colour in zip(values, expert_colours(len(values)), strict=True):
+                axes.plot(steps, expert, color=colour, linewidth=0.9, **marker(len(steps)))
+            axes.set_title(title, color=stroke["color"])
             step_axis(axes)
             axes.set_xlabel("")
         outer_labels(every, "step", f"score, layer {data['layer']}")
+        expert_key(figure, max(len(entry["values"]) for entry in methods))
     return figure
 
 
@@ -157,11 +199,11 @@ def score_histograms(data: Data, width: float = WIDE) -> Figure:
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
     drawn = [stroke for stroke in strokes(data["methods"]) for _ in range(2)]
     with style():
-        figure, every = panels(width, len(shown), height=1.2, left=0.62, columns=4 if width > 6 else 2)
-        for axes, (entry, each), stroke in zip(every, shown, drawn, strict=True):
+        names = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
+        figure, every = panels(width, len(shown), height=1.2, left=0.62, columns=4 if width > 6 else 2, titles=names)
+        for axes, (entry, each), name, stroke in zip(every, shown, names, drawn, strict=True):
             _histogram(axes, each, entry["tokens"], stroke["color"])
-            name = f"{entry['method']}, layer {each['layer']}, expert {each['expert']}"
-            axes.set_title(name, color=stroke["color"], fontsize=8)
+            axes.set_title(name, color=stroke["color"], fontsize=SMALL)
         every[0].set_yscale("log")
         plain_ticks(every[0].yaxis)
         every[0].set_ylim(0.5 * 100 / data["methods"][0]["tokens"], None)

@@ -9,11 +9,15 @@ import numpy as np
 from ..plain import Data, array
 from ..sentences import pool_size
 from .axes import key, key_room, outer_labels, panels, plain_ticks
-from .style import ACCENT, INK, MUTED, WIDE, strokes, style
+from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+
+LEAST = 1e-6
+"""Bits per token below which nothing is drawn."""
 
 
 def leakage_bounds(data: Data, width: float = WIDE) -> Figure:
@@ -40,14 +44,14 @@ def leakage_bounds(data: Data, width: float = WIDE) -> Figure:
         for name, (_, stroke) in lines.items():
             values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
             every[0].plot(tokens, values, **stroke)
-        every[0].set_ylim(0, 2.2 * data["limit"])
+        every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # what is named is in sight
         every[0].set_title(f"bits per token, {data['layers']} layers")
         for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
             every[1].plot(tokens, array(values), color=ACCENT)
             middle = len(tokens) // 2
             every[1].annotate(
                 f"{bits} bits", (tokens[middle], values[middle]), (shift, shift), textcoords="offset points",
-                color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=8,
+                color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
             )  # fmt: skip
         every[1].axhline(data["limit"], **lines["limit"][1])
         every[1].set_title("with cutoffs of so many bits")
@@ -64,10 +68,14 @@ def leakage_bounds(data: Data, width: float = WIDE) -> Figure:
 
 def leakage_probe(data: Data, width: float = WIDE) -> Figure:
     """Bits that an assignment in training tells, over the tokens of the pool; a large dot is the pool trained with."""
-    methods = [entry for entry in data["methods"] if entry["tokens"]]
-    drawn = strokes(methods)
-    names = [*(entry["method"] for entry in methods), "pool in training"]
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
+    methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
+    drawn = strokes(methods)
+    names = [entry["method"] for entry in methods]
+    samples = list(drawn)
+    if any(entry["own"] in entry["tokens"] for entry in methods):
+        names.append("pool in training")
+        samples.append({"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6})
     with style():
         figure, every = panels(
             width, 3, height=1.9, left=0.75, top=key_room(width, names) + 0.28, columns=3 if width > 6 else 1
@@ -76,7 +84,7 @@ def leakage_probe(data: Data, width: float = WIDE) -> Figure:
         for axes, (name, title) in zip(every, titles.items(), strict=True):
             for entry, stroke in zip(methods, drawn, strict=True):
                 bits = array(entry[name])
-                shown = np.where(bits > 1e-6, bits, np.nan)
+                shown = np.where(bits > LEAST, bits, np.nan)
                 axes.plot(entry["tokens"], shown, **stroke, marker="o", markersize=2)
                 if entry["own"] in entry["tokens"]:
                     own = entry["tokens"].index(entry["own"])
@@ -87,7 +95,7 @@ def leakage_probe(data: Data, width: float = WIDE) -> Figure:
         every[0].set_xticks(ticks[:: -(-len(ticks) // 5)], [pool_size(tick) for tick in ticks[:: -(-len(ticks) // 5)]])
         plain_ticks(every[0].yaxis, 8)
         outer_labels(every, "tokens in the pool", "bits per token, all layers")
-        key(figure, names, [*drawn, {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}])
+        key(figure, names, samples)
     return figure
 
 

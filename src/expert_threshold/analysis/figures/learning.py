@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..plain import Data, array
 from ..sentences import pool_size
-from .axes import key, key_room, label_ends, marker, outer_labels, panels, single, tokens_axis
+from .axes import (
+    key,
+    key_room,
+    marker,
+    name_lines,
+    named_lines,
+    outer_labels,
+    panels,
+    room_for_names,
+    single,
+    tokens_axis,
+)
 from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
@@ -20,39 +32,48 @@ LOSS = "validation loss (nats per token)"
 
 def loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
     """Validation loss of each method over tokens trained on; a band of one standard deviation over seeds."""
-    with style():
-        figure, axes = single(width, min(0.5 * width, 3.4))
-        _curves(axes, data, "{:.3f}")
-        axes.set_title(LOSS)
-        tokens_axis(axes)
-    return figure
+    return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4))
 
 
 def token_multiple(data: Data, width: float = WIDE) -> Figure:
     """Tokens that the reference needs for a loss over those that each method needs for it."""
+    title = f"tokens of {data['reference']} / tokens, at equal loss"
+    figure = _curves(data, "{:.2f}", title, width, 2)
     with style():
-        figure, axes = single(width, 2)
-        axes.axhline(1, color=MUTED, linewidth=0.8)
-        _curves(axes, data, "{:.2f}")
-        axes.set_title(f"tokens {data['reference']} needs / tokens for the same loss")
-        tokens_axis(axes)
-        axes.set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
+        figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
+        figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
 
 
 def train_against_validation(data: Data, width: float = WIDE) -> Figure:
     """Running mean of the training loss, and the validation loss, of each method, over the last two thirds."""
     methods, drawn = data["methods"], strokes(data["methods"])
+    causal: dict[str, Any] = {
+        "color": INK, "linestyle": (0, (3, 1.5)), "marker": "o", "markersize": 2.5, "linewidth": 1
+    }  # fmt: skip
+    pools: dict[str, Any] = {
+        "color": INK, "linestyle": "none", "marker": "D", "markersize": 4, "markerfacecolor": "none"
+    }  # fmt: skip
+    names, samples = ["training", "validation"], [{"color": MUTED, "linestyle": "-"}, causal]
+    if any(entry["pools_gap"] is not None for entry in methods):
+        names, samples = [*names, "validation, routed by the pools of training"], [*samples, pools]
     with style():
-        figure, every = panels(width, len(methods), height=1.4, left=0.62)
+        figure, every = panels(
+            width,
+            len(methods),
+            height=1.4,
+            left=0.62,
+            top=key_room(width, names) + 0.28,
+            titles=[entry["method"] for entry in methods],
+        )
         low, high = [], []
         for axes, entry, stroke in zip(every, methods, drawn, strict=True):
             train, validation = array(entry["train"]), array(entry["validation"])
             axes.plot(*train.T, **stroke, **marker(len(train)))
-            axes.plot(*validation.T, color=INK, linestyle=(0, (3, 1.5)), marker="o", markersize=2.5, linewidth=1)
+            axes.plot(*validation.T, **causal)
             if entry["pools_gap"] is not None:
                 pooled = validation[-1, 1] - entry["pools_gap"]
-                axes.plot(validation[-1, 0], pooled, color=INK, marker="D", markersize=4, markerfacecolor="none")
+                axes.plot(validation[-1, 0], pooled, **pools)
             axes.set_title(entry["method"], color=stroke["color"])
             seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
             low.append(np.nanmin(seen))
@@ -61,9 +82,10 @@ def train_against_validation(data: Data, width: float = WIDE) -> Figure:
         every[0].set_ylim(min(low) - room, max(high) + room)
         for axes in every:
             tokens_axis(axes)
-            axes.set_xlim(left=axes.get_xlim()[1] / 3)
+            axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
             axes.set_xlabel("")
         outer_labels(every, "tokens trained on", "nats per token")
+        key(figure, names, samples)
     return figure
 
 
@@ -84,9 +106,9 @@ def batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
             every[1].set_ylabel("CORE (%)")
         lines = strokes(threshold)
         for entry, stroke in zip(threshold, lines, strict=True):
-            every[0].axhline(entry["validation"], **stroke, linewidth=1.2)
+            every[0].axhline(entry["validation"], **stroke)
             if entry["core"] is not None:
-                every[1].axhline(100 * entry["core"], **stroke, linewidth=1.2)
+                every[1].axhline(100 * entry["core"], **stroke)
         every[0].set_ylabel("nats per token")
         every[0].set_xscale("log", base=2)
         every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
@@ -106,43 +128,35 @@ def fanout_norm(data: Data, width: float = NARROW) -> Figure:
 
 
 def _variants(data: Data, width: float) -> Figure:
-    names = [entry["method"] for entry in data["methods"]]
+    return _curves(data, "{:.3f}", LOSS, width, 2.2)
+
+
+def _curves(data: Data, number: str, title: str, width: float, height: float) -> Figure:
+    """A line for each method with the number that it ends at."""
+    methods = data["methods"]
+    every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
     with style():
-        figure, axes = single(width, 2.2, top=key_room(width, names) + 0.22)
-        drawn = strokes(data["methods"])
-        for entry, stroke in zip(data["methods"], drawn, strict=True):
-            axes.plot(*array(entry["points"]).T, **stroke, marker="o")
-        key(figure, names, drawn)
-        _trim(axes, data)
-        axes.set_title(LOSS)
+        lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
+        figure, axes = single(width, height, top=room_for_names(width, lines))
+        for entry, points, line in zip(methods, every, lines, strict=True):
+            axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
+            if any(entry.get("std", [])):
+                low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
+                axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
+        axes.set_title(title)
         tokens_axis(axes)
+        _trim(axes, every)
+        name_lines(axes, lines)
     return figure
 
 
-def _curves(axes: Axes, data: Data, number: str) -> None:
-    labels: dict[str, Any] = {}
-    for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True):
-        points = array(entry["points"]).reshape(-1, 2)
-        axes.plot(*points.T, **stroke, marker="o", markersize=2.5)
-        if any(entry.get("std", [])):
-            std = array(entry["std"])
-            axes.fill_between(
-                points[:, 0], points[:, 1] - std, points[:, 1] + std, color=stroke["color"], alpha=0.15, linewidth=0
-            )
-        labels[entry["method"].replace("{", "{{").replace("}", "}}") + "  " + number] = (
-            [(x, y) for x, y in points.tolist()],
-            stroke["color"],
-        )
-    _trim(axes, data)
-    label_ends(axes, labels)
-
-
-def _trim(axes: Axes, data: Data) -> None:
-    """Losses fall most at the beginning, where nothing is to be seen: the axis begins at the second validation's."""
-    ys = [array(entry["points"]).reshape(-1, 2)[:, 1] for entry in data["methods"]]
-    late = [y[1:] if len(y) > 2 else y for y in ys]
-    low, high = (
-        f([f(y[np.isfinite(y)], initial=start) for y in late]) for f, start in ((np.min, np.inf), (np.max, -np.inf))
-    )
-    if np.isfinite([low, high]).all() and high > low:
-        axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
+def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
+    """Losses fall most at the beginning: both axes begin at the second point of lines that have three or more."""
+    late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
+    late = late[np.isfinite(late[:, 1])]
+    if len(late):
+        (left, low), (right, high) = late.min(0), late.max(0)
+        room = 0.06 * (high - low) or max(abs(high), 1) / 50
+        axes.set_ylim(low - room, high + room)
+        room = 0.03 * (right - left) or right / 2
+        axes.set_xlim(left - room, right + room)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..plain import Data, array
 from ..sentences import pool_size
-from .axes import key, key_room, label_ends, panels, single, whole_ticks
+from .axes import CHARACTER, by_layer, key, key_room, panels, ratio_axis, single
 from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
@@ -16,20 +16,9 @@ if TYPE_CHECKING:
 
 
 def load_balance(data: Data, width: float = NARROW) -> Figure:
-    """The busiest expert over the mean one, over layers."""
-    with style():
-        figure, axes = single(width, 2)
-        labels = {}
-        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True):
-            points = list(zip(entry["layers"], entry["spread"], strict=True))
-            axes.plot(*array(points).T, **stroke, marker="o")
-            labels[entry["method"]] = points, stroke["color"]
-        axes.set_ylim(bottom=1)
-        axes.set_title("largest load / mean load")
-        axes.set_xlabel("layer", loc="right")
-        whole_ticks(axes.xaxis, 6)
-        label_ends(axes, labels)
-    return figure
+    """The busiest expert over the mean one, over layers, logarithmic; of a single layer, a dot for each method."""
+    most = max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
+    return by_layer(data, "spread", "largest load / mean load", width, 1, lambda axis: ratio_axis(axis, most))
 
 
 def load_at_scale(data: Data, width: float = WIDE) -> Figure:
@@ -70,24 +59,27 @@ def load_at_scale(data: Data, width: float = WIDE) -> Figure:
 
 
 def objective(data: Data, width: float = NARROW) -> Figure:
-    """The mean score of routed tokens of each rule beside the optima."""
+    """The mean score of routed tokens of each rule beside the optima with as many routed tokens."""
     methods = data["methods"]
     marks: dict[str, tuple[str, dict[str, Any]]] = {
         "rule": ("the rule", {"marker": "o", "markersize": 6}),
         "balanced": ("Eq. 3, token and expert fixed", {"marker": "s", "markersize": 5, "markerfacecolor": "none"}),
-        "choice": ("Eq. 4, expert fixed", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
+        "choice": ("Eq. 4, expert fixed per batch", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
         "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
     }
-    names = [name for name, _ in marks.values()]
+    drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
+    names = [name for name, _ in drawn.values()]
+    labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
     with style():
-        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=1.15, top=key_room(width, names) + 0.3)
+        left = max(map(len, labels)) * CHARACTER + 0.15
+        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, top=key_room(width, names) + 0.12)
         for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
-            for name, (_, mark) in marks.items():
-                if name in entry:
+            for name, (_, mark) in drawn.items():
+                if entry.get(name) is not None:
                     axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
-        axes.set_yticks(np.arange(len(methods)), [entry["method"] for entry in methods], color=INK)
+        axes.set_yticks(np.arange(len(methods)), labels, color=INK)
         axes.set_ylim(len(methods) - 0.5, -0.5)
         axes.grid(axis="x")
-        axes.set_xlabel("mean score of a routed token (standard deviations)", loc="right")
-        key(figure, names, [{"color": MUTED, "linestyle": "none", **mark} for _, mark in marks.values()])
+        figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
+        key(figure, names, [{"color": MUTED, "linestyle": "none", **mark} for _, mark in drawn.values()])
     return figure

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from ..plain import Data, array
-from .axes import LEFT, RIGHT, TOP, heat, heat_key, label_ends, outer_labels, panels, single, whole_ticks
-from .style import INK, MUTED, NARROW, WIDE, strokes, style
+from .axes import LEFT, RIGHT, TOP, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
+from .style import INK, MUTED, NARROW, SMALL, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TEXT = 8.0  # points
+TEXT = SMALL
 ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
-CELL = 0.155  # inches of a token's column
+CELL = 0.17  # inches of a token's column
 LONGEST = 9  # characters of a token below its column
 
 
@@ -31,11 +31,17 @@ def specialisation(data: Data, width: float = WIDE) -> Figure:
     layers = max(len(entry["layers"]) for entry in data["methods"])
     with style():
         figure, every = panels(
-            width, len(shown), height=max(0.13 * layers, 0.6), left=0.62, right=0.75, columns=4 if width > 6 else 2
+            width,
+            len(shown),
+            height=max(0.13 * layers, 0.6),
+            left=0.62,
+            right=0.75,
+            columns=4 if width > 6 else 2,
+            titles=[f"{entry['method']}\n{domain}" for entry, domain in shown],
         )
         for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
             heat(axes, array(entry["ratios"][domain]) / most)
-            axes.set_title(f"{entry['method']}, {domain}", color=colour)
+            axes.set_title(f"{entry['method']}\n{domain}", color=colour)
             axes.set_yticks(range(len(entry["layers"])), entry["layers"])
             whole_ticks(axes.xaxis, 5)
         if layers > 6:
@@ -47,19 +53,8 @@ def specialisation(data: Data, width: float = WIDE) -> Figure:
 
 def specialisation_summary(data: Data, width: float = NARROW) -> Figure:
     """Bits that the expert tells of the domain, over layers."""
-    with style():
-        figure, axes = single(width, 2)
-        labels = {}
-        for entry, stroke in zip(data["methods"], strokes(data["methods"]), strict=True):
-            points = list(zip(entry["layers"], entry["bits"], strict=True))
-            axes.plot(*array(points).T, **stroke, marker="o")
-            labels[entry["method"]] = points, stroke["color"]
-        axes.set_ylim(bottom=0)
-        axes.set_title("mutual information of expert and domain (bits)")
-        axes.set_xlabel("layer", loc="right")
-        whole_ticks(axes.xaxis, 6)
-        label_ends(axes, labels)
-    return figure
+    title = "mutual information of expert and domain (bits)"
+    return by_layer(data, "bits", title, width, 0, lambda axes: axes.set_ylim(bottom=0))
 
 
 class Placed(NamedTuple):
@@ -132,8 +127,8 @@ def passage_fanout(data: Data, width: float = WIDE) -> Figure:
         heat(axes, values / max(most, 1))
         for layer, token in zip(*np.nonzero(values), strict=True):
             number = f"{values[layer, token]:.0f}"
-            axes.text(token, layer, number, ha="center", va="center_baseline", fontsize=6, color=INK)
-        axes.set_yticks(range(len(data["layers"])), data["layers"], fontsize=7)
+            axes.text(token, layer, number, ha="center", va="center_baseline", fontsize=SMALL, color=INK)
+        axes.set_yticks(range(len(data["layers"])), data["layers"], fontsize=SMALL)
 
     return _blocks(data, width, ROW * len(data["layers"]), draw, "layer")
 
@@ -157,9 +152,10 @@ def passage_routing(data: Data, width: float = WIDE) -> Figure:
             axes.add_patch(PathPatch(squares, color=INK, linewidth=0))
         axes.set(xlim=(-0.5, routed.shape[1] - 0.5), ylim=(rows - 0.5, -0.5))
         axes.hlines(np.arange(1, len(layers)) * experts - 0.5, -0.5, routed.shape[1] - 0.5, color=MUTED, linewidth=0.5)
-        axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=7)
+        axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=SMALL)
 
-    return _blocks(data, width, min(0.05, 3.5 / rows) * rows, draw, "experts of layer")
+    height = max(min(0.05, 3.5 / rows) * rows, 0.15 * len(layers))
+    return _blocks(data, width, height, draw, "experts of layer" if height > 1 else "layer")
 
 
 def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
@@ -169,7 +165,7 @@ def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.nd
     columns = int((width - LEFT - RIGHT) / CELL)
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
     letters = max(len(_short(token)) for passage in data["passages"] for token in passage["tokens"])
-    room = height + letters * 0.055 + 0.2
+    room = height + letters * 0.072 + 0.2
     with style():
         total = sum(room + (TOP if start == 0 else 0) for _, start in blocks)
         figure = Figure((width, total))
@@ -186,9 +182,9 @@ def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.nd
             axes.grid(False)
             axes.spines[:].set_visible(True)
             names = [_short(token) for token in tokens]
-            axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=6.5, family="DejaVu Sans Mono")
+            axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family="DejaVu Sans Mono")
             axes.tick_params(length=0, pad=2)
-            axes.set_ylabel(label, fontsize=8)
+            axes.set_ylabel(label, fontsize=SMALL)
             top += room
     return figure
 
@@ -216,9 +212,9 @@ def _intensity_key(axes: Axes, most: float, colour: str) -> None:
     from matplotlib.patches import Rectangle
 
     steps = sorted({round(share * most) for share in (0, 0.25, 0.5, 0.75, 1)})
-    axes.text(RIGHT, 0.15, "routed experts, all layers together:", color=MUTED, va="center", fontsize=8)
+    axes.text(RIGHT, 0.15, "routed experts, all layers together:", color=MUTED, va="center", fontsize=SMALL)
     for place, value in enumerate(steps):
         x = RIGHT + 2.05 + 0.34 * place
         box = (x, 0.15 - ROW / 2), 0.32, ROW
         axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
-        axes.text(x + 0.16, 0.15, str(value), color=INK, ha="center", va="center", fontsize=8)
+        axes.text(x + 0.16, 0.15, str(value), color=INK, ha="center", va="center", fontsize=SMALL)

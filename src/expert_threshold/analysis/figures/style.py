@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..plain import Data
 
-if TYPE_CHECKING:
-    pass
-
 WIDE, NARROW = 9.0, 4.4
+SMALL = 8.0
+"""The smallest type, in points: on a page no figure is shown so narrow that it is less than 9 pixels high."""
 
 # Name -> (on a light page, on a dark page). Figures are drawn in the light ones.
 THEME = {
@@ -50,10 +49,27 @@ THEME = {
     "layer-10": ("#1fa287", "#84d44b"),
     "layer-11": ("#28ae80", "#a0da39"),
     "layer-12": ("#3bbb75", "#bddf26"),
+    # From the first expert to the last: once around the hues, neighbours a little lighter and darker.
+    "expert-1": ("#2a5cda", "#81a9fd"),
+    "expert-2": ("#0e81c3", "#7bc6ff"),
+    "expert-3": ("#01758f", "#04bde6"),
+    "expert-4": ("#138b90", "#0cd7df"),
+    "expert-5": ("#047a68", "#0ec6aa"),
+    "expert-6": ("#039256", "#1ae088"),
+    "expert-7": ("#407a01", "#70c426"),
+    "expert-8": ("#7c8100", "#c0c813"),
+    "expert-9": ("#7f6604", "#cea608"),
+    "expert-10": ("#a96b03", "#ffa930"),
+    "expert-11": ("#a74a04", "#fe843d"),
+    "expert-12": ("#d73433", "#fda298"),
+    "expert-13": ("#bd135a", "#fe799d"),
+    "expert-14": ("#c43998", "#fe96d6"),
+    "expert-15": ("#9a31ac", "#e379f5"),
+    "expert-16": ("#8f54dc", "#c9adfd"),
 }
 INK, MUTED, GRID, ACCENT = (THEME[name][0] for name in ("ink", "muted", "grid", "accent"))
-METHODS, LAYERS = (
-    [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-")
+METHODS, LAYERS, EXPERTS = (
+    [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-", "expert-")
 )
 
 # What a kind of method is drawn in, whatever else is in the figure; all others take what is left of METHODS.
@@ -68,6 +84,7 @@ KINDS = {
     "expert_threshold_no_warmup": METHODS[4],
 }
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
+TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # what is aimed at
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # of methods of one kind
 
 STYLE: dict[Any, Any] = {
@@ -118,7 +135,16 @@ def style() -> AbstractContextManager[None]:
 
 def layer_colours(count: int) -> list[str]:
     """One for each layer, first to last; neighbours of more layers than there are colours share one."""
-    return [LAYERS[round(place)] for place in np.linspace(0, len(LAYERS) - 1, count)]
+    return _evenly(LAYERS, count)
+
+
+def expert_colours(count: int) -> list[str]:
+    """One for each expert, first to last; neighbours of more experts than there are colours share one."""
+    return _evenly(EXPERTS, count)
+
+
+def _evenly(colours: Sequence[str], count: int) -> list[str]:
+    return [colours[round(place)] for place in np.linspace(0, len(colours) - 1, count)]
 
 
 def method_colours(kinds: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from ..records import Points, Record, expert_series, layer_series, series
 from .axes import (
     HEAT,
     LONGEST,
+    expert_key,
     inner_labels_off,
     label_ends,
     layer_lines,
@@ -18,6 +19,7 @@ from .axes import (
     mark_warmup,
     marker,
     panels,
+    ratio_axis,
     single,
     smooth,
     step_axis,
@@ -25,7 +27,7 @@ from .axes import (
     tokens_axis,
     whole_ticks,
 )
-from .style import ACCENT, INK, MUTED, NARROW, WIDE, layer_colours, style
+from .style import ACCENT, INK, MUTED, NARROW, WIDE, expert_colours, layer_colours, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -64,7 +66,7 @@ def usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure
     """Share of tokens that each expert of each layer got over steps, as a multiple of the target share."""
     with style():
         shares = expert_series(train, "usage")
-        figure, every = panels(width, len(shares), height=1.5, right=0.85)
+        figure, every = panels(width, len(shares), height=1.5, right=0.85, least=1.4)
         for axes, (layer, (steps, values)) in zip(every, shares.items(), strict=True):
             first, last = steps[0], steps[-1]
             columns = np.linspace(first, last, min(len(steps), LONGEST))
@@ -92,7 +94,9 @@ def load_spread(
         dots = layer_series(validation, "load_spread")
         for points, colour in zip(dots.values(), layer_colours(len(dots)), strict=True):
             line(axes, points, colour, marker="o", linestyle="none", markersize=4)
-        layer_lines(axes, layer_series(train, "load_spread"), bottom=1)
+        lines = layer_series(train, "load_spread")
+        every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
+        layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
         axes.set_title("largest load / mean load; dots: validation")
         step_axis(axes)
         mark_warmup(axes, warmup_steps)
@@ -100,21 +104,23 @@ def load_spread(
 
 
 def cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
-    """Per layer, each expert's cutoff (the running mean) over its batch cutoffs, in units of scores."""
+    """Per layer, each expert's cutoff (the running mean) in its own colour over its batch cutoffs, in scores."""
     with style():
         means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
-        figure, every = panels(width, len(means), height=1.7)
+        figure, every = panels(width, len(means), height=1.7, right=0.9, least=1.4)
         lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
-        for axes, layer, colour in zip(every, means, layer_colours(len(means)), strict=True):
+        for axes, layer in zip(every, means, strict=True):
             if layer in batches:
                 steps, values = thin(*batches[layer], lines)
                 axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
             steps, values = thin(*means[layer], lines)
-            axes.plot(steps, values, color=colour, linewidth=1, **marker(len(steps)))
+            for expert, colour in zip(values.T, expert_colours(values.shape[1]), strict=True):
+                axes.plot(steps, expert, color=colour, linewidth=1, **marker(len(steps)))
             axes.set_title(f"layer {layer}, score")
             step_axis(axes)
             mark_warmup(axes, warmup_steps, labelled=axes is every[0])
         inner_labels_off(figure)
+        expert_key(figure, max(values.shape[1] for _, values in means.values()))
     return figure
 
 

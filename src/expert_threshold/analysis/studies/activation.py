@@ -37,8 +37,10 @@ def fanout_by_position(material: Material) -> Data:
 
 
 def say_fanout_by_position(data: Data) -> str:
-    parts = [f"{entry['method']} {entry['mean'][0]:.1f} and {_late_mean(entry):.2f}" for entry in data["methods"]]
-    return f"Routed experts of the first token of a window, and of one in the second half of it: {listed(parts)}."
+    parts = [f"{entry['mean'][0]:.1f} and {_late_mean(entry):.2f} in {entry['method']}" for entry in data["methods"]]
+    return (
+        f"The first token of a window and those in its second half have a mean fanout, over layers, of {listed(parts)}."
+    )
 
 
 def fanout_by_loss(material: Material) -> Data:
@@ -63,9 +65,10 @@ def say_fanout_by_loss(data: Data) -> str:
     parts = []
     for entry in data["methods"]:
         mean, losses = array(entry["mean"]), array(entry["x"])
-        peak = f"most, {mean.max():.2f}, at {losses[mean.argmax()]:.1f} nats"
-        parts.append(f"{entry['method']} {mean[0]:.2f} and {mean[-1]:.2f}, {peak}")
-    return f"Routed experts of the twentieth of tokens with the lowest loss and with the highest: {'; '.join(parts)}."
+        peak = f"with a peak of {mean.max():.2f} at {losses[mean.argmax()]:.1f} nats"
+        parts.append(f"{mean[0]:.2f} and {mean[-1]:.2f} in {entry['method']}, {peak}")
+    text = "The twentieths of the tokens with the lowest and the highest loss have a mean fanout of"
+    return f"{text} {'; '.join(parts)}."
 
 
 def loss_by_fanout(material: Material) -> Data:
@@ -96,9 +99,9 @@ def say_loss_by_fanout(data: Data) -> str:
         mean = array(entry["mean"])
         known = np.flatnonzero(np.isfinite(mean))
         parts.append(
-            f"{entry['method']} {mean[known[0]]:.2f} with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]}"
+            f"{mean[known[0]]:.2f} nats with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]} in {entry['method']}"
         )
-    return f"Mean loss, nats, of tokens with the fewest and with the most routed experts of a layer: {listed(parts)}."
+    return f"Tokens with the fewest and with the most routed experts in a layer have a mean loss of {listed(parts)}."
 
 
 def fanout_distribution(material: Material) -> Data:
@@ -116,10 +119,10 @@ def fanout_distribution(material: Material) -> Data:
 
 def say_fanout_distribution(data: Data) -> str:
     parts = [
-        f"{entry['method']} {entry['mean']:.2f} ± {entry['std']:.2f} with {percent(entry['share'][0])} without any"
+        f"{entry['mean']:.2f} ± {entry['std']:.2f} in {entry['method']} ({percent(entry['share'][0])} of tokens at 0)"
         for entry in data["methods"]
     ]
-    return f"Routed experts of a token, mean ± standard deviation over tokens: {listed(parts)}."
+    return f"The fanout in a layer, as mean ± standard deviation over tokens, is {listed(parts)}."
 
 
 def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, Any]]) -> dict[str, Any]:

@@ -41,16 +41,19 @@ def routing_consistency(material: Material) -> Data:
 
 def say_routing_consistency(data: Data) -> str:
     ends = [_neighbours_and_ends(entry, "weighted_jaccard") for entry in data["methods"]]
-    parts = [f"{name} {near:.2f} and {far:.2f}" for name, near, far in ends]
-    return f"Weighted Jaccard of neighbouring checkpoints, on average, and of the first and the last: {listed(parts)}."
+    parts = [f"{near:.2f} and {far:.2f} in {name}" for name, near, far in ends]
+    return (
+        "The weighted Jaccard similarity of successive checkpoints, on average, and of the first and the last is "
+        f"{listed(parts)}; 1 is the same routing."
+    )
 
 
 def say_routing_divergence(data: Data) -> str:
     ends = [_neighbours_and_ends(entry, "joint_jsd") for entry in data["methods"]]
-    parts = [f"{name} {near:.2f} and {far:.2f}" for name, near, far in ends]
+    parts = [f"{near:.2f} and {far:.2f} bits in {name}" for name, near, far in ends]
     return (
-        "Joint Jensen-Shannon divergence, in bits, of neighbouring checkpoints, on average, and of the first and the "
-        f"last: {listed(parts)}; lower is steadier."
+        "The joint Jensen-Shannon divergence of successive checkpoints, on average, and of the first and the last is "
+        f"{listed(parts)}; 0 is the same routing."
     )
 
 

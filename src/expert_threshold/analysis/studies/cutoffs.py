@@ -26,10 +26,13 @@ SMALLEST, LARGEST = 64, 2**15
 
 
 def cutoff_stability(material: Material) -> Data:
-    """Expert choice with the largest pool, and expert threshold, in training (paper, Cutoff vs Expert Usage Tradeoff).
+    """Expert choice with the largest pool, and expert threshold, while they train (paper, Cutoff vs Expert Usage).
 
-    Of each expert of the middle layer, over steps: the cutoff that the batch was routed by less the running mean, and
-    the usage. Expert threshold is routed by the running mean itself, but for its warmup.
+    As recorded, over steps. Of each expert of the middle layer: `deviation`, the batch cutoff less the running mean
+    that the step began with, and `load`, over the load aimed at. `distance`: the mean size of `deviation` over experts
+    and the steps of the last quarter, None in older runs. Of all layers: `bound`, the share of experts that a capacity
+    bound took tokens from or gave tokens to at some step of a line of the log, and `bound_share`, its mean. Both are
+    None where there are no bounds, and `bound` is NaN during warmup.
     """
     choices = [s for s in material.routed if s.run.rule["name"] == "expert_choice"]
     thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
@@ -42,38 +45,76 @@ def cutoff_stability(material: Material) -> Data:
         steps, means = _experts(subject, "cutoff", layer)
         _, batches = _experts(subject, "batch_cutoff", layer)
         _, usage = _experts(subject, "usage", layer)
-        exact = subject.run.warmup_steps if subject.run.rule["name"] == "expert_threshold" else math.inf
-        deviation = np.where((steps <= exact)[:, None], batches - means, 0.0)
+        bound = _at_bounds(subject)
         methods.append(
             {
                 **subject.tag,
+                "rule": subject.run.rule["name"],
                 "layer": layer,
                 "warmup": subject.run.warmup_steps,
                 "steps": steps,
-                "deviation": deviation.T,
-                "usage": usage.T,
+                "deviation": (batches - means).T,
+                "distance": _mean_distance(subject, layer),
+                "load": usage.T / subject.run.target,
+                "bound": None if bound is None else _thinned(bound, bound)[0],
+                "bound_share": None if bound is None or np.isnan(bound).all() else float(np.nanmean(bound)),
                 "score_std": float(np.nanmean(_experts(subject, "score_std", layer)[1][-10:])),
                 "interval": subject.run.config["train"]["log_every"],
             }
         )
-    return {"target": shown[0].run.target, "methods": methods}
+    return {"methods": methods}
+
+
+def _mean_distance(subject: Subject, layer: int) -> float | None:
+    """Mean over experts and the last quarter of the steps of |batch cutoff − running mean|, measured each step."""
+    found = expert_series(subject.run.train, "cutoff_distance").get(layer)
+    return None if found is None else float(np.nanmean(found[1][found[0] > 0.75 * found[0][-1]]))
+
+
+def _at_bounds(subject: Subject) -> np.ndarray | None:
+    """For each line of the log the share of all layers' experts at a capacity bound, NaN until warmup is over."""
+    if subject.run.rule["name"] != "expert_threshold" or subject.run.rule["capacity_slack"] is None:
+        return None
+    train, interval = subject.run.train, subject.run.config["train"]["log_every"]
+    dropped, filled = (expert_series(train, key) for key in ("saturation", "starvation"))
+    if not dropped.keys() == filled.keys() == set(subject.layers):
+        return None  # not recorded
+    steps = next(iter(dropped.values()))[0]
+    at_bound = [np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped]
+    moved = np.concatenate(at_bound, axis=1)
+    share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
+    # A line tells of the `interval` steps up to its own.
+    return np.where(steps - interval >= subject.run.warmup_steps, share, np.nan)
 
 
 def say_cutoff_stability(data: Data) -> str:
-    parts = []
+    parts, layer = [], data["methods"][0]["layer"]
     for entry in data["methods"]:
         late = array(entry["steps"]) > 0.75 * entry["steps"][-1]
-        deviation, usage = (array(entry[name])[:, late] for name in ("deviation", "usage"))
-        off = math.sqrt(np.nanmean(deviation**2))
-        vary = np.nanstd(usage, axis=1).mean() / data["target"]
+        deviation, load = (array(entry[name])[:, late] for name in ("deviation", "load"))
+        off = np.nanmean(np.abs(deviation)) if entry["distance"] is None else entry["distance"]
+        apart = float(np.nanmean(np.abs(load - 1)))
         share = percent(off / entry["score_std"])
         parts.append(
-            f"{entry['method']} cutoffs deviate by {off:.3f}, {share} of the scores' standard deviation, and an "
-            f"expert's usage by {percent(float(vary))} of the target"
+            f"the batch cutoffs of {entry['method']} lie {off:.3f} from their running means, {share} of the scores' "
+            f"standard deviation, and its loads {percent(apart)} from the load aimed at"
         )
-    every = data["methods"][0]["interval"]
-    means = "" if every == 1 else f" Each point is the mean of {every} steps."
-    return f"Over the last quarter of the steps {'; '.join(parts)} (layer {data['methods'][0]['layer']}).{means}"
+    text = f"Over the last quarter of the steps in layer {layer}, on average, {'; '.join(parts)}."
+    if (steps := max(entry["interval"] for entry in data["methods"])) > 1:
+        text += f" Each point, and each of these loads, is the mean of {steps} steps."
+    kinds = {entry["rule"]: entry for entry in data["methods"]}
+    if "expert_choice" in kinds:
+        text += " Expert choice routes by the batch cutoff, so its loads are exact."
+    if (threshold := kinds.get("expert_threshold")) is None:
+        return text
+    text += " Expert threshold routes by the running mean, so the batch's deviation shows in the loads instead"
+    if threshold["bound"] is None:
+        return f"{text}."
+    if threshold["bound_share"] is None:
+        return f"{text}; no step after its warmup was recorded yet."
+    every = threshold["interval"]
+    what = "steps and experts" if every == 1 else f"experts and intervals of {every} steps, at one step or more"
+    return f"{text}; after warmup a capacity bound decided in {percent(threshold['bound_share'])} of {what}."
 
 
 def cutoff_law(material: Material) -> Data:
@@ -115,9 +156,9 @@ def say_cutoff_law(data: Data) -> str:
     )
     ratio = np.mean([array(entry["by_text"])[-1] / array(entry["by_token"])[-1] for entry in data["methods"]])
     return (
-        f"Fitted exponents of pools of single tokens: {listed(alone)}; of text: {listed(text)}; the law of 1/√N "
-        f"says −0.50. Text makes the spread of the largest pools {ratio:.1f} times as large, since its tokens are "
-        "not independent."
+        "The spread of cutoffs falls as a power of the pool size N, which is −0.50 by the law of 1/√N. Fitted to pools "
+        f"of single tokens it is {listed(alone)}; to pools of text, {listed(text)}. In the largest pools the spread is "
+        f"{ratio:.1f} times as large with text as with single tokens, since neighbouring tokens are not independent."
     )
 
 
@@ -135,7 +176,9 @@ def warmup(material: Material) -> Data:
     thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
     shown = thresholds + sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:]
     ends = max(subject.run.warmup_steps for subject in thresholds)
-    late, early = shown[0].layers[3 * len(shown[0].layers) // 4], shown[0].layers[len(shown[0].layers) // 2]
+    layers = shown[0].layers
+    late, early = layers[3 * len(layers) // 4], layers[len(layers) // 2]
+    early = layers[0] if early == late else early
     methods = []
     for subject in shown:
         train = [record for record in subject.run.train if record["step"] <= 2 * ends]
@@ -170,12 +213,13 @@ def say_warmup(data: Data) -> str:
     if all(len(entry.get("cutoff_distance", [])) for entry in (with_, without)):
         cold, warm = (before(entry, "cutoff_distance") for entry in (without, with_))
         lag = (
-            f"the cutoff of a step's batch for expert 0 in layer {data['layer']} lies on average {cold:.2f} and "
-            f"{warm:.2f} from its running mean before that step; "
+            f"the cutoff of a step's batch lies on average {cold:.2f} and {warm:.2f} from its running mean before that "
+            f"step (expert 0 of layer {data['layer']}), and "
         )
     return (
-        f"In the first {data['warmup']:,} steps, without warmup and with it: {lag}the scores of an expert spread by "
-        f"{scores[1]:.2f} and {scores[0]:.2f}. Without it the lower bound fills in {percent(starved)} of the places."
+        f"In the first {data['warmup']:,} steps, without warmup and with it, {lag}the standard deviation of an "
+        f"expert's scores is {scores[1]:.2f} and {scores[0]:.2f}. Without warmup the lower capacity bound fills "
+        f"{percent(starved)} of the places in these steps."
     )
 
 
@@ -191,7 +235,8 @@ def capacity(material: Material) -> Data:
     begin = max(subject.run.warmup_steps for subject in shown)
     methods = []
     for subject in shown:
-        train = [record for record in subject.run.train if record["step"] > begin]
+        interval = subject.run.config["train"]["log_every"]
+        train = [record for record in subject.run.train if record["step"] - interval >= begin]
         if len(train) > 1:
             values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
             methods.append(
@@ -215,10 +260,11 @@ def say_capacity(data: Data) -> str:
             for name in ("raw_usage", "saturation", "starvation")
         ]
         parts.append(
-            f"{entry['method']} {percent(means[0])}, with {percent(means[1])} of the tokens above a cutoff dropped and "
-            f"{percent(means[2])} of the places filled in"
+            f"in {entry['method']} an expert's cutoff selects {percent(means[0])} of the tokens on average, "
+            f"{percent(entry['target'])} being the target; the upper bound drops {percent(means[1])} of these, and the "
+            f"lower bound fills {percent(means[2])} of the places"
         )
-    return f"Mean usage before the bounds, after warmup: {'; '.join(parts)}."
+    return f"After warmup, {'; '.join(parts)}."
 
 
 def cutoffs_and_biases(material: Material) -> Data:
@@ -248,7 +294,10 @@ def say_cutoffs_and_biases(data: Data) -> str:
         half = np.searchsorted(steps, steps[-1] / 2)
         drift = np.nanmean(np.abs(values[:, -1] - values[:, half]))
         parts.append(f"{entry['method']} {drift:.2f}")
-    return f"In layer {data['layer']}, over the second half of training, an expert's value moved by: {listed(parts)}."
+    return (
+        f"In layer {data['layer']}, the cutoff or bias of an expert moved in the second half of training by a mean of "
+        f"{listed(parts)}."
+    )
 
 
 def score_histograms(material: Material) -> Data:
@@ -282,7 +331,10 @@ def say_score_histograms(data: Data) -> str:
         f"{entry['method']} {' and '.join(signed(each['skewness'], 2) for each in entry['experts'])}"
         for entry in data["methods"]
     ]
-    return f"Skewness of the scores, positive where the right tail is the heavier one: {listed(parts)}."
+    return (
+        f"The two distributions of each method have a skewness, positive where the right tail is heavier, of "
+        f"{listed(parts)}. Filled bars are the assigned tokens; the dashed line is the cutoff."
+    )
 
 
 def _experts(

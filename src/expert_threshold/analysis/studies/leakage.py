@@ -16,7 +16,7 @@ from ..leakage import MoELayers, bound, decode, encode, finite_leakage, leakage,
 from ..material import Material, NotShownError
 from ..methods import Subject, pool_tokens
 from ..plain import Data
-from ..sentences import listed, pool_size
+from ..sentences import counted, listed, pool_size, two_digits
 
 POOLS = tuple(2**power for power in range(8, 25, 2))
 """Tokens of a pool in closed form."""
@@ -35,8 +35,8 @@ def leakage_bounds(material: Material) -> Data:
     subject = material.focus
     rule = subject.run.rule
     per_token, experts = rule["experts_per_token"], rule["num_experts"]
-    if per_token != int(per_token) or experts % per_token:
-        raise NotShownError("Eq. 7 is of a whole number of experts per token that divides the experts")
+    if per_token != int(per_token) or experts % per_token or experts == per_token:
+        raise NotShownError("Eq. 7 needs a whole number of experts per token that divides the experts and is fewer")
     return closed_form(MoELayers(experts // int(per_token), int(per_token), len(subject.layers)))
 
 
@@ -72,10 +72,10 @@ def say_leakage_bounds(data: Data) -> str:
     model = MoELayers(data["expansion"], data["granularity"], data["layers"])
     last = data["tokens"][-1]
     return (
-        f"{model.layers} layers with {model.granularity} of {model.granularity * model.expansion} experts per token: "
-        f"Eq. 7 rises to {data['exact'][-1]:.1f} bits per token with pools of {last:,} tokens and never exceeds "
-        f"{data['limit']:.1f}, a constant, so the bits of a pool are linear in its tokens; the paper's bound says "
-        f"{data['bound']:.1f}. With 32-bit cutoffs it is {data['finite']['32'][-1]:.2g}."
+        f"{counted(model.layers, 'layer')} with {model.granularity} of {model.granularity * model.expansion} experts "
+        f"per token can leak {data['exact'][-1]:.1f} bits per token by Eq. 7 with pools of {last:,} tokens, and never "
+        f"more than {data['limit']:.1f}, so the bits of a pool grow linearly with its tokens; the paper's bound is "
+        f"{data['bound']:.1f}. Cutoffs of 32 bits can leak {two_digits(data['finite']['32'][-1])} bits per token."
     )
 
 
@@ -110,10 +110,16 @@ def say_leakage_probe(data: Data) -> str:
     for entry in told:
         place = entry["tokens"].index(entry["own"])
         future, following = entry["future"][place], entry["next"][place]
-        parts.append(f"{entry['method']} {future:.2g} and {following:.2g} (pools of {pool_size(entry['own'])})")
+        pool = f"pools of {pool_size(entry['own'])} tokens"
+        parts.append(f"{two_digits(future)} and {two_digits(following)} in {entry['method']} ({pool})")
     silent = [entry["method"] for entry in data["methods"] if not entry["tokens"]]
-    text = f"Bits that an assignment in training tells of its token's future, and of the next token: {listed(parts)}"
-    return f"{text}; {listed(silent)} none." if silent else f"{text}."
+    text = (
+        "In training the assignment of a token leaks so many bits about its whole future, and about the next token: "
+        f"{listed(parts)}"
+        if parts
+        else "No run's own pool fits into its trace"
+    )
+    return f"{text}; none in {listed(silent)}." if silent else f"{text}."
 
 
 class Bits(NamedTuple):

@@ -14,7 +14,7 @@ from ..material import Material, NotShownError
 from ..methods import Subject, options, pool_tokens
 from ..plain import Data
 from ..records import finite, series
-from ..sentences import listed, pool_size, signed
+from ..sentences import listed, pool_size, short, signed
 
 LATE = 0.9
 """Where the last tenth of training begins, over which training losses are averaged."""
@@ -26,17 +26,49 @@ def loss_by_method(material: Material) -> Data:
     shown = [entry for entry in found if entry["points"]]
     if not shown:
         raise NotShownError("no run was validated yet")
-    return {"methods": shown}
+    return {"methods": shown, "left_out": _without(found, shown, NOT_VALIDATED)}
 
 
 def say_loss_by_method(data: Data) -> str:
-    ends = sorted((entry["points"][-1][1], entry["method"], entry["std"][-1]) for entry in data["methods"])
-    (best, name, _), *others = ends
-    text = f"Lowest at the end is {name}, {best:.3f} nats per token"
+    at, ends = _last_shared(data["methods"])
+    if at is None:
+        parts = [
+            f"{entry['points'][-1][1]:.3f} in {entry['method']} after {short(entry['points'][-1][0])} tokens"
+            for entry in data["methods"]
+        ]
+        text = "The methods were not validated at the same step; their last losses, in nats per token, are"
+        return f"{text} {listed(parts)}."
+    (best, name, _), *others = sorted(ends)
+    text = f"After {short(at)} tokens {name} has the lowest validation loss, {best:.3f} nats per token"
     if others:
-        text += f"; {listed([f'{method} {signed(loss - best)}' for loss, method, _ in others])}"
-    spreads = [std for *_, std in ends if std]
-    return text + (f". Over seeds the spread is up to {max(spreads):.3f}." if spreads else ". One seed each.")
+        text += f", followed by {listed([f'{method} ({signed(loss - best)})' for loss, method, _ in others])}"
+    if not others:
+        text = f"After {short(at)} tokens the validation loss of {name} is {best:.3f} nats per token"
+    spreads = [std for *_, std in ends if std is not None]
+    seeds = f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else "each has one seed"
+    return f"{text}; {seeds if others or spreads else 'there is one seed'}."
+
+
+def _last_shared(methods: Sequence[Data]) -> tuple[float | None, list[tuple[float, str, float | None]]]:
+    """The tokens after which all methods were last validated, and there each one's loss, name and spread."""
+    at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in methods]
+    shared = max(set.intersection(*map(set, at)), default=None)
+    if shared is None:
+        return None, []
+    places = [each[shared] for each in at]
+    return shared, [
+        (entry["points"][place][1], entry["method"], entry["std"][place])
+        for entry, place in zip(methods, places, strict=True)
+    ]
+
+
+NOT_VALIDATED = "its runs were not validated at a step that all of them share"
+
+
+def _without(every: Sequence[Data], shown: Sequence[Data], reason: str) -> dict[str, str]:
+    """Methods that are not shown, and why."""
+    names = {entry["method"] for entry in shown}
+    return {entry["method"]: reason for entry in every if entry["method"] not in names}
 
 
 def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
@@ -58,8 +90,8 @@ def token_multiple(material: Material) -> Data:
 
     At each validation of the reference; losses are the lowest so far, between validations on a straight line.
     """
-    curves = [_curve(runs) for runs in material.compared]
-    curves = [curve for curve in curves if len(curve["points"]) > 1]
+    every = [_curve(runs) for runs in material.compared]
+    curves = [curve for curve in every if len(curve["points"]) > 1]
     if len(curves) < 2:
         raise NotShownError("it compares two methods or more, each validated twice or more")
     reference = next((curve for curve in curves if curve["kind"] == "token_choice"), curves[0])
@@ -73,13 +105,18 @@ def token_multiple(material: Material) -> Data:
     shown = [entry for entry in methods if entry["points"]]
     if not shown:
         raise NotShownError(f"no other method came down to a loss of {reference['method']}")
-    return {"reference": reference["method"], "methods": shown}
+    left_out = _without(every, curves, "it was not validated twice")
+    left_out |= _without(methods, shown, f"it never had a loss that {reference['method']} was validated at")
+    return {"reference": reference["method"], "methods": shown, "left_out": left_out}
 
 
 def say_token_multiple(data: Data) -> str:
     ends = sorted(((entry["points"][-1][1], entry["method"]) for entry in data["methods"]), reverse=True)
-    parts = [f"{method} {multiple:.2f}" for multiple, method in ends]
-    return f"Times fewer tokens than {data['reference']} needed for its last loss that both have: {listed(parts)}."
+    parts = [f"{method} {multiple:.2f} times" for multiple, method in ends]
+    return (
+        f"To reach the last loss that both it and {data['reference']} reach, each method needs so many times fewer "
+        f"tokens than {data['reference']}: {listed(parts)}."
+    )
 
 
 def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -103,14 +140,16 @@ def train_against_validation(material: Material) -> Data:
     gap: the last validation loss less the training loss of the last tenth; pools_gap: of expert choice where `et
     evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
     """
-    methods = []
+    methods, left_out = [], {}
     for subject in material.first_runs:
         tokens = subject.run.tokens_per_step
         train, validation = (
             [[step * tokens, loss] for step, loss in finite(series(records, key))]
             for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
         )
-        if train and validation:
+        if not (train and validation):
+            left_out[subject.method] = "it was not validated yet"
+        else:
             late = _late(train)
             methods.append(
                 {
@@ -123,17 +162,19 @@ def train_against_validation(material: Material) -> Data:
             )
     if not methods:
         raise NotShownError("no run was validated yet")
-    return {"methods": methods}
+    return {"methods": methods, "left_out": left_out}
 
 
 def say_train_against_validation(data: Data) -> str:
-    gaps = [f"{entry['method']} {signed(entry['gap'])}" for entry in data["methods"]]
+    gaps = [f"{signed(entry['gap'])} ({entry['method']})" for entry in data["methods"]]
     pooled = [
-        f"{entry['method']} {signed(entry['pools_gap'])}" for entry in data["methods"] if entry["pools_gap"] is not None
+        f"{signed(entry['pools_gap'])} ({entry['method']})"
+        for entry in data["methods"]
+        if entry["pools_gap"] is not None
     ]
-    text = f"Last validation loss less the mean training loss of the last tenth: {listed(gaps)}."
+    text = f"The last validation loss less the mean training loss of the last tenth of the steps is {listed(gaps)}."
     if pooled:
-        text += f" On the same text, routed causally less routed by the pools of training: {listed(pooled)}."
+        text += f" On one text, routing causally instead of by training's pools changes the loss by {listed(pooled)}."
     return text
 
 
@@ -167,9 +208,10 @@ def batch_size_scaling(material: Material) -> Data:
 def say_batch_size_scaling(data: Data) -> str:
     choice = [entry for entry in data["methods"] if entry["pool"] is not None]
     parts = [f"{entry['validation']:.3f} with {pool_size(entry['pool'])}" for entry in choice]
-    text = f"Validation loss of expert choice by the tokens of its pool: {listed(parts)}"
-    threshold = [f"{entry['method']} {entry['validation']:.3f}" for entry in data["methods"] if entry["pool"] is None]
-    return f"{text}; {listed(threshold)}." if threshold else f"{text}."
+    text = f"The validation loss of expert choice is {listed(parts)} tokens in its pool"
+    others = [entry for entry in data["methods"] if entry["pool"] is None]
+    threshold = [f"{entry['validation']:.3f} in {entry['method']}" for entry in others]
+    return f"{text}; it is {listed(threshold)}." if threshold else f"{text}."
 
 
 def shared_expert(material: Material) -> Data:
@@ -193,16 +235,18 @@ def fanout_norm(material: Material) -> Data:
 
 
 def say_shared_expert(data: Data) -> str:
-    return f"Without the shared expert the last validation loss is {_differences(data)} nats per token."
+    return (
+        f"Leaving out the shared expert changes the last validation loss, in nats per token, by {_differences(data)}."
+    )
 
 
 def say_fanout_norm(data: Data) -> str:
-    return f"With the fanout norm the last validation loss is {_differences(data)} nats per token."
+    return f"The fanout norm changes the last validation loss, in nats per token, by {_differences(data)}."
 
 
 def _differences(data: Data) -> str:
     pairs = [(first, second) for first, second in zip(data["methods"][::2], data["methods"][1::2], strict=True)]
-    return listed([f"{signed(b['points'][-1][1] - a['points'][-1][1])} for {a['method']}" for a, b in pairs])
+    return listed([f"{signed(b['points'][-1][1] - a['points'][-1][1])} ({a['method']})" for a, b in pairs])
 
 
 def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:

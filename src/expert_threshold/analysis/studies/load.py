@@ -16,7 +16,6 @@ from ...routing import kth_largest, take
 from ..material import Material, NotShownError
 from ..measures import best_expert_choice, best_token_choice, load_variation, routing_objective
 from ..measures import load_spread as spread_of
-from ..methods import Subject
 from ..plain import Data
 from ..sentences import listed, percent, pool_size
 
@@ -47,7 +46,7 @@ def load_balance(material: Material) -> Data:
 
 def say_load_balance(data: Data) -> str:
     parts = [f"{entry['method']} {max(entry['spread']):.2f}" for entry in data["methods"]]
-    return f"Tokens of the busiest expert over those of the mean expert, in the worst layer: {listed(parts)}."
+    return f"In the worst layer the busiest expert has so many times the mean load: {listed(parts)}."
 
 
 def load_at_scale(material: Material) -> Data:
@@ -86,13 +85,13 @@ def say_load_at_scale(data: Data) -> str:
     parts = []
     for entry in data["methods"]:
         spread = entry["by_devices"]["resampled"][last]
-        parts.append(f"{entry['method']} {spread:.2f}, {percent(data['experts_share'] * (spread - 1))}")
+        parts.append(f"{entry['method']} {spread:.2f} times ({percent(data['experts_share'] * (spread - 1))})")
     share = percent(data["experts_share"])
     return (
-        f"With {data['experts'][-1]:,} experts on as many devices, {pool_size(data['at'])} tokens each: the busiest "
-        f"over the mean, and how much longer that makes a step of which routed experts are {share}, as of "
-        f"{data['reference']}: {'; '.join(parts)}. Expert choice is exact while it trains; here it is routed as in "
-        "inference."
+        f"With {data['experts'][-1]:,} experts, each on a device of its own with {pool_size(data['at'])} tokens on "
+        "average, the busiest device has so many times the mean load, and a step of which routed experts take "
+        f"{share}, as in {data['reference']}, lasts longer by the percentage in brackets: {listed(parts)}. Expert "
+        "choice is routed as in inference here; while it trains its loads are exact."
     )
 
 
@@ -205,51 +204,67 @@ def _experts_share(model: GPTConfig) -> float:
 
 
 def objective(material: Material) -> Data:
-    """Mean score of a routed edge, Σ z·r / Σ z, of each rule and of the optima (paper, Eq. 3 to 5).
+    """Mean score of a routed token, Σ z·r / Σ z, of each rule and of the optima (paper, Eq. 3 to 5).
 
-    In standard deviations above the mean score of the layer, mean over layers. `balanced`: every token has as many
-    experts and every expert as many tokens, Eq. 3, by linear programming over batches of `BATCH` tokens; `choice`:
-    every expert has as many tokens of such a batch, Eq. 4; `population`: of the whole trace, Eq. 5 on average.
+    In standard deviations above the mean score of the layer, mean over layers. The fewer tokens are routed, the higher
+    they score, so the optima route as many as the rule did, whose load over the load aimed at is `load`. `population`:
+    every expert has as many tokens of the whole trace, Eq. 5 on average; `choice`: of each batch of `BATCH` tokens, Eq.
+    4; `balanced`: every token has as many experts as well, Eq. 3, by linear programming, where that is a whole number.
     """
-    methods = []
+    methods: list[dict[str, Any]] = []
+    left_out = {}
     for subject in material.each("routing objective", material.routed):
         trace = material.trace(subject)
-        found = [_objectives(trace.scores(layer), trace.assignment(layer), subject) for layer in trace.layers[:LAYERS]]
-        means = {name: float(np.mean([each[name] for each in found])) for name in found[0]}
-        own = {"token_choice": "balanced", "expert_choice": "choice"}.get(subject.run.rule["name"], "population")
+        layers = trace.layers[:LAYERS]
+        found = [each for layer in layers if (each := _objectives(trace.scores(layer), trace.assignment(layer)))]
+        if not found:
+            left_out[subject.method] = "no token is routed"
+            continue
+        shared = set.intersection(*map(set, found))
+        means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
+        means["load"] /= subject.run.rule["experts_per_token"]
+        own = "balanced" if subject.run.rule["name"] == "token_choice" and "balanced" in means else "population"
         methods.append({**subject.tag, **means, "own": own})
-    return {"batch": BATCH, "methods": methods}
+    if not methods:
+        raise NotShownError("no token is routed")
+    return {"batch": BATCH, "methods": methods, "left_out": left_out}
 
 
 def say_objective(data: Data) -> str:
-    parts = [f"{e['method']} {e['rule']:.2f} of {e[e['own']]:.2f}" for e in data["methods"] if e["own"] in e]
+    parts = [
+        f"{entry['method']} {entry['rule']:.2f} against {entry[entry['own']]:.2f} (load {percent(entry['load'])})"
+        for entry in data["methods"]
+    ]
     return (
-        f"Mean score of a routed token, in standard deviations above the mean, and the optimum under the rule's own "
-        f"constraints: {listed(parts)}. Token choice may exceed its optimum, since it does not balance."
+        "The mean score of a routed token, in standard deviations above the layer's mean, is compared with the best "
+        "that equal loads allow with as many routed tokens (Eq. 3 for token choice, Eq. 5 for the others), at a load "
+        f"given as a share of the load aimed at: {listed(parts)}. Unequal loads can put a rule above that optimum."
     )
 
 
-def _objectives(scores: Tensor, assignment: Tensor, subject: Subject) -> dict[str, float]:
-    per_token = subject.run.rule["experts_per_token"]
-    experts = scores.shape[1]
-    mean, std = scores.double().mean(), scores.double().std()
+def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
+    """Of a layer's scores and assignment (tokens, experts); None if no token is routed."""
+    routed, (tokens, experts) = int(assignment.sum()), scores.shape
+    if routed == 0:
+        return None
+    fanout = routed / tokens
+    mean, std = scores.double().mean(), scores.double().std().clamp(min=1e-12)
 
     def edge(chosen: Tensor, of: Tensor) -> float:
-        return float((routing_objective(of, chosen).sum() / chosen.sum().clamp(min=1) - mean) / std)
+        return float((routing_objective(of, chosen).sum() / chosen.sum() - mean) / std)
 
     size = max(BATCH // experts, 1) * experts
-    if len(scores) < size * BATCHES:
+    if tokens < size * BATCHES:
         raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; give more --tokens")
     batches = scores[: size * BATCHES].view(BATCHES, size, experts)
-    (population,) = kth_largest(scores[None], [round(len(scores) * per_token / experts)])
-    found = {
-        "rule": edge(assignment, scores),
-        "choice": edge(torch.stack([best_expert_choice(batch, per_token) for batch in batches]), batches),
-        "population": edge(take(scores[None], population)[0], scores),
-    }
-    if per_token == int(per_token):
+    (population,) = kth_largest(scores[None], [max(round(routed / experts), 1)])
+    found = {"rule": edge(assignment, scores), "population": edge(take(scores[None], population)[0], scores)}
+    found["load"] = fanout
+    if size * fanout >= experts:
+        found["choice"] = edge(torch.stack([best_expert_choice(batch, fanout) for batch in batches]), batches)
+    if fanout == int(fanout):
         try:
-            balanced = torch.stack([best_token_choice(batch, int(per_token)) for batch in batches])
+            balanced = torch.stack([best_token_choice(batch, int(fanout)) for batch in batches])
         except ValueError as missing:
             raise NotShownError(str(missing)) from None
         found["balanced"] = edge(balanced, batches)

@@ -48,10 +48,10 @@ def rules_overview(material: Material) -> Data:
     by_batch, taken_by_batch = (t.view_as(own) for t in kth(own.reshape(1, -1)))
     mean = means[expert].expand_as(own)
     panels = {
-        "token_choice": ("token choice", rival, own > rival),
-        "expert_choice_sequence": ("expert choice, sequence", by_sequence, taken_by_sequence),
-        "expert_choice_batch": ("expert choice, batch", by_batch, taken_by_batch),
-        "expert_threshold": ("expert threshold", mean, own > mean),
+        "token_choice": ("TC", rival, own > rival),
+        "expert_choice_sequence": ("EC over a sequence", by_sequence, taken_by_sequence),
+        "expert_choice_batch": ("EC over a batch", by_batch, taken_by_batch),
+        "expert_threshold": ("ET", mean, own > mean),
     }
     rules = [
         {"kind": kind, "method": name, "cutoff": line, "taken": taken} for kind, (name, line, taken) in panels.items()
@@ -69,8 +69,9 @@ def _ordinary(scores: torch.Tensor, means: torch.Tensor, expected: float) -> int
 
 def say_rules_overview(data: Data) -> str:
     tokens = array(data["scores"]).size
-    parts = [f"{rule['method']} {int(np.sum(rule['taken']))}" for rule in data["rules"]]
+    parts = [f"{int(np.sum(rule['taken']))} by {rule['method']}" for rule in data["rules"]]
     return (
-        f"Every rule compares a score with a cutoff. Scores of expert {data['expert']} in layer {data['layer']} of "
-        f"{data['method']} for {tokens} tokens of {len(data['scores'])} sequences; taken are {listed(parts)}."
+        "Every rule compares a score with a cutoff. The bars are the scores that expert "
+        f"{data['expert']} in layer {data['layer']} of {data['method']} gives to {tokens} tokens of "
+        f"{len(data['scores'])} sequences, coloured where the token is taken: {listed(parts)}."
     )

@@ -11,7 +11,7 @@ import torch
 from ..material import DOMAINS, Material
 from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, array
-from ..sentences import listed, percent
+from ..sentences import counted, listed, percent
 
 CELLS = 108
 """Tokens of a passage that is shown in cells: two rows on a wide page."""
@@ -37,8 +37,8 @@ def say_specialisation(data: Data) -> str:
     bits = [f"{entry['method']} {array(entry['bits']).mean():.3f}" for entry in data["methods"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     return (
-        "What a routed token's expert tells of its domain, code (HumanEval) or math (GSM8K), in bits, mean over "
-        f"layers: {listed(bits)} of at most 1. "
+        "The expert of a routed token reveals its domain, code (HumanEval) or math (GSM8K), by so many bits, averaged "
+        f"over layers and at most 1: {listed(bits)}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
     )
 
@@ -54,7 +54,7 @@ def say_specialisation_summary(data: Data) -> str:
     ends = [(max(array(entry["bits"])), entry) for entry in data["methods"]]
     most, entry = max(ends, key=lambda end: end[0])
     layer = entry["layers"][int(array(entry["bits"]).argmax())]
-    return f"Experts know their domain best in layer {layer} of {entry['method']}: {most:.3f} bits."
+    return f"Experts are most specialised in layer {layer} of {entry['method']}, at {most:.3f} bits."
 
 
 def passage_intensity(material: Material) -> Data:
@@ -70,9 +70,11 @@ def say_passage_intensity(data: Data) -> str:
         words = [f"“{passage['tokens'][place].strip()}”" for place in order if passage["tokens"][place].strip()]
         top = list(dict.fromkeys(words))[:5]
         parts.append(
-            f"{fanout.mean():.1f} on average in {passage['name']}, most, {fanout.max():.0f}, for {listed(top)}"
+            f"{fanout.mean():.1f} on average in {passage['name']}, with a maximum of {fanout.max():.0f}, and highest "
+            f"for {listed(top)}"
         )
-    return f"Routed experts of a token, {len(data['layers'])} layers together, in {data['method']}: {'; '.join(parts)}."
+    layers = counted(len(data["layers"]), "layer")
+    return f"In {data['method']} the fanout of a token, summed over {layers}, is {'; '.join(parts)}."
 
 
 def passage_fanout(material: Material) -> Data:
@@ -84,8 +86,12 @@ def say_passage_fanout(data: Data) -> str:
     parts = []
     for passage in data["passages"]:
         means = array(passage["values"]).mean(1)
-        parts.append(f"{passage['name']} {listed([f'{mean:.2f}' for mean in means])}")
-    return f"Mean routed experts of a token from the first layer with experts to the last: {'; '.join(parts)}."
+        text = f"{means.mean():.2f} in {passage['name']}"
+        if len(means) > 1:
+            low, high = (data["layers"][int(place)] for place in (means.argmin(), means.argmax()))
+            text += f" ({means.min():.2f} in layer {low} to {means.max():.2f} in layer {high})"
+        parts.append(text)
+    return f"A token of {data['method']} has a mean fanout in a layer of {listed(parts)}."
 
 
 def passage_routing(material: Material) -> Data:
@@ -97,8 +103,8 @@ def say_passage_routing(data: Data) -> str:
     parts = []
     for passage in data["passages"]:
         used = array(passage["values"]).any(axis=1)
-        parts.append(f"{passage['name']} meets {used.sum():.0f} of {used.size} experts")
-    return f"Black is routed: {listed(parts)} in {data['method']}."
+        parts.append(f"{used.sum():.0f} of {used.size} experts get a token of {passage['name']}")
+    return f"Black cells are tokens routed to an expert of {data['method']}: {listed(parts)}."
 
 
 def _passages(

@@ -1,0 +1,288 @@
+"""What every figure keeps to, whatever it shows: type that can be read, keys that name what is drawn, true colours."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import StepPatch
+from matplotlib.text import Text
+
+from expert_threshold.analysis import figures
+from expert_threshold.analysis.figures.style import INK, MUTED, SMALL, expert_colours
+from expert_threshold.analysis.leakage import MoELayers
+from expert_threshold.analysis.page import CSS
+from expert_threshold.analysis.studies.leakage import closed_form
+
+KINDS = [
+    "token_choice",
+    "token_choice_aux",
+    "token_choice_loss_free",
+    "expert_choice_sequence",
+    "expert_choice_batch",
+    "expert_threshold",
+    "expert_threshold_no_warmup",
+    "other",
+]
+NAMES = ["TC", "TC aux", "TC loss-free", "EC 2k", "EC 512k", "ET", "ET no warmup", "ET capacity_slack 0.25 decay 0.9"]
+EXPERTS, POINTS = 16, 5
+WIDTHS = [figures.NARROW, figures.WIDE]
+CHANCE = np.random.Generator(np.random.PCG64(0))
+
+
+def values(*shape: int) -> Any:
+    return CHANCE.uniform(0.1, 1, shape).tolist()
+
+
+def series() -> list[list[float]]:
+    return [[100.0 * (place + 1), value] for place, value in enumerate(values(POINTS))]
+
+
+def per_layer(layers: int) -> dict[str, Any]:
+    return {str(layer): values(POINTS) for layer in range(1, layers + 1)}
+
+
+def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
+    """Numbers of the shape that the study of this name finds."""
+    tags = [{"method": name, "kind": kind} for name, kind in zip(NAMES[-methods:], KINDS[-methods:], strict=True)]
+    every = list(range(1, layers + 1))
+    steps = [10.0 * place for place in range(1, POINTS + 1)]
+    matrix = np.array(values(4, 4))
+    entries: dict[str, dict[str, Any]] = {
+        "loss_by_method": {"points": series(), "std": values(POINTS), "seeds": 2},
+        "token_multiple": {"points": series()},
+        "shared_expert": {"points": series(), "std": [None] * POINTS},
+        "train_against_validation": {"train": series(), "validation": series(), "gap": 0.1, "pools_gap": 0.1},
+        "batch_size_scaling": {"pool": None, "train": 3.0, "validation": 3.1, "core": 0.1},
+        "cutoff_stability": {
+            "layer": 1, "warmup": 15, "steps": steps, "deviation": values(EXPERTS, POINTS),
+            "load": values(EXPERTS, POINTS), "bound": [None, *values(POINTS - 1)],
+        },
+        "cutoff_law": {"tokens": [64, 256, 1024], "by_token": values(3), "by_text": values(3), "law": values(3)},
+        "warmup": {name: series() for name in (
+            "cutoff", "batch_cutoff", "other_cutoff", "raw_usage", "starvation", "score_std", "gate_std")},
+        "capacity": {"target": 0.2} | {
+            name: {str(layer): series() for layer in every} for name in ("raw_usage", "saturation", "starvation")},
+        "cutoffs_and_biases": {"of": "cutoff", "steps": steps, "values": values(EXPERTS, POINTS)},
+        "score_histograms": {"tokens": 1000, "experts": [
+            {"layer": 1, "expert": e, "edges": list(range(6)), "all": [9, 90, 500, 90, 9], "assigned": [0, 0, 0, 9, 9],
+             "cutoff": 2.5} for e in (0, 15)]},
+        "fanout_by_position": {"x": list(range(POINTS)), "layers": per_layer(layers), "mean": values(POINTS)},
+        "fanout_by_loss": {"x": steps, "layers": per_layer(layers), "mean": values(POINTS)},
+        "loss_by_fanout": {"x": list(range(POINTS)), "layers": per_layer(layers), "mean": values(POINTS)},
+        "fanout_distribution": {"share": values(EXPERTS), "mean": 1.0, "std": 0.5},
+        "specialisation": {"layers": every, "ratios": {d: values(layers, EXPERTS) for d in ("code", "math")}},
+        "specialisation_summary": {"layers": every, "bits": values(layers)},
+        "routing_consistency": {"steps": [4000, 8000, 12000, 16000],
+                                "weighted_jaccard": np.where(np.eye(4) > 0, 1, 0.9 * matrix).tolist()},
+        "routing_divergence": {"steps": [4, 8, 12, 16], "joint_jsd": np.where(np.eye(4) > 0, 0, matrix).tolist()},
+        "load_balance": {"layers": every, "spread": [1 + value for value in values(layers)]},
+        "objective": {"rule": 1.0, "choice": 0.9, "population": 1.1, "load": 0.71, "own": "population"},
+        "load_at_scale": {
+            "by_tokens": {"resampled": [[2, 1.5], [3, 2]], "closed_form": [[2, 1.5], [3, 2]]},
+            "by_devices": {"resampled": [1, 2, 3], "closed_form": [1, 2, 3]},
+        },
+        "leakage_probe": {"own": 64, "tokens": [64, 256, 1024]} | {n: values(3) for n in ("pool", "future", "next")},
+        "leakage_bounds": {},
+        "passage_intensity": {}, "passage_fanout": {}, "passage_routing": {}, "rules_overview": {},
+    }  # fmt: skip
+    found = {"methods": [tag | entries[name] for tag in tags]}
+    words = ["Every ", "token", " of", " a text"] * 10
+    shapes = {"passage_intensity": (40,), "passage_fanout": (layers, 40), "passage_routing": (layers, 40, EXPERTS)}
+    rules = [{"method": name, "kind": kind, "cutoff": values(3, 6), "taken": [[True, False] * 3] * 3}
+             for name, kind in zip(["TC", "EC", "EC", "ET"], KINDS[:3] + KINDS[5:6], strict=True)]  # fmt: skip
+    extra: dict[str, dict[str, Any]] = {
+        "token_multiple": {"reference": "TC"},
+        "batch_size_scaling": {"methods": [
+            {**tags[0], "pool": pool, "train": 3.0, "validation": 3.1, "core": 0.1} for pool in (64, 512)]
+            + found["methods"]},
+        "warmup": {"warmup": 250, "layer": layers, "other_layer": 1, "target": 0.2},
+        "cutoffs_and_biases": {"layer": 1},
+        "specialisation": {"domains": ["code", "math"]},
+        "load_at_scale": {"tokens_per_expert": [64, 1024], "experts": [16, 4096], "devices": [8, 64, 4096], "at": 1024,
+                          "experts_share": 0.2, "reference": "d20"},
+        "rules_overview": {**tags[0], "layer": 1, "expert": 0, "scores": values(3, 6), "rules": rules},
+    }  # fmt: skip
+    if name == "leakage_bounds":
+        closed = closed_form(MoELayers(4, 1, layers))
+        return {**closed, "finite": {str(bits): bound for bits, bound in closed["finite"].items()}}
+    if name in shapes:
+        whole = CHANCE.integers(0, 2 if name == "passage_routing" else 12, shapes[name]).tolist()
+        passages = [{"name": "GSM8K", "tokens": words, "values": whole}]
+        return {**tags[0], "layers": every, "experts": EXPERTS, "passages": passages}
+    return found | extra.get(name, {})
+
+
+DRAWN = [
+    "loss_by_method", "token_multiple", "shared_expert", "train_against_validation", "batch_size_scaling",
+    "cutoff_stability", "cutoff_law", "warmup", "capacity", "cutoffs_and_biases", "score_histograms",
+    "fanout_by_position", "fanout_by_loss", "loss_by_fanout", "fanout_distribution", "specialisation",
+    "specialisation_summary", "routing_consistency", "routing_divergence", "load_balance", "objective",
+    "load_at_scale", "leakage_probe", "leakage_bounds", "passage_intensity", "passage_fanout", "passage_routing",
+    "rules_overview",
+]  # fmt: skip
+
+
+def train_of(layers: int) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl."""
+    layer = lambda: {  # noqa: E731
+        "load_spread": 1.5, "score_std": values(EXPERTS), "gate_std": values(EXPERTS), "usage": values(EXPERTS),
+        "cutoff": values(EXPERTS), "batch_cutoff": values(EXPERTS), "saturation": values(EXPERTS),
+        "starvation": values(EXPERTS),
+    }  # fmt: skip
+    return [
+        {"step": step, "cross_entropy": 3.0, "loss": 3.0, "tokens_per_second": 100.0,
+         "layers": {str(number): layer() for number in range(1, layers + 1)}}
+        for step in range(1, POINTS + 1)
+    ]  # fmt: skip
+
+
+def every_figure() -> Iterator[tuple[str, Figure, float]]:
+    """With one, two and twelve layers, with one and with eight methods, narrow and wide."""
+    narrow, wide = WIDTHS
+    for methods, layers, width in ((1, 1, narrow), (8, 2, narrow), (8, 2, wide), (1, 12, narrow)):
+        for name in DRAWN:
+            yield name, getattr(figures, name)(data_of(name, methods, layers), width), width
+    for layers, width in ((1, narrow), (2, wide), (12, narrow)):
+        train = train_of(layers)
+        for name in ("saturation", "starvation"):
+            yield name, getattr(figures, name)(train, 2, width), width
+        for name in ("score_spread", "gate_spread", "speed"):
+            yield name, getattr(figures, name)(train, width), width
+        yield "usage", figures.usage(train, 0.5, width), width
+        yield "load_spread", figures.load_spread(train, train[-1:], 2, width), width
+        yield "cutoffs", figures.cutoffs(train, 2, width), width
+        yield "loss", figures.loss(train, train[-1:], width), width
+        yield "fanout", figures.fanout({layer: [50, 30, 20] for layer in range(1, layers + 1)}, width), width
+
+
+@pytest.fixture(scope="module")
+def drawn() -> list[tuple[str, Figure, float]]:
+    return list(every_figure())
+
+
+def test_no_type_is_smaller_than_can_be_read_on_a_phone(drawn: list[tuple[str, Figure, float]]) -> None:
+    """Six pixels was the smallest: 5.5 and 6 points in a figure of 4.4 inches on a page of 390 pixels."""
+    phone = 390 - 2 * 16  # pixels between the margins of a page
+    assert SMALL / 72 / figures.NARROW * phone >= 9
+    for name, figure, _ in drawn:
+        for text in figure.findobj(Text):
+            assert not text.get_text().strip() or text.get_fontsize() >= SMALL, (name, text.get_text())
+
+
+def test_wide_figures_give_way_to_narrow_ones_before_type_gets_too_small() -> None:
+    assert "@media (max-width: 50rem)" in CSS
+    wide, half = 50 * 16 - 2 * 16, (50 * 16 - 4 * 16) / 2
+    assert SMALL / 72 / figures.WIDE * wide >= 9
+    assert SMALL / 72 / figures.NARROW * half >= 9
+
+
+def test_a_key_names_nothing_that_is_not_drawn(drawn: list[tuple[str, Figure, float]]) -> None:
+    """One layer alone had a key for "one layer" and "mean of layers", and methods that leak nothing had lines."""
+    for name, figure, _ in drawn:
+        lines = [line for axes in figure.axes for line in axes.lines]
+        seen = [line for line in lines if np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any()]
+        colours = {to_hex(line.get_color()) for line in seen}
+        outlines = any(isinstance(patch, StepPatch) for axes in figure.axes for patch in axes.patches)
+        for sample in figure.artists:
+            if isinstance(sample, Line2D):
+                colour = to_hex(sample.get_color())
+                assert colour in {to_hex(INK), to_hex(MUTED)} | colours, (name, colour)
+                assert outlines or any(line.is_dashed() == sample.is_dashed() for line in seen), name
+
+
+@pytest.mark.parametrize("name", ["fanout_by_position", "fanout_by_loss", "loss_by_fanout", "capacity"])
+def test_a_single_layer_has_no_line_beside_the_mean(name: str) -> None:
+    texts = {text.get_text() for text in getattr(figures, name)(data_of(name, 1, 1)).texts}
+    assert not texts & {"one layer", "mean of layers"}
+    texts = {text.get_text() for text in getattr(figures, name)(data_of(name, 1, 2)).texts}
+    assert "one layer" in texts
+
+
+def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
+    data = data_of("leakage_probe", 2, 1)
+    data["methods"][1] |= {name: [0.0] * 3 for name in ("pool", "future", "next")}
+    texts = [text.get_text() for text in figures.leakage_probe(data).texts]
+    assert data["methods"][0]["method"] in texts
+    assert data["methods"][1]["method"] not in texts
+
+
+def test_every_line_in_the_key_of_the_bounds_on_leakage_is_in_sight() -> None:
+    """With four experts and one for each token N·log₂ N lay above the axes."""
+    for expansion in (2, 4, 16):
+        closed = closed_form(MoELayers(expansion, 1, 2))
+        figure = figures.leakage_bounds({**closed, "finite": {str(k): v for k, v in closed["finite"].items()}})
+        axes = figure.axes[0]
+        for line in axes.lines:
+            assert (np.asarray(line.get_ydata()) <= axes.get_ylim()[1]).sum() >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "measure"), [("routing_consistency", "weighted_jaccard"), ("routing_divergence", "joint_jsd")]
+)
+def test_a_checkpoint_and_itself_have_the_colour_of_their_value(name: str, measure: str) -> None:
+    """The diagonal was clear, as if a checkpoint were least similar to itself."""
+    data = data_of(name, 8, 1)
+    panels = [axes for axes in getattr(figures, name)(data).axes if axes.images][:8]
+    for axes, entry in zip(panels, data["methods"], strict=True):
+        opacity = np.asarray(axes.images[0].get_array())[..., 3].ravel()
+        matrix = np.array(entry[measure]).ravel()
+        order = np.argsort(matrix, kind="stable")
+        assert (np.diff(opacity[order]) >= -1e-9).all()
+        assert opacity.min() > 0
+        if name == "routing_consistency":
+            assert (opacity.reshape(4, 4).diagonal() == opacity.max()).all()
+
+
+@pytest.mark.parametrize("name", ["load_balance", "specialisation_summary"])
+@pytest.mark.parametrize("layers", [1, 2, 12])
+def test_layers_are_whole_numbers_along_an_axis(name: str, layers: int) -> None:
+    axes = getattr(figures, name)(data_of(name, 8, layers)).axes[0]
+    if layers == 1:  # no axis of one layer, which had ticks from 0.96 to 1.04: a row for each method
+        assert [text.get_text() for text in axes.get_yticklabels()] == NAMES
+        assert axes.get_title(loc="left").endswith("layer 1")
+    else:
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+        assert {1, layers} <= set(axes.get_xticks()) | {layers}
+
+
+def test_losses_fill_the_width_of_their_figure() -> None:
+    """The axis began at 0 tokens, though losses of the first third were cut off: three validations left two thirds."""
+    for points in (2, 3, 10):
+        data = {"methods": [{"method": "ET", "kind": "expert_threshold", "points": series()[:points], "std": []}]}
+        if points == 3:
+            data["methods"][0]["points"] = [[100, 6.0], [200, 4.0], [300, 3.0]]
+        axes = figures.loss_by_method(data).axes[0]
+        (low, high), (x, y) = axes.get_xlim(), axes.lines[0].get_data()
+        seen = np.asarray(x)[np.asarray(y) <= axes.get_ylim()[1]]
+        assert np.ptp(seen) >= 0.8 * (high - low)
+
+
+def test_long_names_go_into_a_key_and_leave_the_width_to_the_lines() -> None:
+    for width, name in itertools.product(WIDTHS, ("loss_by_method", "load_balance", "specialisation_summary")):
+        data = data_of(name, 8, 3)
+        data["methods"][0]["method"] = "ET " + "a very long name of a method " * 3
+        place = getattr(figures, name)(data, width).axes[0].get_position()
+        assert place.width >= 0.5
+
+
+def test_experts_of_a_layer_have_colours_of_their_own() -> None:
+    """Sixteen lines were of one colour, that of their layer."""
+    assert len(set(expert_colours(EXPERTS))) == EXPERTS
+    assert len(expert_colours(300)) == 300
+    for axes in figures.cutoffs(train_of(2)).axes[:2]:
+        lines = axes.lines[-EXPERTS:]
+        assert [line.get_color() for line in lines] == expert_colours(EXPERTS)
+
+
+def test_warmup_shows_no_panel_twice() -> None:
+    for layers in (1, 2, 12):
+        data = data_of("warmup", 2, layers)
+        titles = [axes.get_title(loc="left") for axes in figures.warmup(data).axes]
+        assert len({title.split(") ", 1)[1] for title in titles}) == len(titles)
