@@ -9,12 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
-from expert_threshold.analysis.methods import by_method, find_runs, read_subjects
+from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import plain
 from expert_threshold.analysis.studies import STUDIES, consistency, cutoffs, leakage, load
@@ -138,6 +139,104 @@ def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_p
     assert (tmp_path / f"{name}.svg").read_bytes() == (out / f"{name}.svg").read_bytes()
 
 
+def stopped_early(run: Path, to: Path) -> Path:
+    """A copy of a run as it was after step 4, before which it was validated once."""
+    copy = shutil.copytree(run, to)
+    shutil.rmtree(copy / "checkpoints" / "step_000008")
+    lines = [line for line in (copy / "metrics.jsonl").read_text().splitlines() if json.loads(line)["step"] <= 4]
+    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    return copy
+
+
+def test_an_unfinished_seed_is_left_out_by_name_and_its_method_is_shown(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The curves of its method were cut to what it has in common with the others, which might be nothing at all."""
+    copy = stopped_early(runs / "et-1", tmp_path / "et-2")
+    begun = shutil.copytree(copy, tmp_path / "et-3")
+    shutil.rmtree(begun / "checkpoints")
+    out = tmp_path / "out"
+    figures = ["--figures", "loss_by_method", "--out", out]
+    assert analyze(runs / "tc", runs / "et", copy, begun, *figures) == 0
+    said = capsys.readouterr().err
+    reasons = {
+        copy: "unfinished, 4 of 8 steps, where other runs of ET are finished",
+        begun: "no checkpoint was saved yet",
+    }
+    html = (out / "report.html").read_text(encoding="utf-8")
+    for path, reason in reasons.items():
+        assert f"run left out: {path}: {reason}\n" in said.replace("et analyze: ", "")
+        assert f"<li>Run {path}: {reason}.</li>" in html
+    assert "<h1>2 runs of 2 methods</h1>" in html
+    assert "2 runs left out" in html
+    methods = {entry["method"]: entry for entry in data_of(out, "loss_by_method")["methods"]}
+    assert methods.keys() == {"TC", "ET"}
+    assert methods["ET"]["seeds"] == 1
+    assert methods["ET"]["points"][-1][0] == 8 * 64
+
+
+def test_a_method_without_a_finished_run_is_shown_as_far_as_it_went_and_said_to_be(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = stopped_early(runs / "et", tmp_path / "et")
+    out = tmp_path / "out"
+    assert analyze(runs / "tc", copy, "--figures", "loss_by_method", "--out", out) == 0
+    assert f"{copy}: unfinished, 4 of 8 steps; shown as far as it went" in capsys.readouterr().err
+    html = (out / "report.html").read_text(encoding="utf-8")
+    assert "<h1>2 runs of 2 methods</h1>" in html
+    assert f"Shown as far as they went: {copy}: unfinished, 4 of 8 steps." in html
+    assert "Without a final validation, so not in this table: ET." in html
+    assert "After 256 tokens" in html  # the last that both were validated after, not each one's own end
+
+
+def test_a_method_without_a_number_for_a_figure_is_named(runs: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(runs / "et", tmp_path / "et")
+    lines = [line for line in (copy / "metrics.jsonl").read_text().splitlines() if '"validation"' not in line]
+    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    names = "loss_by_method,train_against_validation"
+    assert analyze(runs / "tc", copy, "--figures", names, "--out", tmp_path / "out") == 0
+    html = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    for title in ("Validation loss by method", "Training and validation loss"):
+        assert re.search(f"<li>{title} of ET: [^<]+</li>", html)
+
+
+def test_a_comparison_of_cutoffs_says_what_was_recorded_and_no_zero_by_construction(out: Path, runs: Path) -> None:
+    choice, threshold = data_of(out, "cutoff_stability")["methods"]
+    assert (choice["rule"], threshold["rule"]) == ("expert_choice", "expert_threshold")
+    assert choice["bound"] is None  # every load is exact by definition, which is no finding
+    train = [record for record in RunFolder.open(runs / "et").metrics.read() if record["split"] == "train"]
+    layers = [record["layers"]["2"] for record in train]  # the middle one of 1 and 2
+    lag = [[b - a for a, b in zip(each["cutoff"], each["batch_cutoff"], strict=True)] for each in layers]
+    np.testing.assert_allclose(np.transpose(threshold["deviation"]), lag, atol=1e-5)
+    assert np.abs(np.array(threshold["deviation"])[:, 3:]).max() > 0
+    np.testing.assert_allclose(np.transpose(threshold["load"]), [np.divide(each["usage"], 0.25) for each in layers])
+    moved = [
+        [
+            s > 0 or f > 0
+            for each in record["layers"].values()
+            for s, f in zip(each["saturation"], each["starvation"], strict=True)
+        ]
+        for record in train
+    ]
+    assert threshold["bound"][:3] == [None] * 3  # warmup
+    np.testing.assert_allclose(threshold["bound"][3:], np.mean(moved[3:], axis=1), rtol=1e-5)
+    assert threshold["bound_share"] == pytest.approx(np.mean(moved[3:]), rel=1e-5)
+    sentence = cutoffs.say_cutoff_stability(data_of(out, "cutoff_stability"))
+    assert "a capacity bound decided in" in sentence
+
+
+def test_optima_have_as_many_routed_tokens_as_the_rule(out: Path) -> None:
+    """EC and ET routed fewer than the optima they were compared with, and fewer score higher."""
+    entries = {entry["method"]: entry for entry in data_of(out, "objective")["methods"]}
+    assert entries["TC"]["load"] == 1
+    assert "balanced" in entries["TC"]
+    for name in ("EC 64", "EC 16", "ET"):
+        assert entries[name]["load"] != 1
+        assert "balanced" not in entries[name]
+        assert entries[name]["own"] == "population"
+    assert "(load 100 %)" in load.say_objective(data_of(out, "objective"))
+
+
 def test_the_page_is_whole_in_itself(out: Path) -> None:
     html = (out / "report.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="(?:https?:)?//', html)
@@ -210,10 +309,10 @@ def test_figures_without_meaning_are_left_out_with_a_reason(
 
 @pytest.mark.parametrize("name", ["dense", "tc", "ec-batch"])
 def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: Path, tmp_path: Path) -> None:
-    subjects = read_subjects(find_runs([str(runs / name)]))
+    selection = select_runs(find_runs([str(runs / name)]))
     streams = material_module.Streams(None, 1024, None, None)
     quiet = lambda what: lambda done, total: None  # noqa: E731
-    material = material_module.Material(subjects, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
+    material = material_module.Material(selection, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
     shown, reasons = set(), []
     for study in STUDIES:
         try:

@@ -16,7 +16,7 @@ from .material import Material, NotShownError
 from .methods import LEGEND, Subject
 from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
 from .plain import Data, plain
-from .sentences import listed, short
+from .sentences import counted, listed, short
 from .studies import STUDIES, Study
 
 
@@ -44,6 +44,7 @@ def write_atlas(
             missing += partly
             say(f"{place}: {exhibit.sentence}")
     report = out / "report.html"
+    missing = [*missing, *(LeftOut(f"Run {path}", why) for path, why in material.selection.left_out.items())]
     replace_file(report, render(material, shown, missing).encode(errors="replace"))
     return report
 
@@ -69,7 +70,8 @@ def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequenc
     return page(
         f"Analysis of {', '.join(methods)}",
         [
-            f'<header><h1>{escape(_title(material))}</h1><p class="muted">{escape(LEGEND)}</p></header>',
+            f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
+            f'<p class="muted">{escape(LEGEND)}</p></header>',
             *(exhibits(section, entries) for section, entries in shown.items()),
             _results(material),
             _runs(material.subjects),
@@ -79,20 +81,31 @@ def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequenc
 
 
 def _title(material: Material) -> str:
-    runs, methods = len(material.subjects), len(material.methods)
-    return f"{runs} run{'s' if runs > 1 else ''} of {methods} method{'s' if methods > 1 else ''}"
+    return f"{counted(len(material.subjects), 'run')} of {counted(len(material.methods), 'method')}"
+
+
+def _incomplete(material: Material) -> str:
+    """What the title does not count, and what it counts though it is unfinished."""
+    left_out, unfinished = material.selection.left_out, material.selection.unfinished
+    lines = [f"{counted(len(left_out), 'run')} left out: {'; '.join(f'{p}: {w}' for p, w in left_out.items())}."]
+    lines += [f"Shown as far as they went: {'; '.join(f'{path}: {how}' for path, how in unfinished.items())}."]
+    shown = [line for line, runs in zip(lines, (left_out, unfinished), strict=True) if runs]
+    return "".join(f"<p>{escape(line)}</p>" for line in shown)
 
 
 def _results(material: Material) -> str:
     """What each method reached, as `et compare` has it."""
-    results = []
+    results, without = [], []
     for method, subjects in material.methods.items():
         read = (read_result(s.folder, method, s.run.config["train"]["seed"]) for s in subjects)
-        results += [result for result in read if result is not None]
+        found = [result for result in read if result is not None]
+        results += found
+        without += [] if found else [method]
     if not results:
         return ""
     rows = cells(summarise(results), lambda text: text)
-    return f'<section><h2>Results</h2>{table(HEADERS, rows)}<p class="muted">{escape(NOTES)}</p></section>'
+    notes = NOTES + (f" Without a final validation, so not in this table: {listed(without)}." if without else "")
+    return f'<section><h2>Results</h2>{table(HEADERS, rows)}<p class="muted">{escape(notes)}</p></section>'
 
 
 def _runs(subjects: Sequence[Subject]) -> str:
@@ -101,13 +114,13 @@ def _runs(subjects: Sequence[Subject]) -> str:
     rows = []
     for subject in subjects:
         parameters = parameter_counts(subject.run.model)
-        step = subject.folder.latest_checkpoint() or 0
+        step, steps = subject.steps
         rows.append(
             (
                 str(subject.folder.path),
                 subject.method,
                 str(subject.run.config["train"]["seed"]),
-                f"{step:,}",
+                f"{step:,}" if step == steps else f"{step:,} of {steps:,}",
                 short(step * subject.run.tokens_per_step),
                 short(parameters["total"]),
                 short(parameters["active"]),

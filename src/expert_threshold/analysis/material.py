@@ -22,7 +22,7 @@ from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
-from .methods import Subject, by_method
+from .methods import Selection, Subject, by_method
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """What is done -> a function that wants to be told how much of it, and of how much."""
@@ -53,15 +53,16 @@ class Material:
 
     def __init__(
         self,
-        subjects: Sequence[Subject],
+        selection: Selection,
         folder: Path,
         streams: Streams,
         device: torch.device,
         dtype: torch.dtype,
         progress: Progress,
     ) -> None:
-        self.subjects = subjects
-        self.methods = by_method(subjects)
+        self.selection = selection
+        self.subjects = selection.subjects
+        self.methods = by_method(selection.subjects)
         self.streams = streams
         self._folder = folder
         self._device, self._dtype = device, dtype

@@ -47,6 +47,11 @@ class Subject(NamedTuple):
         return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
 
     @property
+    def steps(self) -> tuple[int, int]:
+        """The step of the last checkpoint, and the steps that the run was to make."""
+        return self.folder.latest_checkpoint() or 0, self.run.config["train"]["steps"]
+
+    @property
     def layers(self) -> list[int]:
         """The layers with experts."""
         return [] if self.run.model.rule is None else list(range(self.run.model.dense_layers, self.run.model.layers))
@@ -66,6 +71,38 @@ def find_runs(paths: Sequence[str]) -> list[RunFolder]:
         for run in inside or [path]:
             found.setdefault(run.resolve(), RunFolder.open(run))
     return list(found.values())
+
+
+class Selection(NamedTuple):
+    """The runs to analyse, and by folder why others are left out and how far unfinished ones went."""
+
+    subjects: list[Subject]
+    left_out: dict[str, str]
+    unfinished: dict[str, str]
+
+
+def select_runs(folders: Sequence[RunFolder]) -> Selection:
+    """All finished runs; of a method that has none, those that saved a checkpoint.
+
+    An unfinished run beside finished ones of its method would cut their curves to its own length, so it is left out.
+    Raises ValueError if a run is damaged or no run saved a checkpoint.
+    """
+    begun = [folder for folder in folders if folder.latest_checkpoint() is not None]
+    left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in begun}
+    unfinished: dict[str, str] = {}
+    chosen = []
+    read = read_subjects(begun or folders)
+    finished = {subject.method for subject in read if subject.steps[0] == subject.steps[1]}
+    for subject in read:
+        made, steps = subject.steps
+        path, how_far = str(subject.folder.path), f"unfinished, {made:,} of {steps:,} steps"
+        if made != steps and subject.method in finished:
+            left_out[path] = f"{how_far}, where other runs of {subject.method} are finished"
+            continue
+        chosen.append(subject)
+        if made != steps:
+            unfinished[path] = how_far
+    return Selection(chosen, left_out, unfinished)
 
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:

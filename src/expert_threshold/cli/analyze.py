@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ..analysis.atlas import write_atlas
 from ..analysis.material import Material, Streams
-from ..analysis.methods import find_runs, read_subjects
+from ..analysis.methods import find_runs, select_runs
 from ..analysis.studies import STUDIES, Study
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
@@ -34,8 +34,9 @@ OPTIONS = [
 ]
 DESCRIPTION = (
     "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
-    "Runs of one method with several seeds count as one. What needs runs that are not there is left out, with the "
-    "reason.\n\nFigures: " + ", ".join(study.name for study in STUDIES) + "."
+    "Runs of one method with several seeds count as one; an unfinished run is left out where others of its method are "
+    "finished. A figure that needs runs that are not there is left out too. The page says what is left out and why.\n\n"
+    "Figures: " + ", ".join(study.name for study in STUDIES) + "."
 )
 
 
@@ -55,10 +56,15 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
     """The runs that `options` name, with traces kept in `out`. Raises ValueError for what cannot be traced."""
     if options["tokens"] < 2:
         raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
+    selection = select_runs(find_runs(options["run"]))
+    for path, reason in selection.left_out.items():
+        progress.say(f"run left out: {path}: {reason}")
+    for path, how_far in selection.unfinished.items():
+        progress.say(f"{path}: {how_far}; shown as far as it went")
     device = pick_device(options["device"])
     keep_freed_memory()
     return Material(
-        read_subjects(find_runs(options["run"])),
+        selection,
         out / "traces",
         Streams(options["data"], options["tokens"], options.get("human_eval"), options.get("gsm8k")),
         device,
