@@ -57,7 +57,7 @@ HOMES: dict[str, set[str]] = {
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
     "triton": {"moe/dispatch/triton.py", "routing/radix.py"},
-    "uvicorn": {"generate/server.py"},
+    "uvicorn": {"generate/server.py", "generate/serving/protocol.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}
