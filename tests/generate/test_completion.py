@@ -185,9 +185,9 @@ def test_limits_of_tokens_are_kept() -> None:
     assert refusal(parser, prompt=[1] * 5, max_tokens=8).param == "max_tokens"
 
 
-@pytest.mark.parametrize("name", ["body_bytes", "prompt_tokens", "n", "queue", "seconds"])
-def test_a_limit_of_nothing_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0 must be"):
+@pytest.mark.parametrize("name", ["body_bytes", "prompt_tokens", "n", "queue", "seconds", "header_seconds"])
+def test_a_limit_of_nothing_is_refused_by_the_name_of_its_option(name: str) -> None:
+    with pytest.raises(ValueError, match=f"--max-{name.replace('_', '-')} 0 must be"):
         Limits(**{name: 0})
 
 

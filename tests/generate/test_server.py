@@ -728,7 +728,7 @@ def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path
         (["--slots", "0"], "--slots 0 must be at least 1"),
         (["--port", "65536"], "--port 65536 must be from 0 to 65535"),
         (["--threads", "0"], "--threads 0 must be at least 1; leave it out for the default"),
-        (["--threads", "1000000"], "--threads 1000000 is more than this machine can use; give at most"),
+        (["--threads", "1000000"], "threads=1000000 is more than this machine can use; give --threads of at most"),
         (["--max-body-seconds", "0"], "--max-body-seconds 0.0 must be above 0; see et serve --help"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1: no address of this machine; leave it out, or give 0.0.0.0"),
         (["--host", "nowhere.invalid"], "--host nowhere.invalid: no such name is known"),

@@ -45,7 +45,7 @@ def require_few(threads: int) -> None:
     """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
-        raise ValueError(f"--threads {threads} is more than this machine can use; give at most {most}")
+        raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
