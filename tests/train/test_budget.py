@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from expert_threshold.optim.groups import SCHEDULES
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.budget import LEAST, MOST, SHARE_OF_STEPS, Budget
+from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Between, Budget
 from expert_threshold.train.trainer import Trainer
 
 from .conftest import Start
@@ -34,7 +34,9 @@ class Clock:
     stop_at: int = -1  # the step in which Ctrl-C comes
 
 
-def run(pace: Pace, measured: float, validation: float = 0.0, every: int = 100) -> tuple[float, float, Budget]:
+def run(
+    pace: Pace, measured: float, validation: float = 0.0, guess: float = 0.0, every: int = 100
+) -> tuple[float, float, Budget]:
     """A run by a clock: seconds until its last step, those of the last validation, and what was decided."""
     budget = Budget(round(SHARE_OF_STEPS * SECONDS / measured), SECONDS)
     gone, step = 0.0, 0
@@ -42,7 +44,7 @@ def run(pace: Pace, measured: float, validation: float = 0.0, every: int = 100) 
         seconds = pace(gone / SECONDS)
         gone, step = gone + seconds, step + 1
         budget.took(seconds)
-        decision = budget.decide(step, gone, {"validation": every} if validation else {})
+        decision = budget.decide(step, gone, {"validation": Between(every, guess)} if validation else {})
         if decision is not None:
             budget.take(decision)
         if validation and step % every == 0 and step < budget.steps_at(step):
@@ -63,10 +65,12 @@ PACES: dict[str, Pace] = {
 
 @pytest.mark.parametrize("name", PACES)
 @pytest.mark.parametrize("measured", [0.6, 1.0, 1.6])
-@pytest.mark.parametrize("validation", [0.0, 8.0])
-def test_the_time_that_is_given_is_used_and_no_more(name: str, measured: float, validation: float) -> None:
+@pytest.mark.parametrize(("validation", "guess"), [(0.0, 0.0), (8.0, 0.0), (40.0, 30.0)])
+def test_the_time_that_is_given_is_used_and_no_more(
+    name: str, measured: float, validation: float, guess: float
+) -> None:
     """The steps were those of the speed measured first: a run of 3:45 ended after 2:58."""
-    gone, last, _ = run(PACES[name], measured, validation)
+    gone, last, _ = run(PACES[name], measured, validation, guess)
     assert 0.9 * SECONDS <= gone + last <= SECONDS
 
 
@@ -81,7 +85,7 @@ def test_a_steady_speed_measured_right_changes_the_schedule_next_to_nothing() ->
     """All there is to correct is the time kept for what was not known to take none."""
     _, _, budget = run(PACES["steady"], measured=1.0)
     steps = budget.steps_at(10**6)
-    assert LEAST * SECONDS <= steps <= MOST * SECONDS
+    assert (AIM - TOLERANCE) * SECONDS <= steps <= SECONDS
     changed = [b for a, b in itertools.pairwise(budget.decisions) if a.steps != b.steps]
     assert len(changed) == 1
     assert changed[0].seconds <= 0.06 * SECONDS

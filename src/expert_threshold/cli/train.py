@@ -60,7 +60,7 @@ OPTIONS = [
         float | None,
         None,
         "Train for so long, instead of --steps: as many steps as fit in with validation, samples and checkpoints, by "
-        "the speed measured first, and again while the time is used. Reading the text comes on top.",
+        "the speed measured first, and again while the time is used. Reading the text, and CORE, come on top.",
     ),
 ]
 

@@ -28,7 +28,7 @@ def warmup(step: int, warmup_steps: int) -> float:
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
-SCHEDULES: dict[str, Callable[[int, int, float], float]] = {
+SCHEDULES: dict[str, Callable[[float, int, float], float]] = {
     "linear": linear,
     "warmup_stable_decay": warmup_stable_decay,
 }

@@ -2,7 +2,7 @@
 
 The learning rate is a function of progress, which goes from 0 to 1 in a straight line over the steps; after another
 decision it goes on in a straight line to 1 at the new end. So the schedule has no jump, and is the one of a run of so
-many steps, to 1 % of the peak, where the speed is steady. Warmups stay those of the first decision. All decisions are
+many steps, nearly, where the speed is steady. Warmups stay those of the first decision. All decisions are
 kept in config.json: a run that is resumed has the same steps at the same rates.
 """
 
@@ -13,13 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SHARE_OF_STEPS = 0.85
-"""Of the time, where it is not known yet how long validation, samples and checkpoints take."""
+"""Of the time, before anything is known of how long validation, samples and checkpoints take."""
 POINTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
 """Shares of the time, and of the steps, at which their number is decided again."""
-COLD, ENOUGH = 3, 4
-"""Steps of a session that are no measure of its speed, and steps that are one."""
-LEAST, AIM, MOST = 0.95, 0.98, 0.995
-"""Shares of the time. A run that is going to end between LEAST and MOST stays as it is; another one aims at AIM."""
+COLD, ENOUGH = 3, 5
+"""Steps of a session that are no measure of its speed; steps that are one, or else the last fifth of them."""
+AIM, TOLERANCE = 0.97, 0.05
+"""The share of the time that a decision aims at. While a run is going to miss it by no more than that share of the time
+that is left, its steps stay as they are."""
+
+
+class Between(NamedTuple):
+    """What is done between steps, and at the end."""
+
+    every: int | None  # so many steps; None is only at the end
+    guess: float = 0.0  # how long it takes, in steps, until that is measured
 
 
 class Decision(NamedTuple):
@@ -31,7 +39,7 @@ class Decision(NamedTuple):
 class Budget:
     """How many steps a run has, and where on its schedule each of them is.
 
-    seconds: the time it is given, validation, samples and checkpoints included; None is as many steps as were decided.
+    seconds: the time it is given, for steps and what is done between them; None is as many steps as were decided.
     decisions: earlier ones, of a run that is resumed.
     """
 
@@ -40,7 +48,7 @@ class Budget:
         made = [Decision(int(step), int(of), float(gone)) for step, of, gone in decisions]
         self.decisions = made or [Decision(0, steps, 0.0)]
         self._cold = COLD
-        self._steps: list[float] = []  # seconds of each since the last decision
+        self._steps: list[float] = []  # seconds of each, of this session
         self._others: dict[str, list[float]] = {}
 
     @property
@@ -70,15 +78,16 @@ class Budget:
         else:
             self._steps.append(seconds)
 
-    def decide(self, step: int, gone: float, every: Mapping[str, int | None]) -> Decision | None:
-        """The next decision, if one is due after `step`.
-
-        gone: seconds so far. every: steps between two of what comes between steps; None is only at the end.
-        """
+    def decide(self, step: int, gone: float, between: Mapping[str, Between]) -> Decision | None:
+        """The next decision, if one is due after `step`. gone: seconds so far."""
         last = self.decisions[-1]
         if self.seconds is None or not last.step < step < last.steps:  # ended, or resumed from before the last one
             return None
-        cost = {name: math.fsum(times) / len(times) for name, times in self._others.items() if name in every}
+        pace = _mean(self._steps[-max(ENOUGH, len(self._steps) // 5) :])
+        cost = {
+            name: _mean(self._others[name]) if name in self._others else what.guess * pace
+            for name, what in between.items()
+        }
         at_end = math.fsum(cost.values())
         if gone + at_end >= self.seconds:
             return Decision(step, step, gone)
@@ -87,16 +96,16 @@ class Budget:
         )
         if not due or len(self._steps) < ENOUGH:
             return None
-        pace = math.fsum(self._steps) / len(self._steps)
-        between = math.fsum(seconds / (every[name] or math.inf) for name, seconds in cost.items())
-        unknown = any(often is not None and often < last.steps for name, often in every.items() if name not in cost)
-        rate = max(pace + between, pace / SHARE_OF_STEPS if unknown else 0)
-        end = gone + at_end + rate * (last.steps - step)
-        if LEAST * self.seconds <= end <= MOST * self.seconds:
+        rate = pace + math.fsum(cost[name] / (what.every or math.inf) for name, what in between.items())
+        left = AIM * self.seconds - gone - at_end
+        if abs(left - rate * (last.steps - step)) <= TOLERANCE * (self.seconds - gone):
             return Decision(step, last.steps, gone)
-        return Decision(step, step + max(1, int((AIM * self.seconds - gone - at_end) / rate)), gone)
+        return Decision(step, step + max(1, int(left / rate)), gone)
 
     def take(self, decision: Decision) -> None:
         """From now on."""
         self.decisions.append(decision)
-        self._steps.clear()
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return math.fsum(numbers) / max(len(numbers), 1)

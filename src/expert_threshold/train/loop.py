@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
 from ..runs import RunFolder, load_model
 from ..runs.files import damage_told, replace_file
-from .budget import Budget, Decision
+from .budget import Between, Budget, Decision
 from .config import TrainConfig
 from .device import objects_at_rest
 from .interrupt import Interrupt
@@ -42,7 +43,7 @@ class TrainResult(NamedTuple):
     bits_per_byte: float | None
     seconds: float  # of training alone, all sessions together
     tokens: int
-    elapsed: float  # seconds with validation, samples and checkpoints, too
+    elapsed: float  # seconds with validation, samples and checkpoints, too; without CORE
 
 
 def train(
@@ -211,22 +212,31 @@ class _Run:
         self.trainer.budget.took(now() - before, what)
         self.trainer.elapsed = now() - self.begun
 
+    @property
+    def between(self) -> dict[str, Between]:
+        """What is done between steps; validation is forward alone, about a third of what a step does for a token."""
+        config, found = self.config, {"checkpoint": Between(self.config.checkpoint_every)}
+        if config.eval_every is not None and self.validation is not None:
+            tokens = min(len(self.validation), config.eval_tokens or math.inf)
+            per_step = config.batch_size * config.accumulation * self.trainer.model.config.context
+            found["validation"] = Between(config.eval_every, tokens / per_step / 3)
+        if config.sample_every is not None:
+            found["sample"] = Between(config.sample_every)
+        return found
+
     def decide(self) -> None:
         """Decide the number of steps again where that is due, on the first rank for all, and keep what was decided."""
-        trainer, budget, config = self.trainer, self.trainer.budget, self.config
+        trainer, budget = self.trainer, self.trainer.budget
         if budget.seconds is None:
             return
-        every: dict[str, int | None] = {"checkpoint": config.checkpoint_every}
-        every |= {"core": config.core_every} if self.core else {}
-        often = {"validation": config.eval_every, "sample": config.sample_every}
-        every |= {name: steps for name, steps in often.items() if steps is not None}
-        decided = self.parallel.from_first(lambda: budget.decide(trainer.step, trainer.elapsed, every))
+        decided = self.parallel.from_first(lambda: budget.decide(trainer.step, trainer.elapsed, self.between))
         if decided is None:
             return
         before, decision = self.steps, Decision(*decided)
         budget.take(decision)
         if decision.steps != before:
             self.display.steps(decision.steps)
+        if abs(decision.steps - before) > 0.01 * before:
             self.display.say(
                 f"step {trainer.step}: {clock(decision.seconds)} of {clock(budget.seconds)} are gone; "
                 f"{decision.steps:,} steps fit in, not {before:,}"
@@ -341,8 +351,9 @@ class _Run:
             with self.timed("sample"):
                 self.parallel.from_first(self.write_sample)
         if self.is_core_pending():
-            with self.timed("core"):
-                answered = self.parallel.from_first(lambda: self.ask_core(interrupt))
+            before = now()
+            answered = self.parallel.from_first(lambda: self.ask_core(interrupt))
+            self.begun += now() - before  # questions are no part of the time that a run is given
             if answered:
                 self.asked.add(trainer.step)
 
