@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -325,7 +326,7 @@ def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.Captu
 
 
 def test_training_says_what_it_does_and_what_to_type_next(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: list[object], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a run"
     assert et("train", *small, "--steps", 2, "--sample-every", 2, "--out", out) == 0
@@ -336,7 +337,10 @@ def test_training_says_what_it_does_and_what_to_type_next(
     assert ", 1 thread\n" in shown.out
     assert "bits per byte" in shown.out
     assert "prompt 'def '" in shown.out
-    assert f"next: et generate '{out}' --prompt" in shown.out
+    (last,) = (line for line in shown.out.splitlines() if line.startswith("next: "))
+    program, command, folder, flag, prompt = shlex.split(last.removeprefix("next: "))
+    assert (program, command, folder, flag) == ("et", "generate", str(out), "--prompt")
+    assert prompt in text.read_text()  # after a run on prose it was 'def '
     assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
     assert f"report: {out / 'report.html'}" in shown.out
     assert "<h1>Expert threshold, " in (out / "report.html").read_text(encoding="utf-8")
@@ -495,6 +499,40 @@ USAGE: list[tuple[str, list[str]]] = [
     ("generate", ["RUN is missing", "et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),
     ("generate . --top-k many", ["--top-k many", "a whole number or none"]),
+    ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
+    ("train --d-model 1000", ["d_model=1000 cannot be divided into heads"]),
+    ("train --d-model 0", ["d_model=0 must be"]),
+    ("compare --rules dense,dense", ["--rules dense,dense: dense is named twice"]),
+    ("compare --rules dense,", ["--rules dense,: a name is missing beside a comma"]),
+    ("compare --rules dence", ["--rules dence: unknown; did you mean dense?"]),
+    ("compare --rules all,dense", ["--rules all: unknown; there are dense, token_choice"]),
+    ("compare --seeds 0", ["--seeds 0: must be at least 1"]),
+    ("compare --eval-every none", ["--eval-every none"]),
+    ("compare --rule dense", ["unknown option --rule; did you mean --rules?"]),
+    ("analyze . --figures warmup,warmup", ["--figures warmup,warmup: warmup is named twice"]),
+    ("analyze . --figures warm", ["--figures warm: unknown; did you mean warmup?"]),
+    ("analyze . --tokens 1", ["--tokens 1: must be at least 2"]),
+    ("analyze . --gsm8k missing", ["--gsm8k missing: does not exist"]),
+    ("analyze . --human-eval missing", ["--human-eval missing: does not exist"]),
+    ("evaluate missing --rates a,b", ["--rates a,b: expected numbers"]),
+    ("evaluate missing --rates 1,1", ["--rates 1,1: 1 is named twice"]),
+    ("evaluate missing", ["missing: no such run folder"]),
+    ("evaluate missing --eval-tokens 0", ["--eval-tokens 0: must be at least 1"]),
+    ("leakage --num-experts 0", ["--num-experts 0: must be at least 1"]),
+    ("leakage --experts-per-token 99", ["--experts-per-token 99", "--num-experts 16"]),
+    ("leakage --layers 0", ["--layers 0: must be at least 1"]),
+    ("data", ["name what: fineweb-edu"]),
+    ("data fineweb-edu --shards 0", ["--shards 0"]),
+    ("data tokenizer missing", ["missing does not exist"]),
+    ("data tokenizer missing --vocab-size 5", ["vocab_size=5 is too small"]),
+    ("export missing --to there", ["missing: no such run folder"]),
+    ("export .", ["--to is missing"]),
+    ("import missing", ["missing: no config.json"]),
+    ("calibrate missing --to there", ["missing: no such run folder"]),
+    ("upcycle missing --to there", ["missing: no such run folder"]),
+    ("recipes all", ["unexpected all"]),
+    ("serve missing", ["missing: no such run folder"]),
+    ("plan --gpus 0", ["--gpus 0: must be above 0"]),
     ("plan --rule best", ["--rule best", "expected dense, token_choice, expert_choice or expert_threshold"]),
 ]
 
@@ -506,6 +544,39 @@ def test_a_line_that_cannot_be_understood_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     assert_refused(capsys, et(*line.split()), *parts)
     assert not [path for path in tmp_path.rglob("*") if path.name != "runs"]
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (command, option)
+        for command, options in OPTIONS.items()
+        for option in options
+        if str in alternatives(option.kind) and option.name != "prompt"
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.flag,
+)
+def test_an_empty_text_is_refused_by_the_name_that_was_typed(
+    command: str, option: Option, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty --rules was called an unknown method, an empty RUN a folder without a name, an empty --to the one that
+    is there already."""
+    monkeypatch.chdir(tmp_path)
+    assert_refused(capsys, et(command, *([""] if option.positional else [f"{option.flag}="])), f"{option.flag} is empty")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_narrow_model_has_one_head(capsys: pytest.CaptureFixture[str]) -> None:
+    """--d-model 30 was refused as heads=0, which nobody had typed."""
+    assert et("plan", "quickstart", "--d-model", 30, "--json") == 0
+    assert resolve_run(parse_run("et plan", "", [], ["--d-model", "30"])).model.heads == 1
+
+
+def test_a_file_of_text_has_no_place_for_a_tokenizer_beside_it(
+    text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The text itself was called a cache folder that cannot be written."""
+    assert_refused(capsys, et("data", "tokenizer", text, "--vocab-size", 300), "--out is missing", "is a file")
 
 
 def assert_refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:

@@ -36,6 +36,7 @@ from expert_threshold.cli import compare, main
 from expert_threshold.cli.compare import METHODS, configure, run_title
 from expert_threshold.config import PAPER_STEPS
 from expert_threshold.data import Batch, Loader
+from expert_threshold.install import install
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.trainer import Trainer
@@ -326,7 +327,7 @@ def test_without_matplotlib_all_but_the_figure_is_written(
     assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
     assert (copy / "compare.md").is_file()
     assert not list(copy.glob("loss_by_method.*"))
-    assert "pip install 'expert-threshold[viz]'" in capsys.readouterr().out.splitlines()[-1]
+    assert install("viz") in capsys.readouterr().out.splitlines()[-1]
 
 
 def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:

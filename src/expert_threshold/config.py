@@ -193,12 +193,23 @@ def scaled_optim(steps: int, **options: Any) -> OptimConfig:
 
 
 def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
-    """Sizes after `changes`: widths that are not given keep their proportion to d_model, and heads their width."""
+    """Sizes after `changes`: widths that are not given keep their proportion to d_model, and heads their width.
+
+    There is at least one head. Raises ValueError naming d_model if the heads that follow from it do not divide it.
+    """
     d_model = changes.get("d_model", base["d_model"])
     sizes = dict(base)
-    if isinstance(d_model, int):
-        sizes |= {name: base[name] * d_model // base["d_model"] for name in ("d_expert", "d_feed_forward", "heads")}
-    sizes["kv_heads"] = changes.get("heads", sizes["heads"]) * base["kv_heads"] // base["heads"]
+    if isinstance(d_model, int) and d_model > 0:
+        sizes |= {
+            name: max(1, base[name] * d_model // base["d_model"]) for name in ("d_expert", "d_feed_forward", "heads")
+        }
+        width, left = divmod(d_model, sizes["heads"])
+        if "heads" not in changes and (left or width % 2):
+            raise ValueError(
+                f"d_model={d_model} cannot be divided into heads of an even width near the preset's, "
+                f"{base['d_model'] // base['heads']}; give a multiple of that, or the number of heads, too"
+            )
+    sizes["kv_heads"] = max(1, changes.get("heads", sizes["heads"]) * base["kv_heads"] // base["heads"])
     return {**sizes, **changes}
 
 

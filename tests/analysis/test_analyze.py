@@ -355,7 +355,7 @@ def test_what_cannot_be_analysed_is_told_in_a_line(
     line = refused(capsys, "analyze", damaged, "--figures", "fanout_by_loss")
     assert "damaged: its size is not the manifest's" in line
     assert "step_000004, which is whole" in line
-    assert "unknown figure; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
+    assert "--figures x: unknown; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
     assert "must be at least 2" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
 
 
@@ -387,5 +387,6 @@ def test_leakage_prints_the_papers_example_and_what_runs_tell(
     assert re.search(r"TC\s+–\s+0", said)
     for name in ("leakage_bounds", "leakage_probe"):
         assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".json", ".png", ".svg"}
-    assert "must divide --num-experts 16" in refused(capsys, "leakage", "--experts-per-token", 5)
+    told = refused(capsys, "leakage", "--experts-per-token", 5)
+    assert "--num-experts 16 must be a multiple of --experts-per-token 5" in told
     assert "nothing leaks from these runs" in refused(capsys, "leakage", runs / "tc", "--out", tmp_path)

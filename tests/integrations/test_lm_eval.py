@@ -13,6 +13,7 @@ import torch
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
+from expert_threshold.install import install
 from expert_threshold.model import GPT
 from small_run import write_run
 
@@ -266,5 +267,5 @@ def test_without_the_harness_it_is_told_how_to_get_it(
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert main(["evaluate", str(tmp_path / "run"), "--harness", "colours"]) == 2
     error = capsys.readouterr().err
-    assert "pip install 'expert-threshold[eval]'" in error
+    assert install("eval") in error
     assert error.count("\n") == 1

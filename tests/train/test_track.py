@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.track import flatten
 
@@ -81,7 +83,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_text_is_read(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr("expert_threshold.train.prepare.open_source", None)
-    with pytest.raises(ValueError, match=rf"track='{track}' needs .* pip install 'expert-threshold\[track\]'") as error:
+    with pytest.raises(ValueError, match=f"track='{track}' needs .*{re.escape(install('track'))}") as error:
         start(track=track)
     assert "\n" not in str(error.value)
     assert list((tmp_path / "run").iterdir()) == []

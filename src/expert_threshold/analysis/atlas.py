@@ -8,6 +8,7 @@ from functools import cache, partial
 from html import escape
 from pathlib import Path
 
+from ..glossary import as_html
 from ..model import parameter_counts
 from ..runs.files import replace_file, to_json
 from .comparison import HEADERS, NOTES, cells, read_result, summarise
@@ -72,6 +73,7 @@ def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequenc
         [
             f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
             f'<p class="muted">{escape(LEGEND)}</p></header>',
+            as_html(),
             *(exhibits(section, entries) for section, entries in shown.items()),
             _results(material),
             _runs(material.subjects),

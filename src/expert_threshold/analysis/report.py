@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..glossary import as_html
 from ..model import PRESETS, GPTConfig, parameter_counts
 from ..runs import RunFolder
 from ..runs.files import replace_file
@@ -99,6 +100,7 @@ def report(run: Run) -> str:
         f"{run.name}: {_name(run.rule)}",
         [
             header(run),
+            as_html(),
             warnings(run),
             *(exhibits(title, [e for e in entries if isinstance(e, Exhibit)]) for title, entries in chosen.items()),
             samples(run),

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import __version__
+from ..glossary import as_text
 
 
 class Entry(NamedTuple):
@@ -122,6 +123,9 @@ def _help() -> str:
             *lines,
             "",
             "et COMMAND --help shows every option with its default.",
+            "",
+            "words:",
+            as_text(),
         ]
     )
 

@@ -15,7 +15,7 @@ from ..analysis.studies import STUDIES, Study
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
-from .options import Command, Option, parse_all
+from .options import Command, Option, parse_all, parse_names
 
 # Of every command that traces runs.
 TRACING = [
@@ -56,6 +56,10 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
     """The runs that `options` name, with traces kept in `out`. Raises ValueError for what cannot be traced."""
     if options["tokens"] < 2:
         raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
+    for name in ("gsm8k", "human_eval"):
+        if options.get(name) is not None and not Path(options[name]).expanduser().exists():
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {options[name]}: does not exist; name its folder or .jsonl file")
     selection = select_runs(find_runs(options["run"]))
     for path, reason in selection.left_out.items():
         progress.say(f"run left out: {path}: {reason}")
@@ -74,11 +78,9 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
 
 
 def chosen_studies(text: str) -> list[Study]:
-    """The studies that --figures names. Raises ValueError if there is none of that name."""
+    """The studies that --figures names. Raises ValueError as `parse_names` does."""
     if text == "all":
         return STUDIES
     known = {study.name: study for study in STUDIES}
-    for name in text.split(","):
-        if name not in known:
-            raise ValueError(f"--figures {name}: unknown figure; there are {', '.join(known)}")
-    return [study for study in STUDIES if study.name in text.split(",")]
+    names = parse_names("--figures", text, known)
+    return [study for study in STUDIES if study.name in names]

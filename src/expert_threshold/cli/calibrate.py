@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from ..data import Loader, open_source, pack
 from ..evaluation import Validation, evaluate
+from ..install import et
 from ..model.calibrate import calibrate
 from ..routing import ExpertChoice, ExpertThreshold
 from ..runs import RunFolder, load_model
@@ -112,7 +114,7 @@ def run(arguments: Sequence[str]) -> None:
         files={FILE: facts},
     )
     Console().print(_table(results))
-    print(f"next: et evaluate {options['to']} --rates 0.25,0.5,1,2")
+    print(f"next: {et()} evaluate {shlex.quote(options['to'])} --rates 0.25,0.5,1,2")
 
 
 def _numbers(found: Validation) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from difflib import get_close_matches
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -38,6 +37,7 @@ from ..analysis.sentences import short
 from ..config import DEFAULT_PRESET, RunConfig, options_of_rule
 from ..data import open_source
 from ..data.sources import absolute
+from ..install import et
 from ..plan import costs
 from ..routing import rule_to_dict
 from ..runs import RunFolder
@@ -46,7 +46,7 @@ from ..runs.lock import LOCK, exclusive, is_vacant
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
-from .options import Option
+from .options import Option, parse_names
 from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run, start_of
 from .train import train_run
 
@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> None:
         try:
             comparison.train(console)
         except KeyboardInterrupt:
-            again = shlex.join(["et", "compare", *arguments])
+            again = f"{et()} {shlex.join(['compare', *arguments])}"
             console.print(f"to go on with the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
             raise
         console.print(comparison.table())
@@ -122,13 +122,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def chosen_methods(text: str) -> list[str]:
-    """The methods that --rules names, in the order of METHODS. Raises ValueError if there is none of that name."""
-    names = list(METHODS) if text == ALL else text.split(",")
-    for name in names:
-        if name not in METHODS:
-            near = get_close_matches(name, METHODS, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"--rules {name}: unknown method; {hint}there are {', '.join(METHODS)}")
+    """The methods that --rules names, in the order of METHODS. Raises ValueError as `parse_names` does."""
+    names = list(METHODS) if text == ALL else parse_names("--rules", text, METHODS)
     return [method for method in METHODS if method in names]
 
 
@@ -341,7 +336,7 @@ class Comparison(NamedTuple):
         path = shlex.quote(str(self.folder))
         return (
             f"all of it lies in {self.folder}: compare.md, .csv and .json, loss_by_method.png and .svg\n"
-            f"next: et analyze {path}"
+            f"next: {et()} analyze {path}"
         )
 
 

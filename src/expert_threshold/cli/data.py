@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ from ..data import Corpus, Tokenizer, open_source
 from ..data.cache import VARIABLE, cache_folder, require_writable
 from ..data.public import CORE, FINEWEB_EDU, fetch_core, fetch_fineweb_edu
 from ..data.token_files import TOKENIZER, write_tokens
+from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
 from ..evaluation import read_bundle
+from ..install import et
 from ..runs.lock import exclusive
 from ..train.log import Display, clock
 from .options import HELP_FLAGS, Command, Option, parse
@@ -32,6 +35,7 @@ CACHE = Option("cache", str, USERS_CACHE, f"Where downloads are kept; {VARIABLE}
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
 SKIP = Option("skip_damaged", bool, False, "Leave out shards, and parts of them, that cannot be read, and say so.")
+OUT = "name another --out"
 CONNECTIONS = Option("connections", int, 8, "Files to download at a time.")
 
 
@@ -96,7 +100,7 @@ def _fineweb_edu(given: Given, display: Display) -> str:
     size = sum(path.stat().st_size for path in paths)
     return (
         f"{len(paths)} shards, {short(size)} bytes, in {paths[0].parent}, {clock(time.monotonic() - start)}; "
-        f"the last is for validation\nnext: et data tokenizer"
+        f"the last is for validation\nnext: {et()} data tokenizer"
     )
 
 
@@ -104,16 +108,19 @@ def _core(given: Given, display: Display) -> str:
     with _cache("") as cache:
         folder = fetch_core(cache, display.task("downloading"))
     tasks = read_bundle(folder)
-    return f"{len(tasks)} tasks in {folder}\nnext: et evaluate RUN"
+    return f"{len(tasks)} tasks in {folder}\nnext: {et()} evaluate RUN"
 
 
 def _tokenizer(given: Given, display: Display) -> str:
     _require_positive(given, "characters")
+    require_vocab_size(given["vocab_size"])
     corpus = _open(given)
+    if given["out"] is None and _beside(given).is_file():
+        raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to make")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
         raise ValueError(f"{out} is there already; delete it, or name another --out")
-    require_writable(out.absolute().parent)
+    require_writable(out.absolute().parent, OUT)
     for line in corpus.skipped:
         display.say(f"skipped: {line}")
     start = time.monotonic()
@@ -140,7 +147,7 @@ def _tokenize(given: Given, display: Display) -> str:
     if tokenizer is None:
         raise ValueError(f"no {TOKENIZER} lies beside {corpus.name}; make one with et data tokenizer, or name one")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
-    require_writable(out.absolute().parent)
+    require_writable(out.absolute().parent, OUT)
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
     splits: dict[str, Parts] = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     with exclusive(out.absolute().with_name(f".lock-{out.name}")):
@@ -155,7 +162,8 @@ def _tokenize(given: Given, display: Display) -> str:
     for line in (*corpus.skipped, *skipped):
         display.say(f"skipped: {line}")
     size = sum(path.stat().st_size for path in out.iterdir())
-    return f"{short(size)} bytes in {out}\nnext: et train --data {out} --vocab-size {tokenizer.vocab_size}"
+    train = f"{et()} train --data {shlex.quote(str(out))} --vocab-size {tokenizer.vocab_size}"
+    return f"{short(size)} bytes in {out}\nnext: {train}"
 
 
 def _open(given: Given) -> Corpus:

@@ -29,6 +29,7 @@ from ..evaluation import (
     read_bundle,
 )
 from ..evaluation.core import choose_rows
+from ..install import install
 from ..model import GPT
 from ..routing import ExpertChoice, ExpertThreshold
 from ..runs import RunFolder, load_model
@@ -36,7 +37,7 @@ from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from . import rates
-from .options import Command, Option, parse
+from .options import Command, Option, parse, parse_names
 from .side_by_side import table
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _check(options: Mapping[str, Any]) -> None:
 def _tasks(options: Mapping[str, Any]) -> list[Task]:
     if options["bundle"] is None:
         return []
-    labels = None if options["tasks"] == "all" else options["tasks"].split(",")
+    labels = None if options["tasks"] == "all" else parse_names("--tasks", options["tasks"])
     tasks = read_bundle(options["bundle"], labels, options["baselines"])
     for task in tasks:
         choose_rows(task, options["max_per_task"])  # refuses too few now, and not after an hour
@@ -211,9 +212,9 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
     except ImportError as error:
         raise ValueError(
             f"--harness {options['harness']}: lm-evaluation-harness is not installed ({error}); "
-            "run: pip install 'expert-threshold[eval]'"
+            f"run: {install('eval')}"
         ) from None
-    return Harness(options["harness"].split(","), options["harness_path"])
+    return Harness(parse_names("--harness", options["harness"]), options["harness_path"])
 
 
 class Progress(NamedTuple):

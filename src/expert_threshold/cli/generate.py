@@ -16,7 +16,7 @@ from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to write with.", positional=True, required=True),
-    Option("prompt", str, "", "The text to continue; none opens a document."),
+    Option("prompt", str, "", "The text to continue; none opens a document.", may_be_empty=True),
     Option("max_tokens", int, 200, "Tokens to write at most; the end of a document and the context end earlier."),
     Option("temperature", float, 0.8, "0 takes the likeliest token, 1 draws as the model believes."),
     Option("top_k", int | None, 50, "Draw from so many of the likeliest tokens; none is all."),

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..install import et
 from ..integrations.export import import_folder
 from .options import Command, Option, parse
 
@@ -27,4 +28,4 @@ def run(arguments: Sequence[str]) -> None:
     run = import_folder(options["folder"], out)
     path = shlex.quote(str(run.path))
     print(f"{run.path}: weights of step {run.latest_checkpoint()}")
-    print(f"next: et generate {path} --prompt 'def ', or et train --init-from {path}")
+    print(f"next: {et()} generate {path}, or {et()} train --init-from {path}")

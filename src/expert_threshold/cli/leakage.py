@@ -67,11 +67,14 @@ def run(arguments: Sequence[str]) -> None:
 
 def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayers:
     """As the paper counts them. Raises ValueError where Eq. 7 has no such layer."""
-    if layers < 1:
-        raise ValueError(f"--layers {layers}: must be at least 1")
-    if experts_per_token < 1 or num_experts % experts_per_token or num_experts < 2 * experts_per_token:
+    given = {"--layers": layers, "--num-experts": num_experts, "--experts-per-token": experts_per_token}
+    for flag, value in given.items():
+        if value < 1:
+            raise ValueError(f"{flag} {value}: must be at least 1")
+    if num_experts % experts_per_token or num_experts < 2 * experts_per_token:
         raise ValueError(
-            f"--experts-per-token {experts_per_token}: must divide --num-experts {num_experts} into 2 parts or more"
+            f"--num-experts {num_experts} must be a multiple of --experts-per-token {experts_per_token}, "
+            "at least twice that; give such numbers"
         )
     return MoELayers(num_experts // experts_per_token, experts_per_token, layers)
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -31,6 +31,7 @@ class Option(NamedTuple):
 
     kind: a type as records have them; bool makes a pair, --name and --no-name. default: what --help shows.
     many: an option, or the last positional argument, that may come more than once; its value is the list of texts.
+    may_be_empty: an empty text means something; elsewhere it is what a shell makes of a variable that is not set.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Option(NamedTuple):
     positional: bool = False
     required: bool = False
     many: bool = False
+    may_be_empty: bool = False
 
     @property
     def flag(self) -> str:
@@ -105,8 +107,8 @@ def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[s
     """
     flags = {option.flag: option for option in command.options if not option.positional}
     flags |= {"--no-" + option.flag[2:]: option for option in command.options if option.kind is bool}
-    places = sum(option.positional for option in command.options)
-    last = next((option.name for option in command.options if option.positional and option.many), None)
+    places = [option for option in command.options if option.positional]
+    last = next((option for option in places if option.many), None)
     plain: list[str] = []
     named: set[str] = set()
     more: defaultdict[str, list[str]] = defaultdict(list)
@@ -130,20 +132,26 @@ def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[s
                 remedy = f"for that text write {flag}={shlex.quote(left[0])}" if text else f"see {command.prog} --help"
                 raise ValueError(f"{flag} needs a value: {describe(option.kind)}; {remedy}")
             else:
-                value = value if equals else left.pop(0)
+                value = _full(option, value if equals else left.pop(0), command)
                 if option.many and option.name in named:
                     more[option.name].append(value)
                 else:
                     plain.append(f"{flag}={value}")
             named.add(option.name)
         elif places:
-            places -= 1
-            plain.append(argument)
+            plain.append(_full(places.pop(0), argument, command))
         elif last is not None:
-            more[last].append(argument)
+            more[last.name].append(_full(last, argument, command))
         else:
             raise ValueError(f"unexpected {argument}; options begin with --, see {command.prog} --help")
     return plain, named, more
+
+
+def _full(option: Option, text: str, command: Command) -> str:
+    """The text. Raises ValueError if it is empty where that means nothing."""
+    if not text and not option.may_be_empty:
+        raise ValueError(f"{option.flag} is empty; give {describe(option.kind)}, see {command.prog} --help")
+    return text
 
 
 def _did_you_mean(near: Sequence[str]) -> str:
@@ -220,6 +228,20 @@ def parse_value(kind: Any, text: str) -> Any:
                 if not isinstance(value, float) or math.isfinite(value):
                     return value
     raise ValueError(text)
+
+
+def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> list[str]:
+    """The names in "A,B". Raises ValueError for one that is empty, comes twice or is not among the known ones."""
+    names = text.split(",")
+    for place, name in enumerate(names):
+        if not name:
+            raise ValueError(f"{flag} {shlex.quote(text)}: a name is missing beside a comma; write A,B")
+        if name in names[:place]:
+            raise ValueError(f"{flag} {text}: {name} is named twice; name it once")
+        if known is not None and name not in known:
+            near = _did_you_mean(difflib.get_close_matches(name, known, 1))
+            raise ValueError(f"{flag} {name}: unknown; {near + ' ' if near else ''}there are {', '.join(known)}")
+    return names
 
 
 def metavar(kind: Any) -> str:

@@ -27,7 +27,10 @@ def read_rates(text: str) -> list[float | None]:
         rates = [math.nan]
     if not all(math.isfinite(rate) and rate >= 0 for rate in rates):
         raise ValueError(f"--rates {text}: expected numbers of at least 0, as in 0.25,0.5,1,2")
-    return [None, *dict.fromkeys(rates)]
+    for rate in rates:
+        if rates.count(rate) > 1:
+            raise ValueError(f"--rates {text}: {rate:g} is named twice; name it once")
+    return [None, *rates]
 
 
 def require_cutoffs(folder: RunFolder, flag: str = "") -> None:

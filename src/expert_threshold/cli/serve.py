@@ -18,6 +18,7 @@ from ..generate.serving.hosts import bind
 from ..generate.serving.independence import require_independent
 from ..generate.serving.limits import Limits
 from ..generate.serving.worker import Worker
+from ..install import install
 from ..model import GPT
 from ..runs import load_model
 from ..train.checks import require_few
@@ -58,7 +59,7 @@ def run(arguments: Sequence[str]) -> None:
     try:
         from ..generate.server import create_app, run_server
     except ModuleNotFoundError as error:
-        raise ValueError(f"et serve needs {error.name}: pip install 'expert-threshold[serve]'") from None
+        raise ValueError(f"et serve needs {error.name}, which is missing; run: {install('serve')}") from None
     _require_sense(options)
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
     local = is_local(options["host"])

@@ -22,6 +22,7 @@ from ..analysis.sentences import counted, short
 from ..config import RunConfig
 from ..data import Tokenizer
 from ..generate import generate, printable
+from ..install import et
 from ..model import GPT
 from ..plan import costs
 from ..routing import rule_name
@@ -85,7 +86,7 @@ def run(arguments: Sequence[str]) -> None:
         raise
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        remedy = f"to go on: et train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
+        remedy = f"to go on: {et()} train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
     sys.stdout.flush()
     os._exit(code)  # threads of connections, broken ones too, must neither keep this process nor abort its end
@@ -254,13 +255,14 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
     if result.loss is not None and result.bits_per_byte is not None:
         lines.append(f"validation loss {result.loss:.4f}, {result.bits_per_byte:.4f} bits per byte")
     path = shlex.quote(str(folder.path))
+    prompt = "" if result.opening is None else f" --prompt {shlex.quote(result.opening)}"
     return "\n".join(
         [
             *lines,
             f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} without validation, samples "
             f"and checkpoints; all of it lies in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
-            f"next: et generate {path} --prompt 'def '",
+            f"next: {et()} generate {path}{prompt}",
         ]
     )
 

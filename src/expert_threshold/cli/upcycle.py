@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
 from ..config import DEFAULT_RULE, options_of_rule, scaled_rule
+from ..install import et
 from ..model import parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
 from ..routing import RULES
@@ -54,4 +56,4 @@ def run(arguments: Sequence[str]) -> None:
     derive(source, to, step, model.state_dict(), model=config.to_dict())
     before, after = (parameter_counts(each) for each in (dense.config, config))
     print(f"{to}: {after['total']:,} parameters, {after['active']:,} active; it had {before['total']:,}")
-    print(f"next: et train --init-from {to} --out NEW")
+    print(f"next: {et()} train --init-from {shlex.quote(str(to))} --out NEW")

@@ -16,14 +16,12 @@ def cache_folder(given: str | None = None) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "expert-threshold"
 
 
-def require_writable(folder: Path) -> Path:
-    """The folder, made where it was not there. Raises ValueError where nothing can be written into it."""
+def require_writable(folder: Path, remedy: str = f"name another cache with --cache or {VARIABLE}") -> Path:
+    """The folder, made where it was not there. Raises ValueError with the remedy if nothing can be written into it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(
-            f"cache folder {folder} cannot be written ({error.strerror}): name another with --cache or {VARIABLE}"
-        ) from None
+        raise ValueError(f"folder {folder} cannot be written ({error.strerror}): {remedy}") from None
     return folder

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ PATTERN = "|".join(
     )
 )
 
+_WORD_ENDS = re.compile(r"(?<=[A-Za-z])(?=\W)")
+
 _FORMAT = "expert-threshold-tokenizer"
 _VERSION = 1
 _THREADS = min(8, os.cpu_count() or 1)
@@ -46,6 +50,34 @@ def require_vocab_size(vocab_size: int) -> None:
     """Raise ValueError where it has no room for the bytes."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
+
+
+def _too_large(vocab_size: int, supports: str) -> ValueError:
+    return ValueError(
+        f"vocab_size={vocab_size} is too large for this text: it supports {supports}; "
+        "give a smaller vocab_size or more text"
+    )
+
+
+def _supporting(texts: Iterator[str], vocab_size: int) -> Iterator[str]:
+    """Returns the same texts, having read so many of them that there may be enough merges.
+
+    No piece of PATTERN reaches from a letter to a character that is none, and n bytes have at most n - 1 merges; so the
+    distinct words between such places bound the vocabulary, and merging, which takes long, need not be tried. Raises
+    ValueError where they do.
+    """
+    read: list[str] = []
+    words: set[str] = set()
+    most = MIN_VOCAB_SIZE
+    while most < vocab_size:
+        text = next(texts, None)
+        if text is None:
+            raise _too_large(vocab_size, f"fewer than {most + 1}")
+        read.append(text)
+        new = {word for word in _WORD_ENDS.split(text) if word} - words
+        words |= new
+        most += sum(len(word.encode()) - 1 for word in new)
+    return chain(read, texts)
 
 
 class Tokenizer:
@@ -72,13 +104,10 @@ class Tokenizer:
         """
         require_vocab_size(vocab_size)
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(iter(texts), vocab_size - 1, pattern=PATTERN)
+        trainer.train_from_iterator(_supporting(iter(texts), vocab_size), vocab_size - 1, pattern=PATTERN)
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
         if len(tokens) + 1 < vocab_size:
-            raise ValueError(
-                f"vocab_size={vocab_size} is too large for this text: it supports at most {len(tokens) + 1}; "
-                "give a smaller vocab_size or more text"
-            )
+            raise _too_large(vocab_size, f"at most {len(tokens) + 1}")
         return cls(tokens)
 
     @property

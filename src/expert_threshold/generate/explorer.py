@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from ..data import Tokenizer
+from ..glossary import as_html
 from ..model import GPT
 from .engine import Request, Step, TokenRouting, largest_rate
 from .serving.completion import Fields, read_object
@@ -214,7 +215,8 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
     names = [name.lower() for name in names]
 
     async def page(request: HttpRequest) -> Response:
-        return sent("index.html")
+        text = files["index.html"].read_text(encoding="utf-8").replace("<!-- glossary -->", as_html())
+        return Response(text, media_type=TYPES[".html"], headers=HEADERS)
 
     async def file(request: HttpRequest) -> Response:
         return sent(request.path_params["file"])

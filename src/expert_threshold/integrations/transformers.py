@@ -23,7 +23,7 @@ from torch import Tensor, nn
 try:
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{error}; run: pip install 'expert-threshold[hf]'") from None
+    raise ImportError(f"{error}; run: pip install 'transformers>=5' 'accelerate>=1.1'") from None
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache

@@ -53,7 +53,8 @@ class RunFolder:
             raise ValueError("--out is empty; name a folder")
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
-            raise ValueError(f"--out {path}: already exists; continue it with --resume {path}, or name another --out")
+            resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""
+            raise ValueError(f"--out {path}: already exists; {resume}name another --out")
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 

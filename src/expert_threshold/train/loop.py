@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from ..data import DataConfig, Tokenizer
+from ..data import DataConfig, Tokenizer, Tokens
 from ..evaluation import ModelScorer, Results, ask_core, evaluate
+from ..install import et
 from ..model import GPT, GPTConfig
 from ..optim import OptimConfig
 from ..runs import RunFolder, load_model
@@ -44,6 +45,7 @@ class TrainResult(NamedTuple):
     seconds: float  # of training alone, all sessions together
     tokens: int
     elapsed: float  # seconds with validation, samples and checkpoints, too; without CORE
+    opening: str | None  # the first words of the validation text
 
 
 def train(
@@ -133,6 +135,13 @@ def _done(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
         )
 
 
+def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
+    """Returns the first three words that stand in one line of the text, None where its beginning has no such line."""
+    lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
+    words = (line.split()[:3] for line in lines)
+    return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)
+
+
 class _StoppedError(Exception):
     """A signal has asked to end what takes long and can be gone on with."""
 
@@ -190,10 +199,12 @@ class _Run:
         self.saver.finish(self.vote)
         if not done:
             self.display.say(
-                f"stopped at step {trainer.step} of {self.steps}; to go on: et train --resume {self.folder.path}"
+                f"stopped at step {trainer.step} of {self.steps}; to go on: {et()} train --resume {self.folder.path}"
             )
         loss, bits_per_byte = self.validated[max(self.validated)] if self.validated else (None, None)
-        return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens, now() - self.begun)
+        words = None if self.validation is None else opening(self.validation, self.tokenizer)
+        elapsed = now() - self.begun
+        return TrainResult(trainer.step, done, loss, bits_per_byte, trainer.seconds, trainer.tokens, elapsed, words)
 
     @property
     def steps(self) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from ..install import install
 from ..runs import RunFolder
 from .config import TrackerName
 
@@ -65,7 +66,7 @@ def require_tracker(name: TrackerName) -> None:
     except ImportError as error:
         raise ValueError(
             f"track={name!r} needs a package that is not installed ({error}); "
-            "run: pip install 'expert-threshold[track]', or use 'none'"
+            f"run: {install('track')}, or use 'none'"
         ) from None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ...install import install
 from ..plain import Data
 
 WIDE, NARROW = 9.0, 4.4
@@ -129,7 +130,7 @@ def style() -> AbstractContextManager[None]:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("figures need matplotlib, which is missing; pip install 'expert-threshold[viz]'") from None
+        raise ValueError(f"figures need matplotlib, which is missing; run: {install('viz')}") from None
     return matplotlib.rc_context(STYLE)
 
 

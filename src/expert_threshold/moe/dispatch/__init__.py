@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ...install import install
 from ...native import experts as kernels
 from ..experts import Experts, FeedForward
 from .grouped import grouped
@@ -28,7 +29,7 @@ def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
         from .triton import routed_sum
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"dispatch='triton' needs {error.name}, which is missing; pip install 'expert-threshold[triton]'"
+            f"dispatch='triton' needs {error.name}, which is missing; run: {install('triton')}"
         ) from None
     return routed_sum(x, gates, assignment, experts, rows)
 

@@ -1,0 +1,44 @@
+"""How this installation is called and added to, for what errors and last lines tell a user to type."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+DISTRIBUTION = "expert-threshold"
+
+
+def et() -> str:
+    """Returns `et` where a shell finds this installation by that name, else the path by which it was called."""
+    called = Path(sys.argv[0])
+    if called.stem != "et" or not called.is_file():  # `python -m`, or a program that uses the package
+        return "et"
+    found = shutil.which("et")
+    return "et" if found is not None and os.path.samefile(found, called) else shlex.quote(str(called))
+
+
+def install(extra: str) -> str:
+    """Returns the command that installs the packages of one of our extras, into this installation."""
+    pip = "pip" if et() == "et" else f"{shlex.quote(str(Path(sys.argv[0]).with_name('python')))} -m pip"
+    clone = _clone()
+    if clone is None:
+        return f"{pip} install '{DISTRIBUTION}[{extra}]'"
+    here = "." if clone == Path.cwd() else str(clone)
+    return f"{pip} install -e {shlex.quote(f'{here}[{extra}]')}"
+
+
+def _clone() -> Path | None:
+    """The folder that an editable installation was made of."""
+    try:
+        record = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+    editable = record.get("dir_info", {}).get("editable", False)
+    return Path(url2pathname(urlsplit(record["url"]).path)).resolve() if editable else None
