@@ -2,12 +2,14 @@
 
     python benchmarks/paper_in_small.py --data FOLDER --out FOLDER [--preset quickstart] [--tokens 2000000] [--seeds 3]
         [--recipes A,B,…] [-- OPTIONS OF et train]
+    python benchmarks/paper_in_small.py --redraw --out FOLDER
 
 Every recipe is trained with the same seeds, so on the same tokens in the same order under one seed, and evaluated
 causally on the whole validation split (`--eval-tokens` bounds it); expert choice by the pools of training as well. What
 is finished is not done again, and a run that was interrupted goes on: the same command continues. Writes into --out
 results.json and results.md ("paper | ours") with the machine, the date, the commit and the tokens, whichever way they
-fall, and the figures that et analyze makes of the runs.
+fall, and the figures that et analyze makes of the runs. Differences are of runs under the same seed, with the 95 %
+interval of their mean by Student's t. --redraw makes differences and results.md anew from the results.json there.
 """
 
 from __future__ import annotations
@@ -36,7 +38,16 @@ DIFFERENCES = {
     "without − with shared expert, ET no warmup": ("et-no-warmup", "et-no-warmup-no-shared", 0.018),
     "fanout norm − none, ET": ("et", "et-fanout-norm", 0.04),
     "no warmup − warmup, ET": ("et", "et-no-warmup", 0.0),
+    "TC with loss − TC": ("tc", "tc-aux", -0.001),
+    "TC loss-free − TC": ("tc", "tc-loss-free", 0.005),
+    "EC 2k − ET": ("et", "ec-2k", 0.066),
+    "EC 8k − ET": ("et", "ec-8k", 0.001),
+    "EC 512k − ET": ("et", "ec-512k", -0.001),
+    "EC 2k − EC 512k": ("ec-512k", "ec-2k", 0.067),
+    "EC 8k − EC 512k": ("ec-512k", "ec-8k", 0.002),
 }
+# Student's t, 97.5 %, by the number of seeds.
+T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def train(arguments: argparse.Namespace, recipe: str, seed: int) -> Path:
@@ -95,19 +106,28 @@ def reached(before: list[float], after: list[float], goal: float) -> float:
     return before[0] + min(max(share, 0.0), 1.0) * (after[0] - before[0])
 
 
+def paired(values: list[float]) -> dict[str, float | None]:
+    """Mean and spread of differences, and half of the mean's 95 % interval; None for other numbers than T has."""
+    found = over_seeds(values)
+    half = T[len(values)] * found["spread"] / len(values) ** 0.5 if len(values) in T else None
+    return found | {"interval": half}
+
+
+def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What the paper says of two recipes, and what their runs under the same seeds say."""
+    last = {name: [run["loss"] for run in found] for name, found in runs.items()}
+    return {
+        what: {"paper": paper, "ours": paired([b - a for a, b in zip(last[first], last[second], strict=True)])}
+        for what, (first, second, paper) in DIFFERENCES.items()
+        if first in last and second in last
+    }
+
+
 def summarise(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     config = RunFolder.open(arguments.out / next(iter(runs)) / "seed_0")
     corpus, tokenizer = open_source(arguments.data), config.tokenizer()
     per_epoch = len(pack(corpus, tokenizer, "train"))
     last = {name: [run["loss"] for run in found] for name, found in runs.items()}
-    differences = {
-        what: {
-            "paper": paper,
-            "ours": over_seeds([b - a for a, b in zip(last[first], last[second], strict=True)]),
-        }
-        for what, (first, second, paper) in DIFFERENCES.items()
-        if first in last and second in last
-    }
     gaps = {name: over_seeds([run["loss"] - run["train_loss"] for run in runs[name]]) for name in runs}
     return {
         "preset": arguments.preset,
@@ -120,7 +140,7 @@ def summarise(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]
         **origin(),
         "machine": machine(),
         "losses": {name: over_seeds(values) for name, values in last.items()},
-        "differences": differences,
+        "differences": differences(runs),
         "token_multiple": {"paper": 1.6, "ours": multiple(runs, "et", "tc")},
         "train_evaluation_gap": gaps,
         "runs": runs,
@@ -145,15 +165,25 @@ def to_markdown(result: dict[str, Any]) -> str:
         paper = RECIPES[name].reported.cross_entropy
         gap = show(result["train_evaluation_gap"][name])
         lines.append(f"| {name} | {'–' if paper is None else f'{paper:.3f}'} | {show(loss)} | {gap} |")
-    lines += ["", "| difference | paper | ours |", "| --- | ---: | ---: |"]
-    lines += [f"| {what} | {d['paper']:.3f} | {show(d['ours'])} |" for what, d in result["differences"].items()]
+    lines += ["", "Differences under the same seed; ± is the spread over seeds.", ""]
+    lines += ["| difference | paper | ours | 95 % interval of the mean |", "| --- | ---: | ---: | ---: |"]
+    for what, found in result["differences"].items():
+        mean, half = found["ours"]["mean"], found["ours"]["interval"]
+        interval = "–" if half is None else f"{mean - half:+.3f} to {mean + half:+.3f}"
+        lines.append(f"| {what} | {found['paper']:.3f} | {show(found['ours'])} | {interval} |")
     ours = ", ".join("never" if m is None else f"{m:.2f}" for m in result["token_multiple"]["ours"])
-    return "\n".join([*lines, f"| tokens of TC over those of ET at TC's last loss | 1.6 | {ours or '–'} |", ""])
+    return "\n".join([*lines, "", f"Tokens of TC over those of ET at TC's last loss: {ours or '–'}; the paper has 1.6.", ""])
+
+
+def write(out: Path, result: dict[str, Any]) -> None:
+    (out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (out / "results.md").write_text(to_markdown(result), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="the text; needed unless --redraw")
+    parser.add_argument("--redraw", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--tokens", type=int, default=2_000_000)
@@ -162,12 +192,17 @@ def main() -> None:
     parser.add_argument("--recipes", default=",".join(D12))
     parser.add_argument("options", nargs="*", help="more options of et train, after --")
     arguments = parser.parse_args()
+    if arguments.redraw:
+        result = json.loads((arguments.out / "results.json").read_text(encoding="utf-8"))
+        write(arguments.out, result | {"differences": differences(result["runs"])})
+        return
+    if arguments.data is None:
+        parser.error("--data is missing: the text to train on")
     names = arguments.recipes.split(",")
     folders = {(name, seed): train(arguments, name, seed) for seed in range(arguments.seeds) for name in names}
     runs = {name: [read(folders[name, seed]) for seed in range(arguments.seeds)] for name in names}
     result = summarise(arguments, runs)
-    (arguments.out / "results.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (arguments.out / "results.md").write_text(to_markdown(result), encoding="utf-8")
+    write(arguments.out, result)
     call("analyze", arguments.out, "--figures", FIGURES, "--out", arguments.out / "figures")
     print((arguments.out / "results.md").read_text(encoding="utf-8"))
 
