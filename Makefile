@@ -10,7 +10,8 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 demo: $(VENV)/.installed-demo
 	@out=runs/quickstart; n=2; \
 	while [ -e "$$out" ]; do out=runs/quickstart-$$n; n=$$((n + 1)); done; \
-	$(BIN)/et train quickstart --rule expert_threshold --minutes 3.75 --out "$$out"
+	$(BIN)/et train quickstart --rule expert_threshold --minutes 3.75 --out "$$out" && \
+	echo "et is in $(BIN): type $(BIN)/et, or first, once in this shell: source $(BIN)/activate"
 
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
 test: $(VENV)/.installed-dev

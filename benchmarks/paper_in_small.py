@@ -172,7 +172,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         interval = "–" if half is None else f"{mean - half:+.3f} to {mean + half:+.3f}"
         lines.append(f"| {what} | {found['paper']:.3f} | {show(found['ours'])} | {interval} |")
     ours = ", ".join("never" if m is None else f"{m:.2f}" for m in result["token_multiple"]["ours"])
-    return "\n".join([*lines, "", f"Tokens of TC over those of ET at TC's last loss: {ours or '–'}; the paper has 1.6.", ""])
+    lines += ["", f"Tokens of TC over those of ET at TC's last loss: {ours or '–'}; the paper has 1.6.", ""]
+    return "\n".join(lines)
 
 
 def write(out: Path, result: dict[str, Any]) -> None:

@@ -562,7 +562,8 @@ def test_an_empty_text_is_refused_by_the_name_that_was_typed(
     """An empty --rules was called an unknown method, an empty RUN a folder without a name, an empty --to the one that
     is there already."""
     monkeypatch.chdir(tmp_path)
-    assert_refused(capsys, et(command, *([""] if option.positional else [f"{option.flag}="])), f"{option.flag} is empty")
+    typed = "" if option.positional else f"{option.flag}="
+    assert_refused(capsys, et(command, typed), f"{option.flag} is empty")
     assert not list(tmp_path.iterdir())
 
 

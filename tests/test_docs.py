@@ -1,0 +1,268 @@
+"""Every block of every page is run, in order, in a fresh folder, by models that take no time, or says why it is not.
+
+A block is either indented, and then typed into a shell, or fenced, and then of the language that its fence names. The
+line `<!-- not run: REASON -->` before it leaves it out. Commands are understood as they are printed: only the run that
+they mean is made small, afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import threading
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from expert_threshold.cli import analyze, calibrate, compare, generate, main, train
+from expert_threshold.config import RunConfig
+from expert_threshold.data import embedded
+from small_run import TEXT
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+REASON = re.compile(r"<!-- not run: (.+) -->")
+COMMAND = re.compile(r"(\S+=\S+ )?(et|make|pip|python|curl|torchrun|lm_eval) ")
+SERVED = "http://127.0.0.1:8000"
+WAIT = 60
+"""Seconds for what takes none, before a test fails."""
+
+
+class Block(NamedTuple):
+    line: int
+    language: str  # "shell" of one that is indented
+    text: str
+    reason: str | None  # why it is not run
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of a page. Raises ValueError for a reason without a block."""
+    found: list[Block] = []
+    lines = page.splitlines()
+    place, reason = 0, None
+    while place < len(lines):
+        start, line = place, lines[place]
+        place += 1
+        language = None
+        if said := REASON.fullmatch(line):
+            reason = said[1]
+            continue
+        if line.startswith("```"):
+            language = line.removeprefix("```")
+            end = lines.index("```", place)
+            body, place = lines[place:end], end + 1
+        elif line.startswith("    ") and not lines[start - 1]:
+            language = "shell"
+            while place < len(lines) and (lines[place].startswith("    ") or not lines[place]):
+                place += 1
+            body = [each.removeprefix("    ") for each in lines[start:place]]
+        if language is not None:
+            found.append(Block(start + 1, language, "\n".join(body).strip("\n"), reason))
+            reason = None
+        elif line and reason is not None:
+            raise ValueError(f"line {start + 1}: a reason stands before what is no block")
+    return found
+
+
+def unfit(block: Block) -> str | None:
+    """Why a block can neither be run nor be left out."""
+    if block.reason is not None:
+        return None
+    if block.language not in ("shell", "python", "text"):
+        return f"language {block.language!r} is not run; say why, or use text"
+    if block.language == "text" and (command := COMMAND.search("\n" + block.text + "\n")):
+        return f"text that holds a command, {command[0]}: indent it"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_can_be_run_or_says_why_it_is_not(page: Path) -> None:
+    found = blocks(page.read_text(encoding="utf-8"))
+    assert [f"{page.name}:{block.line}: {why}" for block in found if (why := unfit(block))] == []
+
+
+def test_blocks_are_found_with_their_reasons() -> None:
+    page = "Text\n\n    et plan\n\n    et data\n\n<!-- not run: it costs -->\n\n```python\nx\n```\nmore\n    no block\n"
+    shell, python = blocks(page)
+    assert shell == Block(3, "shell", "et plan\n\net data", None)
+    assert python == Block(9, "python", "x", "it costs")
+    with pytest.raises(ValueError, match="line 3: a reason stands before what is no block"):
+        blocks("<!-- not run: why -->\n\nText")
+    assert unfit(Block(1, "text", "et plan", None))
+    assert unfit(Block(1, "yaml", "a: b", None))
+
+
+def small(config: RunConfig) -> RunConfig:
+    """The same run in four steps of a tiny model."""
+    rule = config.model.rule
+    if rule is not None and "warmup_steps" in vars(rule):
+        rule = replace(rule, warmup_steps=min(vars(rule)["warmup_steps"], 2))
+    sizes = {"vocab_size": 270, "context": 32, "layers": 2, "d_model": 16, "heads": 2, "kv_heads": 2}
+    every = {name: 2 for name in ("eval_every", "checkpoint_every") if vars(config.train)[name] is not None}
+    loop = {"steps": 4, "batch_size": 2, "accumulation": 1, "eval_tokens": 128, "log_every": 1, "sample_every": None}
+    return replace(
+        config,
+        model=replace(config.model, **sizes, d_expert=16, d_feed_forward=32, rule=rule),
+        train=replace(config.train, **loop, **every),
+    )
+
+
+# What commands other than those that train are asked for at most.
+LESS = {"tokens": 128, "max_tokens": 4}
+# Of all figures; the others have tests of their own.
+FIGURES = ("loss_by_method", "passage_intensity", "load_balance")
+
+
+def asked_less(parse: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    def parse_less(*arguments: Any) -> dict[str, Any]:
+        given = parse(*arguments)
+        return given | {name: min(given[name], most) for name, most in LESS.items() if name in given}
+
+    return parse_less
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh folder with nothing in it but what the pages call the reader's own; all that is trained there is small."""
+    folder = tmp_path / "fresh"
+    question = json.dumps({"question": TEXT, "answer": TEXT}) + "\n"
+    program = json.dumps({"prompt": TEXT, "canonical_solution": TEXT}) + "\n"
+    for path, text in {
+        "human_eval.jsonl": program,
+        "DATA/human_eval/test.jsonl": program,
+        "DATA/gsm8k/test.jsonl": question,
+        "DATA/textbooks/test.txt": TEXT,
+    }.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text * 9)
+    (folder / "FOLDER").mkdir()
+    for name in ("a.parquet", "b.parquet"):
+        pq.write_table(pa.table({"text": [TEXT * 20] * 9}), folder / "FOLDER" / name)
+    monkeypatch.chdir(folder)
+
+    texts = [(f"{number}.py", f"# {number}\n" + TEXT * 20) for number in range(20)]
+    monkeypatch.setattr(embedded, "documents", lambda: (texts[2:], texts[:2]))
+    resolve_run = train.resolve_run
+    for module in (train, compare):
+        monkeypatch.setattr(module, "resolve_run", lambda given: small(resolve_run(given)))
+    monkeypatch.setattr(train, "tokens_within", lambda *_: 10**7)
+    monkeypatch.setattr(train, "write_report", lambda folder: None)
+    chosen = analyze.chosen_studies
+    monkeypatch.setattr(analyze, "chosen_studies", lambda text: [s for s in chosen(text) if s.name in FIGURES])
+    for module, name in ((calibrate, "parse"), (analyze, "parse_all"), (generate, "parse_all")):
+        monkeypatch.setattr(module, name, asked_less(getattr(module, name)))
+    return folder
+
+
+class Reader:
+    """Does what a page says. url: where a server that it started listens; servers end with the reader."""
+
+    def __init__(self, page: str) -> None:
+        self.page = page
+        self.names: dict[str, Any] = {"__name__": page}
+        self.url: str | None = None
+        self.end = contextlib.ExitStack()
+
+    def do(self, block: Block) -> None:
+        if block.language == "python":
+            exec(compile(self.here(block.text), f"{self.page}:{block.line}", "exec"), self.names)
+        elif block.language == "shell":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if words := shlex.split(self.here(line), comments=True):
+                    self.type(words)
+
+    def here(self, text: str) -> str:
+        return text if self.url is None else text.replace(SERVED, self.url)
+
+    def type(self, words: list[str]) -> None:
+        match words:
+            case ["et", *arguments]:
+                said = io.StringIO()
+                with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                    code = main(arguments)
+                assert code == 0, f"{shlex.join(words)}: {said.getvalue()[-600:]}"
+            case ["pip", "install", "-e", clone]:
+                extra = re.fullmatch(r"\.\[(\w+)\]", clone)
+                assert extra, words
+                assert extra[1] in EXTRAS, words
+            case ["curl", *arguments]:
+                assert self.url is not None, "nothing is served"
+                if shutil.which("curl") is None:
+                    pytest.skip("this machine has no curl")
+                subprocess.run(["curl", "--fail", *arguments], check=True, timeout=WAIT, capture_output=True)
+            case _:
+                raise AssertionError(f"no way to run {shlex.join(words)}; say in the page why it is not run")
+
+    def serve(self, app: Any, host: str, port: int) -> None:
+        """In place of the server that runs until it is interrupted; the one before it has ended."""
+        from served import Running
+
+        assert (host, port) == ("127.0.0.1", 8000)
+        self.close()
+        server = Running(app)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        assert server.listening.wait(WAIT)
+        self.url = server.url
+        self.end.callback(thread.join, WAIT)
+        self.end.callback(setattr, server, "should_exit", True)
+
+    def close(self) -> None:
+        self.end.close()
+        self.url = None
+
+
+@pytest.fixture
+def reader(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
+    reader = Reader(request.node.name)
+    if importlib.util.find_spec("uvicorn") is not None:
+        from expert_threshold.generate import server
+
+        monkeypatch.setattr(server, "run_server", reader.serve)
+    yield reader
+    reader.close()
+
+
+def needs(text: str) -> list[str]:
+    """The packages, not there on every machine, without which a page cannot be followed."""
+    packages = {"et serve": "uvicorn", "openai": "openai", "transformers": "transformers", "et analyze": "matplotlib"}
+    return [package for word, package in packages.items() if word in text]
+
+
+RUN = {page: [block for block in blocks(page.read_text(encoding="utf-8")) if block.reason is None] for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if RUN[page]], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run_in_order_in_a_fresh_folder(page: Path, reader: Reader) -> None:
+    """Two blocks of the README made one folder twice; snippets used names that nothing had given."""
+    for package in needs("\n".join(block.text for block in RUN[page])):
+        pytest.importorskip(package, reason=f"{page.name} needs {package}, which is not installed")
+    for block in RUN[page]:
+        reader.do(block)
+
+
+def test_what_a_page_says_wrongly_is_noticed(reader: Reader) -> None:
+    reader.do(Block(1, "shell", "et train tiny --minutes 1 --out runs/a  # a comment", None))
+    for wrong, why in (
+        ("et train tiny --out runs/a", "already exists"),
+        ("et train tiny --stepz 3", "did you mean --steps?"),
+        ("et train tiny --rule dense --warmup-steps 3", "no such option"),
+        ("et train tiny --steps 100 --warmup-steps 900", "beyond the run"),
+        ("pip install -e '.[server]'", "server"),
+        ("make nothing", "no way to run"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            reader.do(Block(1, "shell", wrong, None))
