@@ -522,7 +522,6 @@ USAGE: list[tuple[str, list[str]]] = [
     ("leakage --experts-per-token 99", ["--experts-per-token 99", "--num-experts 16"]),
     ("leakage --layers 0", ["--layers 0: must be at least 1"]),
     ("data", ["name what: fineweb-edu"]),
-    ("data fineweb-edu --shards 0", ["--shards 0"]),
     ("data tokenizer missing", ["missing does not exist"]),
     ("data tokenizer missing --vocab-size 5", ["vocab_size=5 is too small"]),
     ("export missing --to there", ["missing: no such run folder"]),

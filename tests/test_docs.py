@@ -136,7 +136,7 @@ def asked_less(parse: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh folder with nothing in it but what the pages call the reader's own; all that is trained there is small."""
+    """A fresh folder with what the pages call the reader's own. All that is trained there is small."""
     folder = tmp_path / "fresh"
     question = json.dumps({"question": TEXT, "answer": TEXT}) + "\n"
     program = json.dumps({"prompt": TEXT, "canonical_solution": TEXT}) + "\n"
