@@ -1,9 +1,9 @@
 // Cross-entropy of a softcapped head in bfloat16, with the gradients of its sum, and no logits in memory.
 //
-// With z = 2 l / cap, which is what the scaled weights give, and σ = sigmoid(z), a logit is 2 cap (σ − 1) but for a
-// constant: never above 0 and never below −2 cap. So exponentials e are summed without a maximum, and gradients follow
-// from e σ (1 − σ), which is rounded before the sum is known: it scales whole rows later, of what is multiplied by
-// them. The target's own part is added in float32.
+// With z = 2 l / cap, which is what the scaled weights give, and σ = sigmoid(z), a capped logit is cap (2 σ − 1), which
+// lies within ±cap wherever l lies. So exponentials e are summed without a maximum: e^±60, and the sum of 2⁴⁰ of them,
+// are far from the ends of float32 and bfloat16. Gradients follow from e σ (1 − σ), which is rounded before the sum is
+// known: it scales whole rows later, of what is multiplied by them. The target's own part is added in float32.
 
 #include "common.h"
 
@@ -53,7 +53,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   alignas(64) float sum[ROWS] = {}, at_target[ROWS] = {};
   std::memcpy(xs, h.x + start * width, count * width * sizeof(bf16));
   std::memset((void*)(xs + count * width), 0, (m - count) * width * sizeof(bf16));
-  const __m512 twice_cap = _mm512_set1_ps(2 * h.cap), one = _mm512_set1_ps(1);
+  const __m512 cap = _mm512_set1_ps(h.cap), twice_cap = _mm512_set1_ps(2 * h.cap), one = _mm512_set1_ps(1);
 
   multiply(m, h.vocab, width, xs, h.to_logits, [&](auto c, int64_t, int64_t, int64_t column, int64_t columns) {
     const int64_t part = column / DEPTH * DEPTH, words = std::min(DEPTH, h.vocab - part);
@@ -63,7 +63,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
         __m512 slopes[2];
         for (const int i : {0, 1}) {
           const __m512 s = sigmoid(_mm512_loadu_ps(c + r * columns + j + 16 * i));
-          const __m512 e = exponential(_mm512_mul_ps(twice_cap, _mm512_sub_ps(s, one)));
+          const __m512 e = exponential(_mm512_fmsub_ps(twice_cap, s, cap));
           sums = _mm512_add_ps(sums, e);
           slopes[i] = _mm512_mul_ps(e, _mm512_mul_ps(s, _mm512_sub_ps(one, s)));
         }
@@ -77,7 +77,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   });
   for (int64_t r = 0; r < count; ++r) {
     const bool wanted = h.targets[start + r] >= 0;
-    losses[start + r] = wanted ? std::log(sum[r]) - 2 * h.cap * (at_target[r] - 1) : 0;
+    losses[start + r] = wanted ? std::log(sum[r]) - h.cap * (2 * at_target[r] - 1) : 0;
     if (slope) slope[start + r] = wanted ? at_target[r] * (1 - at_target[r]) : 0;
     sum[r] = wanted ? 1 / sum[r] : 0;  // from here on what the row is scaled by
   }

@@ -10,7 +10,7 @@ from torch import Tensor
 from . import TILE, address, available, library
 
 GROUP = 256  # tokens, as in cross_entropy.cpp
-MOST_SOFTCAP = 60.0  # exponentials down to −2 softcap are bfloat16 numbers
+MOST_SOFTCAP = 60.0  # exponentials of ±softcap, e^60 = 10^26, leave room for sums over any vocabulary
 NUMBERS_PER_CHUNK = 1 << 25  # tokens × vocabulary whose gradients' factors exist at a time, in bfloat16
 
 
