@@ -18,6 +18,7 @@ from expert_threshold.generate.decoder import Decoded, Decoder
 from expert_threshold.generate.engine import Sampler
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
+from rounding import assert_rounded
 from small_run import RULES, small_model
 
 needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="no C++ compiler")
@@ -84,18 +85,13 @@ def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_in_bfloat16_it_is_nearer_to_float32_than_torchs_operations(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With every expert taken, so that no rounding decides which."""
+def test_in_bfloat16_it_is_within_the_rounding_of_weights_keys_and_values(options: dict[str, Any]) -> None:
+    """Torch's operations, which round activations too, are not. Every expert is taken, so that no rounding decides."""
     model = small_model(TokenChoice(4, 4), **options)
     exact = [decoded.logits for decoded in steps(filled(model))]
     model.compute_dtype = torch.bfloat16
     found = [decoded.logits for decoded in steps(filled(model))]
-    monkeypatch.setattr(kernel, "library", lambda: None)
-    torchs = [decoded.logits for decoded in steps(filled(model))]
-    distances = [sum((a - b).abs().mean() for a, b in zip(exact, of, strict=True)) for of in (found, torchs)]
-    assert 0 < distances[0] < distances[1]
+    assert_rounded(torch.stack(found), torch.stack(exact), 2)
 
 
 @needs_kernel

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from expert_threshold.model import cross_entropy
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
+from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
 D_MODEL = 8
 softcaps = pytest.mark.parametrize("softcap", [None, 15.0])
@@ -125,6 +126,16 @@ def test_extreme_logits_stay_finite(scale: float, softcap: float | None) -> None
         found = linear_cross_entropy(x, weight, torch.tensor([0, 199_999]), softcap)
         torch.testing.assert_close(found.mean, torch.tensor(200_000.0).log(), rtol=1e-4, atol=0)
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(found.mean, (x, weight)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_logits_at_one_end_of_the_cap_have_their_losses_and_gradients(
+    shift: float, softcap: float, dtype: torch.dtype
+) -> None:
+    """By PyTorch's operations: kernels take no vocabulary of 300."""
+    require_the_definition(softcap, shift, dtype, 300, rounded_logits=True)
 
 
 @softcaps

@@ -1,4 +1,4 @@
-"""The processor's own attention and norm against the same in float32, and against torch's bfloat16."""
+"""The processor's own attention and norm against the same in float32, within what rounding to bfloat16 can do."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
 from expert_threshold.native import attention as kernels
 from expert_threshold.native import library
+from rounding import HALF_A_UNIT, assert_rounded
 
 pytestmark = pytest.mark.skipif(
     library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
@@ -46,15 +47,43 @@ def parts(y: Tensor, dx: Tensor, kv_heads: int) -> list[Tensor]:
     return [t.float() for t in (y, *dx.split([dx.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2))]
 
 
+def rounding(projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int) -> list[Tensor]:
+    """Bounds on the errors' norms, as `parts`: half a unit in bfloat16's last place of every term.
+
+    Terms are rounded before they are summed, and squares of their errors add up. So where a sum cancels its error does
+    not: with one token the gradient of a query, p (dy v − dy y) k, is zero.
+    """
+    heads = projected.float().transpose(1, 2)  # (batch, heads, time, width)
+    queries, width = heads.shape[1] - 2 * kv_heads, heads.shape[3]
+    turned = rotary_norm(heads[:, :-kv_heads], cos.float(), sin.float())
+    k, v = (t.repeat_interleave(queries // kv_heads, 1) for t in (turned[:, queries:], heads[:, -kv_heads:]))
+    q, dy = turned[:, :queries], dy.float().transpose(1, 2)
+    p = (q @ k.mT / width**0.5).masked_fill(torch.ones(len(cos), len(cos)).triu(1).bool(), -torch.inf).softmax(-1)
+    y, dv = p @ v, p.mT @ dy
+    ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) / width**0.5
+    # The terms' squares: of y rounded, and of ds rounded beside it.
+    of_y = p.square() @ v.square() + y.square()
+    of_ds = ds.square() + p.square() * (dy.square() * y.square()).sum(-1, keepdim=True) / width
+    of_q = of_ds @ k.square() + (ds @ k).square()
+    of_k = of_ds.mT @ q.square() + (ds.mT @ q).square()
+    of_v = p.square().mT @ dy.square() + dv.square()
+    of_k, of_v = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (of_k, of_v))
+    of_q, of_k = (  # the norm divides by a row's root mean square, and so its gradient
+        t / x.square().mean(-1, keepdim=True)
+        for t, x in ((of_q, heads[:, :queries]), (of_k, heads[:, queries:-kv_heads]))
+    )
+    return [HALF_A_UNIT * t.sum().sqrt() for t in (of_y, of_q, of_k, of_v)]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_nearer_to_float32_than_torchs_operations(shape: tuple[int, int, int, int, int]) -> None:
+def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(shape: tuple[int, int, int, int, int]) -> None:
     kv_heads = shape[3]
     x, cos, sin, dy = inputs(shape)
     exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads), x.float(), dy)
-    torchs = with_gradient(lambda x: plain(x, cos, sin, kv_heads), x, dy)
     found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads), x, dy)
-    for e, t, f in zip(*(parts(*results, kv_heads) for results in (exact, torchs, found)), strict=True):
-        assert (f - e).norm() <= 1.1 * (t - e).norm() + 1e-6 * e.norm()
+    bounds = rounding(x, cos, sin, dy, kv_heads)
+    for e, f, bound in zip(parts(*exact, kv_heads), parts(*found, kv_heads), bounds, strict=True):
+        assert (f - e).norm() <= bound
 
 
 def test_what_comes_later_or_stands_in_other_sequences_changes_no_bit() -> None:
@@ -92,7 +121,7 @@ def test_the_norm_and_its_gradient_are_those_of_float32_rounded() -> None:
     exact = with_gradient(norm, x.float(), dy)
     for columns in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
         for e, f in zip(exact, with_gradient(kernels.norm, columns, dy), strict=True):
-            assert (f.float() - e).norm() < 0.003 * e.norm()
+            assert_rounded(f, e, 1)
     assert torch.equal(kernels.norm(torch.zeros(2, 32).bfloat16()), torch.zeros(2, 32).bfloat16())
 
 
@@ -111,11 +140,10 @@ def test_without_kernels_torchs_operations_do_the_same(monkeypatch: pytest.Monke
     torch.manual_seed(0)
     attention, x = Attention(64, 2, 1), torch.randn(2, 64, 64).bfloat16()
     cos, sin = (t.bfloat16() for t in rotary(torch.arange(64.0), 32))
-    by_kernels = attention(x, cos, sin, None, 0)
+    exact = attention(x.float(), cos.float(), sin.float(), None, 0)
+    assert_rounded(attention(x, cos, sin, None, 0), exact, 2)
     monkeypatch.setattr(kernels, "available", lambda: False)
-    by_torch = attention(x, cos, sin, None, 0)
-    assert not torch.equal(by_kernels, by_torch)
-    assert (by_kernels - by_torch).norm() < 0.02 * by_torch.norm()
+    assert_rounded(attention(x, cos, sin, None, 0), exact, 2)
 
 
 def test_no_gradient_of_a_gradient_is_given() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
 from expert_threshold.native import cross_entropy as kernel
 from expert_threshold.native import library
+from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without bfloat16")
 SOFTCAP = 15.0
@@ -62,6 +63,13 @@ def test_losses_and_gradients_differ_from_the_definition_by_rounding_alone(
         assert (found[name].float() - value).norm() <= 0.015 * value.norm() + 1e-6, name
     assert (found["losses"][targets < 0] == 0).all()
     assert (found["x"][targets < 0] == 0).all()
+
+
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_logits_at_one_end_of_the_cap_have_their_losses_and_gradients(shift: float, softcap: float) -> None:
+    """Exponentials from the top of the cap left float32 at the other end of caps above 44."""
+    require_the_definition(softcap, shift, torch.bfloat16, 320, rounded_logits=False)
 
 
 def test_tokens_in_many_chunks_have_the_same_losses_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

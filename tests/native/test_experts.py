@@ -1,4 +1,4 @@
-"""Experts by the processor's own kernels against PyTorch's operations, and against the definition in float32."""
+"""Experts by the processor's own kernels against the definition in float32."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from expert_threshold.moe import DISPATCHES, FeedForward, MoE
 from expert_threshold.native import experts as kernels
 from expert_threshold.native import library, off
 from expert_threshold.routing import ExpertChoice
+from rounding import assert_rounded
 
 pytestmark = [
     pytest.mark.skipif(
@@ -74,13 +75,11 @@ def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
         assert (difference <= 0.02 * size + 0.02 * size.square().mean().sqrt()).all(), name  # 8 bits, a few roundings
 
 
-def test_they_are_as_exact_as_operations_of_pytorch() -> None:
+def test_on_the_whole_their_error_is_that_of_two_roundings() -> None:
     given = case(fanout(600, 4, 2), dtype=torch.bfloat16, d_model=128, d_expert=256)
     found = outputs_and_gradients(DISPATCHES["grouped"], given)
-    with off():
-        by_pytorch = outputs_and_gradients(DISPATCHES["grouped"], given)
     for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
-        assert (found[name] - value).norm() <= 1.05 * (by_pytorch[name] - value).norm(), name
+        assert_rounded(found[name], value, 2, name)
 
 
 def test_the_same_bits_come_in_every_run_and_with_any_number_of_threads() -> None:
@@ -136,22 +135,26 @@ def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 300, 512])
-def test_a_feed_forward_is_the_same_by_kernels_and_by_operations(tokens: int) -> None:
+def test_a_feed_forward_is_that_of_float32_rounded_by_kernels_and_by_operations(tokens: int) -> None:
     torch.manual_seed(0)
     layer = FeedForward(64, 160)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.copy_(weight.bfloat16())
     x, upstream = torch.randn(2, tokens, 64).bfloat16()
 
-    def outcome() -> dict[str, Tensor]:
-        rows = x.clone().requires_grad_()
+    def outcome(dtype: torch.dtype) -> dict[str, Tensor]:
+        rows = x.to(dtype, copy=True).requires_grad_()
         y = layer(rows)
-        grads = torch.autograd.grad(y, (rows, *layer.parameters()), upstream)
+        grads = torch.autograd.grad(y, (rows, *layer.parameters()), upstream.to(dtype))
         return {"y": y.detach(), **dict(zip(("x", "up", "down"), grads, strict=True))}
 
-    found = outcome()
+    exact, by_kernels = outcome(torch.float32), outcome(torch.bfloat16)
     with off():
-        by_pytorch = outcome()
-    for name, value in by_pytorch.items():
-        assert (found[name] - value).norm() <= 0.01 * value.norm(), name
+        by_operations = outcome(torch.bfloat16)
+    for name, value in exact.items():
+        assert_rounded(by_kernels[name], value, 2, name)
+        assert_rounded(by_operations[name], value, 2, name)
 
 
 def test_shared_and_routed_experts_at_once_are_their_sum() -> None:

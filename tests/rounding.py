@@ -1,0 +1,14 @@
+"""Bounds on what rounding to bfloat16 may change, the same for every processor and every way to compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+HALF_A_UNIT = torch.finfo(torch.bfloat16).eps / 2  # the largest relative error of one rounding
+
+
+def assert_rounded(found: Tensor, exact: Tensor, times: float, name: str = "") -> None:
+    """The error's norm is at most that of numbers each rounded to bfloat16 `times` times, the same way each time."""
+    assert found.shape == exact.shape, name
+    assert (found.float() - exact.float()).norm() <= times * HALF_A_UNIT * exact.float().norm(), name
