@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | None:
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
     """The decoder's, by itself, since any processor can run it; or None as above."""
-    return _load([DECODER], [*FLAGS, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"], [])
+    return _load([DECODER], [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"], [])
 
 
 def available() -> bool:

@@ -1,8 +1,9 @@
 // One forward pass of a whole model for a few tokens, each behind a sequence in its own or the same row of a cache.
 //
 // Activations are float32; weights and cache float32 or bfloat16. Every number of the result is summed by one thread,
-// in an order that depends on neither the other tokens nor the number of threads. So a sequence gets the same bits
-// alone and among others. Weights are read once for four tokens together, and those of experts that no token goes to
+// in an order that depends on neither the other tokens nor the number of threads, and what is rounded once is said: a
+// compiler that may choose does so differently for one token and for several. So a sequence gets the same bits alone
+// and among others. Weights are read once for four tokens together, and those of experts that no token goes to
 // not at all.
 
 #include <algorithm>
@@ -104,6 +105,25 @@ inline Floats load_some(const W* p, int64_t count) {
   return load(some);
 }
 
+// a b + c, rounded once on processors that can.
+inline Floats multiply_add(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline float multiply_add(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline float widen(float x) { return x; }
 
 inline float widen(bfloat16 x) {
@@ -135,17 +155,17 @@ inline float total(Floats v) {
 // e^x to some 1e-7 of itself. NaN stays NaN. In plain arithmetic, of which compilers make vectors.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
-  float shifted = x * 1.44269504f + 127.5f;  // positive, so that truncation rounds the exponent
+  float shifted = multiply_add(x, 1.44269504f, 127.5f);  // positive, so that truncation rounds the exponent
   int32_t exponent = int32_t(shifted == shifted ? shifted : 127.5f);
   float whole = float(exponent - 127);
-  float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  float rest = multiply_add(whole, 2.12194440e-4f, multiply_add(whole, -0.693359375f, x));
   float value = 1.9875691500e-4f;
-  value = value * rest + 1.3981999507e-3f;
-  value = value * rest + 8.3334519073e-3f;
-  value = value * rest + 4.1665795894e-2f;
-  value = value * rest + 1.6666665459e-1f;
-  value = value * rest + 5.0000001201e-1f;
-  value = value * rest * rest + rest + 1;
+  value = multiply_add(value, rest, 1.3981999507e-3f);
+  value = multiply_add(value, rest, 8.3334519073e-3f);
+  value = multiply_add(value, rest, 4.1665795894e-2f);
+  value = multiply_add(value, rest, 1.6666665459e-1f);
+  value = multiply_add(value, rest, 5.0000001201e-1f);
+  value = multiply_add(value * rest, rest, rest) + 1;
   int32_t bits = exponent << 23;
   float power;
   memcpy(&power, &bits, 4);
@@ -164,13 +184,14 @@ inline void tile(const W* w, int64_t stride, int64_t length, const float* const*
     for (int j = 0; j < J; j++) {
       Floats ws = load(w + j * stride + i);
       __builtin_prefetch((const char*)(w + j * stride + i) + AHEAD);
-      for (int r = 0; r < R; r++) partial[j][r] += ws * xs[r];
+      for (int r = 0; r < R; r++) partial[j][r] = multiply_add(ws, xs[r], partial[j][r]);
     }
   }
   if (i < length)
     for (int r = 0; r < R; r++) {
       Floats xs = load_some(x[r] + i, length - i);
-      for (int j = 0; j < J; j++) partial[j][r] += load_some(w + j * stride + i, length - i) * xs;
+      for (int j = 0; j < J; j++)
+        partial[j][r] = multiply_add(load_some(w + j * stride + i, length - i), xs, partial[j][r]);
     }
   for (int j = 0; j < J; j++)
     for (int r = 0; r < R; r++) sums[j][r] = total(partial[j][r]);
@@ -319,13 +340,15 @@ struct Pass {
       int64_t i = 0;
       for (; i + LANES <= length; i += LANES) {
         Floats mean = {};
-        for (int64_t place = 0; place < seen; place++) mean += weights[place] * load(values + place * stride + i);
+        for (int64_t place = 0; place < seen; place++)
+          mean = multiply_add(Floats{} + weights[place], load(values + place * stride + i), mean);
         mean /= sum;
         memcpy(out + i, &mean, sizeof mean);
       }
       for (; i < length; i++) {
         float mean = 0;
-        for (int64_t place = 0; place < seen; place++) mean += weights[place] * widen(values[place * stride + i]);
+        for (int64_t place = 0; place < seen; place++)
+          mean = multiply_add(weights[place], widen(values[place * stride + i]), mean);
         out[i] = mean / sum;
       }
     }
