@@ -4,9 +4,12 @@
 
 A batch of one is bound by reading weights. `read_ms` is the time to read as many bytes as one token's weights have:
 those every token meets and those of the experts it was sent to, counted while decoding; the fastest of a sum, a maximum
-and a matrix-vector product over a buffer of that size. `ratio_to_reading` is the median over interleaved repetitions of
-the time per decoded token over it; `over_operations` that of the same without the kernel, by torch's operations, over
-it. Weights are random and cutoffs settled, so that loads are near their target.
+and a matrix-vector product over a buffer of so many bytes of float32, whatever the model's dtype, since torch's
+operations on bfloat16 are bound by converting. `read_scaling` is the time for twice the bytes over it: near 2 it was
+bound by bytes, near 1 by the call. `ratio_to_reading` is the median over interleaved repetitions of the time per
+decoded token over `read_ms`; `over_operations` that of the same without the kernel, by torch's operations, over the
+kernel's. Weights are random and cutoffs settled, so that loads are near their target. Presets have another vocabulary
+here (`--vocab-size`), which `model` says.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from torch import Tensor
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import Step, generate, kernel
 from expert_threshold.model import GPT, GPTConfig, parameter_counts
+from expert_threshold.model.presets import PRESETS
 from expert_threshold.routing import ExpertThreshold
 
 PROMPT = 16
@@ -44,10 +48,16 @@ def settled_model(preset: str, vocab_size: int, dtype: torch.dtype, **changes: A
     return model.eval()
 
 
-def readers(size: int, d_model: int, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Ways to read `size` numbers once."""
-    buffer = torch.randn(size // d_model, d_model).to(dtype)
-    x = torch.randn(d_model).to(dtype)
+def called(preset: str, vocab_size: int) -> str:
+    """The preset's name, and in what the model differs from it."""
+    usual = PRESETS[preset]["vocab_size"]
+    return preset if vocab_size == usual else f"{preset}, vocabulary {vocab_size:,} for {usual:,}"
+
+
+def readers(size: int, columns: int) -> dict[str, Callable[[], Tensor]]:
+    """Ways to read `size` bytes once."""
+    buffer = torch.randn(max(size // 4 // columns, 1), columns)
+    x = torch.randn(columns)
     return {"sum": buffer.sum, "max": buffer.amax, "product": lambda: buffer @ x}
 
 
@@ -79,26 +89,34 @@ def measure(
         "first": lambda: decode(1),
         "operations": lambda: by_operations(tokens),
         "operations_first": lambda: by_operations(1),
-        **readers(numbers, config.d_model, dtype),
     }
+    size = numbers * dtype.itemsize
+    for times_as_many in (1, 2):
+        ways = readers(times_as_many * size, config.d_model)
+        calls |= {f"{way} {times_as_many}": reader for way, reader in ways.items()}
     times = time_interleaved(calls, repeats)
     token, operations = (
         [(a - b) / (tokens - 1) for a, b in zip(times[all_], times[first], strict=True)]
         for all_, first in (("decode", "first"), ("operations", "operations_first"))
     )
-    read = [min(ways) for ways in zip(times["sum"], times["max"], times["product"], strict=True)]
+    read, read_twice = (
+        [min(ways) for ways in zip(*(times[f"{way} {n}"] for way in ("sum", "max", "product")), strict=True)]
+        for n in (1, 2)
+    )
     return {
+        "model": called(preset, vocab_size),
         "preset": preset,
         "d_model": config.d_model,
         "layers": config.layers,
         "vocab_size": vocab_size,
         "dtype": str(dtype).removeprefix("torch."),
         "fanout": round(fanout, 3),
-        "active_mb": round(numbers * dtype.itemsize / 1e6, 2),
+        "active_mb": round(size / 1e6, 2),
         "tokens_per_second": round(1 / statistics.median(token), 1),
         "token_ms": round(statistics.median(token) * 1e3, 3),
         "read_ms": round(statistics.median(read) * 1e3, 3),
-        "read_gb_per_second": round(numbers * dtype.itemsize / statistics.median(read) / 1e9, 1),
+        "read_gb_per_second": round(size / statistics.median(read) / 1e9, 1),
+        "read_scaling": round(statistics.median(b / a for a, b in zip(read, read_twice, strict=True)), 2),
         "ratio_to_reading": round(statistics.median(a / b for a, b in zip(token, read, strict=True)), 3),
         "kernel": kernel.library() is not None,
         "operations_token_ms": round(statistics.median(operations) * 1e3, 3),
@@ -126,8 +144,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         else:
             print(
-                f"{preset:10}  {row['dtype']}  {row['tokens_per_second']} tokens/s, {row['token_ms']} ms a token; "
-                f"reading {row['active_mb']} MB takes {row['read_ms']} ms: ratio {row['ratio_to_reading']}; "
+                f"{row['model']}  {row['dtype']}  {row['tokens_per_second']} tokens/s, {row['token_ms']} ms a token; "
+                f"reading {row['active_mb']} MB takes {row['read_ms']} ms, twice as many {row['read_scaling']} times "
+                f"as long: ratio {row['ratio_to_reading']}; "
                 f"by operations {row['operations_token_ms']} ms: {row['over_operations']}x",
                 flush=True,
             )

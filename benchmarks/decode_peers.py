@@ -1,11 +1,14 @@
-"""Decoding with the cache: our engine against transformers' `generate` on the same model exported, in one run.
+"""Decoding with the cache: our engine against transformers' `generate`, around the same model, in one run.
 
     python benchmarks/decode_peers.py [--json] [--preset quickstart] [--batch 1 8] [--tokens 64] [--dtype float32]
 
-Both write greedily the same number of tokens behind the same prompts of 16 tokens, all of one length, so that nothing
-is padded; times are of whole calls, prompts included. Ours also makes the engine in each. Runs are interleaved; `ratio`
-is the median of theirs over ours. `same` is the share of tokens that are the same in both: at float32 all but those
-that are almost equally likely. Weights are random and cutoffs settled, so that loads are near their target.
+The model that `generate` runs is this project's own code, exported (`integrations/transformers.py`): its modules by
+PyTorch's operations under transformers' loop, cache and sampling. So this compares two ways to decode our models; it
+says nothing of other models in transformers. Both write greedily the same number of tokens behind the same prompts of
+16 tokens, all of one length, so that nothing is padded; times are of whole calls, prompts included. Ours also makes the
+engine in each. Runs are interleaved; `ratio` is the median of its time over ours. `same` is the share of tokens that
+are the same in both: at float32 all but those that are almost equally likely. Weights are random and cutoffs settled,
+so that loads are near their target. Presets have another vocabulary here (`--vocab-size`), which `model` says.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 from common import compute_dtype, machine, time_interleaved
-from decode import PROMPT, settled_model
+from decode import PROMPT, called, settled_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -83,6 +86,8 @@ def measure(
         speeds = {name: round(batch * tokens / statistics.median(seconds), 1) for name, seconds in times.items()}
         rows.append(
             {
+                "model": called(preset, vocab_size),
+                "theirs": "transformers' generate on this project's exported code",
                 "preset": preset,
                 "vocab_size": vocab_size,
                 "weights": "random",
@@ -122,8 +127,9 @@ def main() -> None:
                 print(json.dumps(row), flush=True)
             else:
                 print(
-                    f"{preset:10}  {row['dtype']}  batch {row['batch']}: {row['ours_tokens_per_second']} tokens/s, "
-                    f"transformers {row['theirs_tokens_per_second']}: {row['ratio']}x, same tokens {row['same']:.0%}",
+                    f"{row['model']}  {row['dtype']}  batch {row['batch']}: {row['ours_tokens_per_second']} tokens/s, "
+                    f"{row['theirs']} {row['theirs_tokens_per_second']}: {row['ratio']}x, "
+                    f"same tokens {row['same']:.0%}",
                     flush=True,
                 )
 

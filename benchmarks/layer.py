@@ -2,8 +2,9 @@
 
     python benchmarks/layer.py [--json] [--d-model 256 512 768] [--tokens 8192] [--dtype auto] [--compile]
 
-Weights are already in the compute dtype. `ratio_to_dense` is the MoE's median time over dense's, repetitions
-interleaved; dense is the faster of the model's own feed-forward and the plain PyTorch expression.
+Weights are already in the compute dtype. Cutoffs settle on other tokens than those that are timed, so that loads vary
+by chance as in training: `load_min` and `load_max` say by how much. `ratio_to_dense` is the MoE's median time over
+dense's, repetitions interleaved; dense is the faster of the model's own feed-forward and the plain PyTorch expression.
 """
 
 from __future__ import annotations
@@ -46,14 +47,15 @@ def measure(
     d_model: int, tokens: int, dtype: torch.dtype, repeats: int, compiling: bool
 ) -> dict[str, float | int | str]:
     torch.manual_seed(0)
-    x = torch.randn(tokens // 512, 512, d_model).to(dtype).requires_grad_()
+    shape = tokens // 512, 512, d_model
+    x = torch.randn(shape).to(dtype).requires_grad_()
     grad = torch.randn_like(x)
     rule = ExpertThreshold(num_experts=16, experts_per_token=1, decay=0.9, warmup_steps=0)
     moe = MoE(d_model, 2 * d_model, rule).to(dtype)
-    for _ in range(20):  # until the cutoffs stand where loads are near their target
-        with torch.no_grad():
-            moe.router.update(moe(x)[1])
-    fanout = float(moe(x)[1].fanout_mean)
+    with torch.no_grad():
+        for _ in range(20):  # until the cutoffs stand where loads are near their target
+            moe.router.update(moe(torch.randn(shape).to(dtype))[1])
+        observation = moe(x)[1]
     layers = {
         "moe": moe,
         "dense": FeedForward(d_model, 4 * d_model).to(dtype),
@@ -70,7 +72,9 @@ def measure(
         "tokens": tokens,
         "dtype": str(dtype).removeprefix("torch."),
         "compiled": compiling,
-        "fanout": round(fanout, 4),
+        "fanout": round(float(observation.fanout_mean), 4),
+        "load_min": int(observation.load.min()),
+        "load_max": int(observation.load.max()),
         "ratio_to_dense": round(medians["moe"] / min(medians["dense"], medians["dense_plain"]), 4),
         "ratio_to_plain_dense": round(medians["moe"] / medians["dense_plain"], 4),
         **{f"{name}_ms": round(seconds * 1e3, 3) for name, seconds in medians.items()},
@@ -98,7 +102,8 @@ def main() -> None:
         else:
             print(
                 f"d_model {d_model:4d}  {row['dtype']}  MoE {row['moe_ms']} ms, dense {row['dense_ms']} ms "
-                f"(plain {row['dense_plain_ms']} ms, {row['dense_gflops']} GFLOP/s): ratio {row['ratio_to_dense']}",
+                f"(plain {row['dense_plain_ms']} ms, {row['dense_gflops']} GFLOP/s): ratio {row['ratio_to_dense']}, "
+                f"loads {row['load_min']} to {row['load_max']}",
                 flush=True,
             )
 
