@@ -1,0 +1,146 @@
+"""Every number that the paper states, as a literal, and what it does where that can be seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from expert_threshold import config, recipes
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.model.attention import norm, rotary
+from expert_threshold.moe.router import Router
+from expert_threshold.optim import RELEASE, OptimConfig, muon, newton_schulz
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+
+EXPERTS = {"num_experts": 16, "experts_per_token": 1}
+ADAMW = {"betas": (0.9, 0.95), "eps": 1e-10, "adamw_warmup_steps": 250}
+MOMENTUM = {"momentum": 0.95, "momentum_start": 0.85, "momentum_warmup_steps": 300, "ns_steps": 5}
+RATES = {"matrix_lr": 0.02, "embed_lr": 0.2, "head_lr": 0.004, "router_lr": None, "router_optimizer": "muon"}
+SCHEDULE = {"schedule": "linear", "min_lr_ratio": 0.1, "clip": None, "scale_muon": True}
+OF_RELEASE = {
+    "router_lr": 0.004,
+    "router_optimizer": "adamw",
+    "betas": (0.8, 0.95),
+    "adamw_warmup_steps": 0,
+    "schedule": "warmup_stable_decay",
+    "min_lr_ratio": 0.0,
+    "clip": 1.0,
+    "scale_muon": False,
+}
+SIZES = {"vocab_size": 65_536, "context": 2048, "shared_experts": 1, "dense_layers": 1, "activation": "relu2"}
+D12 = {"layers": 12, "d_model": 768, "heads": 6, "kv_heads": 6, "d_expert": 1536, "d_feed_forward": 3072}
+D20 = {"layers": 20, "d_model": 1280, "heads": 10, "kv_heads": 10, "d_expert": 2560, "d_feed_forward": 5120}
+HEAD = {"softcap": 15.0, "gate_norm": None, "z_loss": None}
+
+STATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "optimizers": (OptimConfig(), RATES | SCHEDULE | ADAMW | MOMENTUM),
+    "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | OF_RELEASE),
+    "iteration": (muon, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
+    "expert threshold": (
+        ExpertThreshold(),
+        EXPERTS | {"decay": 0.999, "warmup_steps": 4000, "capacity_slack": 0.5, "pool": "global", "debias": True},
+    ),
+    "expert choice": (ExpertChoice(), EXPERTS | {"decay": 0.999, "pool": "batch", "debias": True}),
+    "token choice": (TokenChoice(), EXPERTS | {"balance": "none", "aux_strength": 0.001, "bias_rate": 0.005}),
+    "model": (GPTConfig(), SIZES | D12 | HEAD),
+    "d12": (GPTConfig.preset("d12"), SIZES | D12 | HEAD),
+    "d20": (GPTConfig.preset("d20"), SIZES | D20 | HEAD),
+    "runs": (recipes, {"PAPER_STEPS": 19_073, "EVAL_EVERY": 250, "EVAL_TOKENS": 10_485_760, "LEAST_DECAY": 0.9}),
+    "scaled runs": (
+        config,
+        {
+            "PAPER_DECAY": 0.999,
+            "PAPER_WARMUP_STEPS": 4000,
+            "PAPER_ADAMW_WARMUP_STEPS": 250,
+            "PAPER_MOMENTUM_WARMUP_STEPS": 300,
+            "SHORT_RUN": 2000,
+            "TREND_DECAY": 0.6,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", STATED.values(), ids=STATED)
+def test_numbers_are_those_that_are_stated(case: tuple[Any, dict[str, Any]]) -> None:
+    owner, numbers = case
+    assert {name: getattr(owner, name) for name in numbers} == numbers
+
+
+def scores(tokens: int = 320) -> torch.Tensor:
+    return torch.randn(1, tokens, 16, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("cutoff", "load"), [(100.0, 10), (-100.0, 30)])
+def test_expert_threshold_keeps_loads_within_a_half_of_the_mean(cutoff: float, load: int) -> None:
+    rule = ExpertThreshold()
+    state = rule.init()
+    state = state._replace(mean=state.mean + cutoff, weight=state.weight + 1, step=state.step + 4000)
+    assert (rule.route(scores(), state, training=True).observation.load == load).all()
+
+
+@pytest.mark.parametrize(("step", "load"), [(3999, 20), (4000, 10)])
+def test_expert_threshold_is_expert_choice_for_4000_steps(step: int, load: int) -> None:
+    rule = ExpertThreshold()
+    state = rule.init()
+    state = state._replace(mean=state.mean + 100, weight=state.weight + 1, step=state.step + step)
+    assert (rule.route(scores(), state, training=True).observation.load == load).all()
+
+
+@pytest.mark.parametrize("rule", [ExpertThreshold(), ExpertChoice()], ids=["expert threshold", "expert choice"])
+def test_a_cutoff_keeps_999_parts_in_1000_of_itself(rule: ExpertThreshold | ExpertChoice) -> None:
+    state = rule.init()
+    state = state._replace(mean=state.mean + 100, weight=state.weight + 1)
+    observation = rule.route(scores(), state, training=True).observation
+    (batch_cutoff,) = scores().sort(1, descending=True).values[:, 19]
+    torch.testing.assert_close(rule.update(state, observation).mean, 0.999 * state.mean + 0.001 * batch_cutoff)
+
+
+def test_the_auxiliary_loss_is_a_thousandth_of_the_loads_times_the_gates() -> None:
+    """Equal scores go to the first expert: f is 16 there, and each mean gate a half."""
+    rule = TokenChoice(balance="aux")
+    loss = rule.route(torch.zeros(1, 8, 16), rule.init(), training=True).loss
+    assert loss is not None
+    assert float(loss) == pytest.approx(0.001 * 16 * 0.5)
+
+
+@pytest.mark.parametrize(("balance", "most"), [("loss_free", -0.005), ("loss_free_proportional", -0.005 * 15)])
+def test_biases_move_by_five_thousandths(balance: Any, most: float) -> None:
+    rule = TokenChoice(balance=balance)
+    observation = rule.route(torch.zeros(1, 8, 16), rule.init(), training=True).observation
+    bias = rule.update(rule.init(), observation).bias
+    assert bias.tolist() == pytest.approx([most] + 15 * [0.005])
+
+
+def test_a_router_by_itself_starts_with_scores_of_deviation_one() -> None:
+    torch.manual_seed(0)
+    weight = Router(256, ExpertThreshold(num_experts=256)).weight.detach()
+    assert float(weight.std()) == pytest.approx(256**-0.5, rel=0.02)
+
+
+def test_logits_are_capped_at_15() -> None:
+    model = GPT(GPTConfig(64, 8, 1, 32, 1, 1, 32, 32, rule=None))
+    torch.nn.init.constant_(model.head.weight, 1e3)
+    with torch.no_grad():
+        logits = model(torch.arange(8)[None]).logits
+    assert logits is not None
+    assert logits.abs().unique().tolist() == pytest.approx([15.0])
+
+
+def test_positions_turn_by_powers_of_ten_thousand() -> None:
+    cos, _ = rotary(torch.tensor([1.0]), 8)
+    torch.testing.assert_close(cos[0], torch.tensor([1.0, 0.1, 0.01, 0.001]).cos())
+
+
+def test_norms_add_the_float32_epsilon() -> None:
+    x = torch.full((1, 4), 2.0**-12)
+    torch.testing.assert_close(norm(x), x * (2.0**-24 + 2.0**-23) ** -0.5)
+
+
+def test_the_iteration_leaves_what_is_smaller_than_its_epsilon_small() -> None:
+    """A matrix of norm 1e-8 begins as one of norm 0.1."""
+    matrix = torch.zeros(4, 4)
+    matrix[0, 0] = 1e-8
+    first = newton_schulz(matrix, steps=1)[0, 0]
+    assert float(first) == pytest.approx(3.4445 * 0.1 - 4.7750 * 0.1**3 + 2.0315 * 0.1**5)
