@@ -32,6 +32,19 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("off", [True, False])
+def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_json(
+    off: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with native.off() if off else nullcontext():
+        reason = plan(capsys, "tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
+        assert (reason is None) == native.available()
+        assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("kernels are off: ") == (reason is not None)
+    assert reason is None or last == reason
+
+
 def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
     """The most bytes that torch's CPU allocator has given out at a time, in two steps of training."""
     gc.collect()

@@ -118,6 +118,38 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
     assert not (source.parent / "extensions").exists()
 
 
+@pytest.mark.parametrize(
+    ("multiplies", "environment", "reason"),
+    [
+        (False, {}, "this processor does not multiply bfloat16"),
+        (True, {native.VARIABLE: "0"}, "EXPERT_THRESHOLD_NATIVE=0"),
+        (True, {"CXX": "no-such-compiler"}, "there is no C++ compiler no-such-compiler; install g++, or name one"),
+    ],
+)
+def test_the_reason_why_there_are_no_kernels_is_known(
+    multiplies: bool, environment: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler they were off, and nothing said so."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": multiplies})
+    monkeypatch.setattr(native, "library", native.library.__wrapped__)
+    monkeypatch.setattr(native, "_built", native._built.__wrapped__)
+    for variable in (native.VARIABLE, "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert not native.available()
+    said = native.reason()
+    assert said is not None
+    assert said.startswith(reason)
+
+
+@pytest.mark.skipif(native.library() is None, reason="there are no kernels here")
+def test_where_there_are_kernels_there_is_no_reason_but_being_switched_off() -> None:
+    assert native.reason() is None
+    with native.off():
+        assert native.reason() == "they are switched off"
+
+
 @NEEDS_COMPILER
 def test_a_folder_that_cannot_be_written_is_told_and_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

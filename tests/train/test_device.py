@@ -11,7 +11,7 @@ import torch
 from expert_threshold import native
 from expert_threshold.cli import main
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.device import kernels_run, objects_at_rest
+from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest
 
 CPU = torch.device("cpu")
 
@@ -35,10 +35,15 @@ def test_what_others_froze_stays_frozen() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_record_of_a_run_says_whether_kernels_ran(tmp_path: Path, dtype: str) -> None:
+def test_a_run_says_and_records_whether_kernels_ran(
+    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["train", "tiny", "--steps", "1", "--eval-tokens", "256", "--sample-every", "9", "--dtype", dtype]
     assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
-    assert RunFolder.open(tmp_path / "run").config["kernels"] == (dtype == "bfloat16" and native.available())
+    ran = RunFolder.open(tmp_path / "run").config["kernels"]
+    assert ran == (dtype == "bfloat16" and native.available())
+    captured = capsys.readouterr()
+    assert (captured.out + captured.err).count("kernels are off: ") == (not ran)
 
 
 def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
@@ -47,3 +52,11 @@ def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
     assert not kernels_run(torch.device("cuda"), torch.bfloat16)
     with native.off():
         assert not kernels_run(CPU, torch.bfloat16)
+
+
+def test_that_kernels_are_off_is_said_with_the_reason_and_of_processors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    assert "compute in bfloat16, and this run does not" in str(kernels_off(CPU, torch.float32))
+    with native.off():
+        assert "they are switched off; PyTorch's" in str(kernels_off(CPU, torch.bfloat16))
+    assert kernels_off(torch.device("cuda"), torch.bfloat16) is None

@@ -15,7 +15,7 @@ from rich.table import Table
 from ..config import RunConfig
 from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
-from ..train.device import pick_dtype
+from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock
 from .options import Option
 from .run_options import parse_run, resolve_run, start_of
@@ -46,6 +46,8 @@ def run(arguments: Sequence[str]) -> None:
     else:
         for table in tables(costs):
             Console().print(table)
+        if costs["kernels_off"] is not None:
+            Console().print(costs["kernels_off"], markup=False, highlight=False, soft_wrap=True)
 
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
@@ -61,6 +63,8 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
     on_cpu = config.train.device == "cpu"
     dtype = pick_dtype(config.train.dtype, torch.device("cpu")) if on_cpu else torch.bfloat16
+    here = on_cpu or (config.train.device == "auto" and not torch.cuda.is_available())
+    off = kernels_off(torch.device("cpu"), pick_dtype(config.train.dtype, torch.device("cpu"))) if here else None
     itemsize = 4 if config.train.dtype == "float32" else dtype.itemsize
     layouts = LAYOUTS[:1] if machine.gpus == 1 else LAYOUTS
     return {
@@ -71,6 +75,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
         "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
         "memory": {name: memory(config, machine, itemsize, gpu=not on_cpu, layout=name) for name in layouts},
         **duration(config, machine),
+        "kernels_off": off,
     }
 
 

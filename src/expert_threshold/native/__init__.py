@@ -41,14 +41,19 @@ def library() -> ctypes.CDLL | None:
     PyTorch that does not multiply blocks for us, no C++ compiler (CXX, else g++), or EXPERT_THRESHOLD_NATIVE=0. Takes
     five seconds the first time.
     """
-    if not torch.cpu.get_capabilities().get("avx512_bf16", False):
-        return None
+    kernels = _built() if _multiplies_bfloat16() else None
+    return kernels if kernels is not None and kernels.et_works() else None
+
+
+@functools.cache
+def _built() -> ctypes.CDLL | None:
+    """The kernels, whether or not PyTorch multiplies blocks for them."""
     folder = Path(torch.__file__).parent
     libraries = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
     kernels = _load([*SOURCES, *HEADERS], [*FLAGS, *TORCH], libraries)
     if kernels is not None:
         kernels.et_works.restype, kernels.et_padded.restype = ctypes.c_bool, ctypes.c_int64
-    return kernels if kernels is not None and kernels.et_works() else None
+    return kernels
 
 
 @functools.cache
@@ -66,6 +71,37 @@ def available() -> bool:
 available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def reason() -> str | None:
+    """Why kernels are not `available`, with the remedy where there is one; None where they are."""
+    if available():
+        return None
+    if _off:
+        return "they are switched off"
+    if not _multiplies_bfloat16():
+        return "this processor does not multiply bfloat16 (AVX-512 BF16 or AMX)"
+    if (missing := _missing()) is not None:
+        return missing
+    if _built() is None:
+        return "they cannot be built, as told above"
+    return "this PyTorch multiplies no blocks of bfloat16 on this processor; see ONEDNN_MAX_CPU_ISA, if that is set"
+
+
+def _multiplies_bfloat16() -> bool:
+    return torch.cpu.get_capabilities().get("avx512_bf16", False)
+
+
+def _missing() -> str | None:
+    """What there is to build on lacks, and the remedy."""
+    if os.environ.get(VARIABLE) == "0":
+        return f"{VARIABLE}=0"
+    if sys.platform != "linux":
+        return "they are built on Linux alone"
+    compiler = _compiler()[0]
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler {compiler}; install g++, or name one in CXX"
+    return None
+
+
 @contextmanager
 def off() -> Iterator[None]:
     """PyTorch's operations in the place of kernels, to compare; a decoder that exists keeps its own."""
@@ -78,11 +114,9 @@ def off() -> Iterator[None]:
 
 
 def _load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    if os.environ.get(VARIABLE) == "0" or sys.platform != "linux":
+    if _missing() is not None:
         return None
     compiler = _compiler()
-    if shutil.which(compiler[0]) is None:
-        return None
     try:
         built = _build(compiler, files, flags, libraries)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..native import available
+from ..native import available, reason
 from ..optim.muon import fast_dtype
 
 
@@ -40,6 +40,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels of `native` compute a model in `dtype` there, where they can; built if need be."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
+
+
+def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
+    """One line that says why a run on a processor goes without kernels; None where it does not, or is on a GPU."""
+    if device.type != "cpu" or kernels_run(device, dtype):
+        return None
+    by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
+    why = "they compute in bfloat16, and this run does not" if by_choice else reason()
+    return f"kernels are off: {why}; PyTorch's operations compute the same, more slowly"
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:

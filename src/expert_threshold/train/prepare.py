@@ -27,7 +27,7 @@ from ..runs.files import damage_told
 from .checks import require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
-from .device import kernels_run, pick_dtype
+from .device import kernels_off, kernels_run, pick_dtype
 from .layout import lay_out
 from .log import Display
 from .parallel import Parallel, Portion, portion_of
@@ -71,7 +71,10 @@ def prepare(
         record["init_from"] = None if init_from is None else str(init_from.resolve())
         record["continue_warmup"] = continue_warmup
     record["compiled"] = pick_compile(model, config, device, parallel.ranks, display.say)
-    record["kernels"] = kernels_run(device, pick_dtype(config.dtype, device))
+    dtype = pick_dtype(config.dtype, device)
+    record["kernels"] = kernels_run(device, dtype)
+    if (off := kernels_off(device, dtype)) is not None:
+        display.say(off)
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
