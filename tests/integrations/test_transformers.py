@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
-from expert_threshold.model import GPT
+from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
 from small_run import RULES, small_model, small_tokenizer, write_run
@@ -125,6 +125,11 @@ def test_greedy_generation_with_the_cache_writes_our_tokens_alone_and_left_padde
         assert row[batch.input_ids.shape[1] - length :][: len(out)].tolist() == out.tolist()
     without = model.generate(**batch, max_new_tokens=8, do_sample=False, use_cache=False)
     assert torch.equal(without, together)
+
+
+def test_what_a_configuration_leaves_out_is_as_in_our_models() -> None:
+    ours, theirs = GPTConfig(rule=None).to_dict(), ExpertThresholdConfig()
+    assert {name: getattr(theirs, name) for name in ours} == ours
 
 
 @torch.no_grad()
