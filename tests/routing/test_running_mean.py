@@ -226,20 +226,20 @@ def test_a_trend_is_critically_damped() -> None:
         state = rule.update(state, batch)
 
 
-ESTIMATORS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "mean": {}, "literal": {"debias": False}, "trend": {"estimator": "trend"},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("later", ESTIMATORS)
-@pytest.mark.parametrize("earlier", ESTIMATORS)
+@pytest.mark.parametrize("later", WAYS)
+@pytest.mark.parametrize("earlier", WAYS)
 def test_an_estimator_goes_on_from_another_ones_cutoff(earlier: str, later: str) -> None:
     """A trend once took the sum of a young mean for its level, and a mean kept a trend's last slope for good."""
-    began = ExpertThreshold(EXPERTS, decay=0.9, **ESTIMATORS[earlier])
+    began = ExpertThreshold(EXPERTS, decay=0.9, **WAYS[earlier])
     state = began.init()
     for step in range(4):  # scores that rise, so that a trend has a slope and a mean of weight 0.34 lags
         state = began.update(state, began.route(make_scores(0) + step, state, training=True).observation)
-    rule = ExpertThreshold(EXPERTS, decay=0.9, **ESTIMATORS[later])
+    rule = ExpertThreshold(EXPERTS, decay=0.9, **WAYS[later])
     scores = make_scores(0) + cutoff(state) - make_scores(0)[0].topk(8, 0).values[-1]  # whose batch cutoff is c
     observation = rule.route(scores, state, training=True).observation
     torch.testing.assert_close(observation.batch_cutoff, cutoff(state))
