@@ -33,7 +33,7 @@ def rules(**options: Any) -> list[ExpertChoice | ExpertThreshold]:
     return [ExpertChoice(EXPERTS, **options), ExpertThreshold(EXPERTS, warmup_steps=2, **options)]
 
 
-ESTIMATORS: dict[str, ExpertChoice | ExpertThreshold] = {
+FOLLOWING: dict[str, ExpertChoice | ExpertThreshold] = {
     "choice": ExpertChoice(EXPERTS, decay=0.9),
     "mean": ExpertThreshold(EXPERTS, decay=0.9),
     "biased": ExpertThreshold(EXPERTS, decay=0.9, debias=False),
@@ -41,15 +41,15 @@ ESTIMATORS: dict[str, ExpertChoice | ExpertThreshold] = {
 }
 
 
-@pytest.mark.parametrize("earlier", ESTIMATORS)
-@pytest.mark.parametrize("later", ESTIMATORS)
+@pytest.mark.parametrize("earlier", FOLLOWING)
+@pytest.mark.parametrize("later", FOLLOWING)
 @pytest.mark.parametrize("steps", [0, 3, 40])
 def test_a_new_run_goes_on_from_the_cutoffs_of_another_whatever_followed_them(
     earlier: str, later: str, steps: int
 ) -> None:
     """A mean that began with a trend's state kept its last slope for good; an undebiased one the weight of a start."""
-    rule = ESTIMATORS[later]
-    old = batch_cutoffs(ESTIMATORS[earlier], steps)[1]
+    rule = FOLLOWING[later]
+    old = batch_cutoffs(FOLLOWING[earlier], steps)[1]
     state = begin_run(old, rule.init())
     assert state.step == 0
     torch.testing.assert_close(cutoff(state), cutoff(old))
@@ -60,9 +60,9 @@ def test_a_new_run_goes_on_from_the_cutoffs_of_another_whatever_followed_them(
     assert state.step == 200
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("name", FOLLOWING)
 def test_a_new_run_at_another_rate_begins_with_the_cutoffs_of_that_rate(name: str) -> None:
-    rule = ESTIMATORS[name]
+    rule = FOLLOWING[name]
     old = batch_cutoffs(rule, 5)[1]
     torch.testing.assert_close(cutoff(begin_run(old, rule.init(), rate=2)), cutoff(dial(old, 2)))
     older = old._replace(sketch=torch.zeros_like(old.sketch), sketch_weight=torch.tensor(0.0))
