@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise, product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,12 @@ from expert_threshold.analysis.material import cut_windows
 from expert_threshold.analysis.plain import array, plain
 from expert_threshold.analysis.studies import STUDIES
 from expert_threshold.analysis.studies.activation import _means, _position_edges
-from expert_threshold.analysis.studies.cutoffs import _slope, _spreads
+from expert_threshold.analysis.studies.cutoffs import (
+    _slope,
+    _spreads,
+    cutoff_stability,
+    say_cutoff_stability,
+)
 from expert_threshold.analysis.studies.leakage import Pool, _bits, intervals, probe_layer
 from expert_threshold.analysis.studies.learning import _reached
 from expert_threshold.analysis.studies.load import (
@@ -75,6 +81,42 @@ def test_text_whose_tokens_are_alike_has_cutoffs_that_vary_more() -> None:
     scores = windows + 0.5 * torch.randn(128, 32, 4, generator=torch.Generator().manual_seed(1))
     by_token, by_text, _ = _spreads(scores.reshape(-1, 4), [256], 1 / 8, 32)
     assert by_text.mean() > 2 * by_token.mean()
+
+
+def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bounds_after_warmup() -> None:
+    """500 lines, more than are drawn; from step 300 on one of four experts is bounded, above and below in turn."""
+    free, full = [0.0] * 4, [0.0, 0.25, 0.0, 0.0]
+    train = [
+        {
+            "step": step,
+            "layers": {
+                "0": {
+                    "cutoff": [1.0] * 4,
+                    "batch_cutoff": [1.5] * 4,
+                    "cutoff_distance": [0.75] * 4,
+                    "usage": [0.25] * 4,
+                    "score_std": [2.0] * 4,
+                    "saturation": full if (step >= 300 and step % 2) or step <= 100 else free,
+                    "starvation": full if step >= 300 and step % 2 == 0 else free,
+                }
+            },
+        }
+        for step in range(1, 501)
+    ]
+    rule = {"name": "expert_threshold", "capacity_slack": 0.5}
+    run = SimpleNamespace(rule=rule, train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
+    subject = SimpleNamespace(run=run, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})
+    data = cutoff_stability(SimpleNamespace(routed=[subject]))  # type: ignore[arg-type]
+    (entry,) = data["methods"]
+    assert len(entry["steps"]) == len(entry["bound"]) < 500
+    for step, share in zip(entry["steps"], entry["bound"], strict=True):
+        assert np.isnan(share) if step <= 100 else share == (0.25 if step >= 300 else 0)
+    assert entry["bound_share"] == pytest.approx(201 / 400 / 4)
+    sentence = say_cutoff_stability(plain(data))
+    assert "lie 0.750 from their running means, 37.5 % of the scores' standard deviation" in sentence
+    assert "a capacity bound decided in 12.6 % of steps and experts" in sentence
+    rule["capacity_slack"] = None
+    assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[subject]))))  # type: ignore[arg-type]
 
 
 # Dynamic computation.
