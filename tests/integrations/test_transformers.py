@@ -273,7 +273,9 @@ def test_every_block_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
     et.write_text(f'#!/bin/sh\nexec {sys.executable} -m expert_threshold "$@"\n')
     et.chmod(0o755)
     # Blocks of Python that follow each other are one session.
-    run_alone(tmp_path, "sh", "-ec", page[0][1])
+    train, export = page[0][1].splitlines()
+    assert train.endswith("--out runs/first")
+    run_alone(tmp_path, "sh", "-ec", export)
     run_alone(tmp_path, sys.executable, "-c", page[1][1] + page[2][1])
     run_alone(tmp_path, "sh", "-ec", page[3][1])
     assert (tmp_path / "runs/again/config.json").is_file()
