@@ -87,7 +87,7 @@ def reason() -> str | None:
 
 
 def _multiplies_bfloat16() -> bool:
-    return torch.cpu.get_capabilities().get("avx512_bf16", False)
+    return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 
 def _missing() -> str | None:
