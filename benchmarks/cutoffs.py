@@ -63,7 +63,7 @@ def feedback(gain: float) -> Estimator:
         p = float(seen.target / seen.tokens)
         z = statistics.NormalDist().inv_cdf(1 - p)
         density = statistics.NormalDist().pdf(z)
-        return (memory[0] + gain * (seen.raw_usage - p).clamp(max=2 * p) * seen.score_std / density)[None]
+        return (memory[0] + gain * (seen.raw_load / seen.tokens - p).clamp(max=2 * p) * seen.score_std / density)[None]
 
     return estimate
 
@@ -166,8 +166,8 @@ def lag_and_noise(arguments: argparse.Namespace, out: Path) -> list[dict[str, fl
             for observations in seen[1:]:
                 whole = whole + observations[i]
             noise.append(cutoffs.std(0) / whole.score_std)
-            lag.append((moe.router.cutoff - cutoffs.mean(0)) / whole.score_std)
-            load.append(whole.raw_usage * whole.tokens / whole.target)
+            lag.append((moe.router.thresholds() - cutoffs.mean(0)) / whole.score_std)
+            load.append(whole.raw_load / whole.target)
         found.append(
             {
                 "step": step,

@@ -34,9 +34,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluation": {"runs", "model", "data"},
     "generate": {"glossary", "native", "runs", "model", "data"},
     "train": {"install", "native", "runs", "model", "moe", "optim", "data", "evaluation"},
-    "analysis": {"glossary", "install", "runs", "model", "data", "routing", "evaluation", "generate"},
-    "integrations": {"runs", "model", "moe", "generate"},
-    "recipes": {"optim"},
+    "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
+    "integrations": {"runs", "model", "moe", "routing", "generate"},
+    "recipes": {"optim", "routing"},
+    "testing": {"moe", "routing"},
     "plan": {"config", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {

@@ -61,7 +61,7 @@ def test_cutoffs_are_the_mean_of_the_pools_k_th_largest_scores(name: str) -> Non
     scores = [model(tokens, record=True).routings[0].scores.flatten(0, 1) for tokens in batches]  # nothing routed below
     kth = [s.sort(0, descending=True).values[8 * 64 * 2 // 4 - 1] for s in scores]
     router = model.moe_layers()[0][1].router
-    torch.testing.assert_close(router.cutoff, (kth[0] + kth[1]) / 2)
+    torch.testing.assert_close(router.thresholds(), (kth[0] + kth[1]) / 2)
     torch.testing.assert_close(router.state.sketch, (sketch(scores[0]) + sketch(scores[1])) / 2)
 
 
@@ -127,10 +127,10 @@ def test_the_text_of_another_source_can_be_used(made: Path, tmp_path: Path) -> N
 
 def test_without_a_batch_there_is_nothing_to_measure() -> None:
     model = small_model()
-    cutoffs = model.moe_layers()[0][1].router.cutoff
+    cutoffs = model.moe_layers()[0][1].router.thresholds()
     with pytest.raises(ValueError, match="no text to calibrate on"):
         calibrate(model, [])
-    assert torch.equal(model.moe_layers()[0][1].router.cutoff, cutoffs)
+    assert torch.equal(model.moe_layers()[0][1].router.thresholds(), cutoffs)
     with pytest.raises(ValueError, match="k = ⌊2 · 1 / 4⌋ = 0"):
         calibrate(model, [(tokens_of(0)[:1, :2], tokens_of(0)[:1, :2])])
     assert isinstance(model.moe_layers()[0][1].router.rule, type(RULES["expert_threshold"]))

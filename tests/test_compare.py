@@ -33,7 +33,7 @@ from expert_threshold.analysis.comparison import (
     to_markdown,
 )
 from expert_threshold.cli import compare, main
-from expert_threshold.cli.compare import METHODS, configure, run_title
+from expert_threshold.cli.compare import configure, methods, run_title
 from expert_threshold.config import PAPER_STEPS
 from expert_threshold.data import Batch, Loader
 from expert_threshold.install import install
@@ -342,8 +342,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?", *METHODS]),
-        (["--rules", "dense,"], ["--rules : unknown", *METHODS]),
+        (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?", *methods()]),
+        (["--rules", "dense,"], ["--rules : unknown", *methods()]),
         (["--seeds", 0], ["--seeds 0", "at least 1"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),
@@ -521,7 +521,7 @@ def test_a_layer_that_got_no_token_in_validation_has_no_spread(finished: Path, c
 
 
 def test_each_method_is_what_its_name_says() -> None:
-    rules = {name: config.model.rule for name, config in configure({"preset": "tiny"}, list(METHODS)).items()}
+    rules = {name: config.model.rule for name, config in configure({"preset": "tiny"}, list(methods())).items()}
     assert rules["dense"] is None
     assert [rules[f"token_choice{end}"] for end in ("", "_aux", "_loss_free")] == [
         TokenChoice(balance="none"),
@@ -540,14 +540,14 @@ def test_each_method_is_what_its_name_says() -> None:
 
 
 def test_all_methods_are_trained_alike() -> None:
-    configs = configure({"preset": "quickstart"}, list(METHODS)).values()
+    configs = configure({"preset": "quickstart"}, list(methods())).values()
     alike = [(config.model.to_dict() | {"rule": None}, config.data, config.optim, config.train) for config in configs]
     assert all(other == alike[0] for other in alike)
 
 
 def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
     given: dict[str, Any] = {"preset": "tiny", "num_experts": 8, "warmup_steps": 7, "decay": 0.5}
-    for name, config in configure(given, list(METHODS)).items():
+    for name, config in configure(given, list(methods())).items():
         rule = config.model.rule
         assert (rule is None) == (name == "dense")
         assert rule is None or rule.num_experts == 8

@@ -10,20 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_threshold.config import (
-    PAPER_STEPS,
     RUNS,
-    SHORT_RUN,
     RunConfig,
     alternatives,
-    options_of_rule,
     resolve,
     scaled_optim,
     scaled_rule,
 )
 from expert_threshold.model import PRESETS, GPTConfig
 from expert_threshold.optim import OptimConfig
-from expert_threshold.recipes import scaled_decay
-from expert_threshold.routing import RULES, ExpertChoice, ExpertThreshold, TokenChoice, rule_name
+from expert_threshold.routing import (
+    PAPER_STEPS,
+    RULES,
+    ExpertChoice,
+    ExpertThreshold,
+    TokenChoice,
+    option_names,
+    rule_name,
+    scaled_decay,
+)
+from expert_threshold.routing.expert_threshold import SHORT_RUN
 
 RULE_NAMES = ("dense", *RULES)
 
@@ -109,7 +115,7 @@ def test_an_option_that_is_given_is_not_scaled() -> None:
 
 @pytest.mark.parametrize("rule", RULE_NAMES)
 def test_an_option_that_the_rule_lacks_is_refused_by_both_names(rule: str) -> None:
-    for option in {name for other in RULES for name in options_of_rule(other)} - set(options_of_rule(rule)):
+    for option in {name for other in RULES for name in option_names(other)} - set(option_names(rule)):
         with pytest.raises(ValueError, match=rf"^{option}: rule {rule} has no such option; leave it out, or use "):
             scaled_rule(rule, 100, **{option: 1})
 

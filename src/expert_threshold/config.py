@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -12,17 +12,14 @@ from .data import DataConfig
 from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
-from .recipes import PAPER_STEPS, RECIPES, Recipe, in_proportion, intervals, scaled_decay
-from .routing import RULES, Rule, rule_from_dict
+from .recipes import RECIPES, Recipe, in_proportion, intervals
+from .routing import DENSE, RULES, Rule, option_names, rule_from_dict
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
 
 # The paper's are meant for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
-PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
-# Where a trend of cutoffs was measured to be better than their mean, and with which decay (docs/results/cutoffs-cpu).
-SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 
 @dataclass(frozen=True)
@@ -151,36 +148,19 @@ def check_changes(changes: Options) -> None:
                 raise ValueError(f"{section}: {option}={value!r} must be {describe(kinds[option])}")
 
 
-def options_of_rule(name: str) -> tuple[str, ...]:
-    """The names of a rule's options. Raises ValueError if there is no such rule."""
-    if name not in ("dense", *RULES):
-        raise ValueError(f"rule={name!r} is unknown; use one of dense, {', '.join(RULES)}")
-    return () if name == "dense" else tuple(f.name for f in fields(RULES[name]))  # type: ignore[arg-type]
-
-
 def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
-    """The rule for a run of `steps`: the paper's warmup and decay in proportion to the run, unless `options` say.
+    """Return the rule for a run of `steps`: its own defaults for such a run, unless `options` say. None is 'dense'.
 
-    Warmup is 4000 steps, or a fifth of a run shorter than the paper's. The running mean remembers the same share of
-    the run as the paper's, 1 − β = 0.001 · 19,073 / steps, but at least 10 steps. In a run of at most SHORT_RUN steps
-    cutoffs follow the trend instead, where the mean would lag (docs/results/cutoffs-cpu), unless options of the mean
-    are given. None is 'dense'.
     Raises ValueError naming an option that the rule lacks.
     """
-    known = options_of_rule(name)
+    known = option_names(name)
     for option in options:
         if option not in known:
-            having = [other for other in RULES if option in options_of_rule(other)]
+            having = [other for other in RULES if option in option_names(other)]
             remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
             raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
-    by_trend = steps <= SHORT_RUN and "estimator" in known and not {"decay", "debias"} & options.keys()
-    estimator = options.get("estimator", "trend" if by_trend else "mean")
-    scaled = {
-        "estimator": estimator,
-        "decay": TREND_DECAY if estimator == "trend" else scaled_decay(PAPER_DECAY, steps),
-        "warmup_steps": PAPER_WARMUP_STEPS if steps >= PAPER_STEPS else min(PAPER_WARMUP_STEPS, steps // 5),
-    }
-    return rule_from_dict({"name": name} | {k: v for k, v in scaled.items() if k in known} | options)
+    scaled = {} if name == DENSE else RULES[name].scaled(steps, options)
+    return rule_from_dict({"name": name, **scaled, **options})
 
 
 def scaled_optim(steps: int, **options: Any) -> OptimConfig:
@@ -299,7 +279,7 @@ def resolve(
         in_file = dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
     name_in_file = in_file.pop("name", None)
     name = rule or name_in_file or DEFAULT_RULE
-    known = options_of_rule(name)
+    known = option_names(name)
     if name != name_in_file:
         in_file = {k: v for k, v in in_file.items() if k in SHARED_RULE_OPTIONS and k in known}
     own = {k: v for k, v in base.rule.items() if k in known}

@@ -12,7 +12,7 @@ from .model import GPT, flops_per_token, parameter_counts
 from .model.memory import FLOAT32, Memory, Step
 from .optim import make_optimizers
 from .optim.muon import BATCH_ELEMENTS
-from .routing import ExpertChoice, ExpertThreshold, TokenChoice, rule_name
+from .routing import Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 """Every GPU has all weights and its share of the optimizer's state; a share of everything; a share of the experts, at
@@ -25,7 +25,7 @@ def costs(config: RunConfig) -> dict[str, Any]:
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
     tokens = config.train.steps * tokens_per_step
-    pool, effective = pools(config)
+    pool, effective = window(config)
     return {
         "rule": rule_name(config.model.rule),
         "params_total": parameters.pop("total"),
@@ -41,22 +41,12 @@ def costs(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def pools(config: RunConfig) -> tuple[int | None, int | None]:
-    """Tokens that compete for an expert, or over which load is measured; and those a cutoff remembers, N / (1 − β).
-
-    None where there are none: each token by itself, or no cutoff in training.
-    """
+def window(config: RunConfig) -> Window:
+    """Return the tokens that the rule looks at while training; None of both for a dense model."""
     rule, micro_batch = config.model.rule, config.train.batch_size * config.model.context
-    step = micro_batch * config.train.accumulation
     if rule is None:
-        return None, None
-    if isinstance(rule, TokenChoice):
-        measured = {"none": None, "aux": micro_batch, "global_aux": micro_batch}
-        return measured.get(rule.balance, step), None
-    assert isinstance(rule, ExpertChoice | ExpertThreshold)
-    sizes = {"sequence": config.model.context, "batch": micro_batch, "global": micro_batch}
-    pool = rule.pool if isinstance(rule.pool, int) else sizes[rule.pool]
-    return pool, round(step / (1 - rule.decay)) if isinstance(rule, ExpertThreshold) else None
+        return Window(None, None)
+    return rule.window(config.model.context, micro_batch, micro_batch * config.train.accumulation)
 
 
 class Machine(NamedTuple):
@@ -86,8 +76,10 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
     step = config.train.batch_size * config.train.accumulation
     if machine.gpus > step:
         raise ValueError(f"--gpus {machine.gpus}: a step has {step} sequences; give at most as many GPUs")
-    by_loss = isinstance(config.model.rule, TokenChoice) and config.model.rule.balance == "aux"
-    shared = config.train.batch_size if by_loss else max(config.train.batch_size // machine.gpus, 1)  # whose pool it is
+    rule, whole = config.model.rule, config.train.batch_size
+    # A loss over the whole micro-batch of one rank would be another one of a part of it.
+    by_loss = rule is not None and rule.scope(training=True) == "token" and rule.pool_scope() == "batch"
+    shared = whole if by_loss else max(whole // machine.gpus, 1)
     micro_batch = machine.micro_batch or shared
     if step % (micro_batch * machine.gpus):
         raise ValueError(

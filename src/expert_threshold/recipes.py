@@ -7,17 +7,53 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from .optim import RELEASE, OptimConfig
+from .routing import PAPER_STEPS, scaled_decay
 
 Options = Mapping[str, Any]
 
-PAPER_STEPS = 19_073
-"""Of d12 (Table "Training hyperparameters"). Decays and intervals below are meant for so many."""
 PAPER_TOKENS = PAPER_STEPS * 524_288
 EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
 EVAL_TOKENS = 10_485_760
 """Of a validation, as in the release; the paper does not say."""
-LEAST_DECAY = 0.9
-"""A running mean remembers at least ten steps, however short the run."""
+
+
+class Method(NamedTuple):
+    """A rule with the options that make it a method to compare; its other options are those of any run.
+
+    colour: its place among the colours of figures.
+    """
+
+    rule: str
+    options: Options
+    summary: str
+    colour: int
+
+
+METHODS: dict[str, Method] = {
+    "dense": Method("dense", {}, "no routed experts, as many FLOPs per token", 0),
+    "token_choice": Method("token_choice", {"balance": "none"}, "each token takes its best experts", 1),
+    "token_choice_aux": Method("token_choice", {"balance": "aux"}, "the same with the auxiliary balancing loss", 5),
+    "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "the same balanced by biases", 6),
+    "expert_choice_sequence": Method(
+        "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens of every sequence", 2
+    ),
+    "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "the same of every micro-batch", 7),
+    "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff", 3),
+    "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on", 4),
+}
+"""The methods of the paper, by the names that `et compare` has for them."""
+REFERENCE = "token_choice"
+"""The method whose losses others are compared with, where there is one."""
+
+
+def method_named(rule: Options) -> str | None:
+    """Return the method of a rule `{"name": …, option: value, …}`, the one that says most of it; None if none is."""
+    fitting = [
+        name
+        for name, method in METHODS.items()
+        if method.rule == rule["name"] and all(rule.get(option) == value for option, value in method.options.items())
+    ]
+    return max(fitting, key=lambda name: len(METHODS[name].options), default=None)
 
 
 class Reported(NamedTuple):
@@ -72,15 +108,6 @@ def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
     if pool == 1:
         return "sequence"
     return "global" if pool is None or pool >= batch_size else pool * context
-
-
-def scaled_decay(decay: float, steps: int) -> float:
-    """A mean over the same share of a run of `steps` as `decay` is of PAPER_STEPS; longer runs keep it.
-
-    1 − β' = (1 − β) · PAPER_STEPS / steps, and β' at least LEAST_DECAY, or β if that is less.
-    """
-    share = 1 - (1 - decay) * PAPER_STEPS / max(steps, 1)
-    return min(decay, max(LEAST_DECAY, round(share, 4)))
 
 
 def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:

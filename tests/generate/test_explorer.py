@@ -123,7 +123,7 @@ def test_a_text_is_told_as_the_model_records_it(rule: Any, gate_norm: Any) -> No
             else:
                 biased = [s + b for s, b in zip(found["scores"], biases or [0] * len(scores[t]), strict=True)]
                 assert found["experts"] == [i for i, s in enumerate(biased) if s >= found["border"] - 1e-5]
-        bias = moe.router.bias
+        bias = moe.router.rule.describe(moe.router.state).get("bias")
         assert (facts["layers"][layer]["biases"] is None) == (bias is None)
 
 

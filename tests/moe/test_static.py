@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from expert_threshold.moe import Experts
 from expert_threshold.moe.dispatch import reference, static
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice, most_pairs
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 
 @st.composite
@@ -44,19 +44,19 @@ def test_no_rule_assigns_more_pairs_than_it_says(
         assignment = rule.route(scores, state, training=True).assignment
     except ValueError:  # a pool so small that experts get no token
         assume(False)
-    most = most_pairs(rule, sequences * time, training=True)
+    most = rule.max_pairs(sequences * time, training=True)
     assert most is not None
     assert assignment.sum() <= most <= sequences * time * rule.num_experts
 
 
 def test_token_choice_says_as_many_as_it_takes_and_nothing_is_said_where_nothing_bounds() -> None:
-    assert most_pairs(TokenChoice(8, 3), 10, training=True) == 30
-    assert most_pairs(TokenChoice(8, 3), 10, training=False) == 30
-    assert most_pairs(ExpertThreshold(8), 10, training=False) is None
-    assert most_pairs(ExpertThreshold(8, capacity_slack=None), 10, training=True) is None
-    assert most_pairs(ExpertThreshold(8), 10, training=True, ranks=2) is None  # one rank's may be all of the pool's
-    assert most_pairs(ExpertThreshold(8, pool="batch"), 10, training=True, ranks=2) == 15
-    assert most_pairs(ExpertThreshold(4, 3, capacity_slack=0.5), 10, training=True) == 40  # no more than there are
+    assert TokenChoice(8, 3).max_pairs(10, training=True) == 30
+    assert TokenChoice(8, 3).max_pairs(10, training=False) == 30
+    assert ExpertThreshold(8).max_pairs(10, training=False) is None
+    assert ExpertThreshold(8, capacity_slack=None).max_pairs(10, training=True) is None
+    assert ExpertThreshold(8).max_pairs(10, training=True, ranks=2) is None  # one rank's may be all of the pool's
+    assert ExpertThreshold(8, pool="batch").max_pairs(10, training=True, ranks=2) == 15
+    assert ExpertThreshold(4, 3, capacity_slack=0.5).max_pairs(10, training=True) == 40  # no more than there are
 
 
 @pytest.mark.parametrize("surplus", [0, 1, 17])

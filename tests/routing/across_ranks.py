@@ -52,7 +52,7 @@ def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup
 
 
 def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Observation:
-    total = Observation(*(x.clone() for x in observation))
+    total = Observation.from_tensors({name: x.clone() for name, x in observation.tensors().items()})
     for field in total:
         dist.all_reduce(field, group=group)
     return total

@@ -178,8 +178,9 @@ def test_capacity_bounds_hold_exactly_though_scores_tie(values: list[float], c: 
     observation = routing.observation
     assert torch.equal(observation.dropped, (above - k_max).clamp(min=0))
     assert torch.equal(observation.filled, (k_min - above).clamp(min=0))
-    torch.testing.assert_close(observation.starvation, (k_min - above).clamp(min=0) / 8)
-    torch.testing.assert_close(observation.saturation, (above - k_max).clamp(min=0) / above.clamp(min=1))
+    measured = rule.measure(state, observation)
+    torch.testing.assert_close(measured["starvation"], (k_min - above).clamp(min=0) / 8)
+    torch.testing.assert_close(measured["saturation"], (above - k_max).clamp(min=0) / above.clamp(min=1))
 
 
 @pytest.mark.parametrize("training", [True, False])

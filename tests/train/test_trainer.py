@@ -310,7 +310,7 @@ def test_cutoffs_of_a_line_are_those_that_its_steps_were_routed_by() -> None:
     trainer = make_trainer(ExpertThreshold(4, 1, warmup_steps=0, decay=0.9))
     [(_, moe)] = trainer.model.moe_layers()
     for _ in range(3):
-        cutoff = moe.router.cutoff
+        cutoff = moe.router.thresholds()
         assert cutoff is not None
         trainer.advance()
         interval = trainer.take_interval()

@@ -92,9 +92,8 @@ class Material:
 
     @property
     def focus(self) -> Subject:
-        """The run that figures of a single run show: expert threshold before expert choice before token choice."""
-        rules = ("expert_threshold", "expert_choice", "token_choice")
-        return min(self.routed, key=lambda subject: rules.index(subject.run.rule["name"]))
+        """The run that figures of a single run show: with cutoffs rather than without, and causal in training."""
+        return min(self.routed, key=lambda subject: (not subject.has_cutoffs, subject.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """The items, with progress told after each."""

@@ -6,22 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..recipes import METHODS, method_named
+from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
 from ..runs.files import damage_told
 from .report import Run, read_run
-from .sentences import pool_size
 
 LEGEND = (
     "TC is token choice, EC expert choice with the tokens of its pool in training, ET expert threshold. "
     "All are routed causally here, as in inference: EC by the running means of its cutoffs."
 )
-_BALANCES = {
-    "none": "",
-    "aux": " aux",
-    "global_aux": " global aux",
-    "loss_free": " loss-free",
-    "loss_free_proportional": " loss-free prop.",
-}
 # What of the training loop makes a method another one; and what of the rest does not.
 _TRAINING = ("steps", "batch_size", "accumulation")
 _ASIDE = ("dispatch", "skip_damaged")
@@ -50,6 +44,22 @@ class Subject(NamedTuple):
     def steps(self) -> tuple[int, int]:
         """The step of the last checkpoint, and the steps that the run was to make."""
         return self.folder.latest_checkpoint() or 0, self.run.config["train"]["steps"]
+
+    @property
+    def rule(self) -> Rule:
+        """The routing rule of a run that has one."""
+        assert self.run.model.rule is not None
+        return self.run.model.rule
+
+    @property
+    def has_cutoffs(self) -> bool:
+        """Whether inference compares scores with cutoffs."""
+        return self.rule.thresholds(self.rule.init()) is not None
+
+    @property
+    def has_bounds(self) -> bool:
+        """Whether training bounds loads by more than their definition."""
+        return not self.rule.looks_ahead and self.rule.load_bounds(self.rule.num_experts**2) is not None
 
     @property
     def layers(self) -> list[int]:
@@ -143,37 +153,29 @@ def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 
 def pool_tokens(run: Run) -> int | None:
-    """The tokens that compete with each other in training; None where experts do not choose."""
-    pool, train = run.rule.get("pool"), run.config["train"]
-    if pool is None:
+    """The tokens that compete with each other in training; None where none do."""
+    rule, train = run.model.rule, run.config["train"]
+    if rule is None or rule.scope(training=True) == "token":
         return None
-    if isinstance(pool, int):
-        return pool
-    return run.model.context * (1 if pool == "sequence" else train["batch_size"])
+    batch = run.model.context * train["batch_size"]
+    return rule.window(run.model.context, batch, batch * train["accumulation"]).pool
 
 
 def _rule(run: Run) -> tuple[str, str]:
     """The kind and the name of the run's rule."""
-    rule = run.rule
-    if rule["name"] == "token_choice":
-        balance = rule["balance"]
-        return "token_choice" + ("" if balance == "none" else f"_{balance}"), "TC" + _BALANCES[balance]
-    if rule["name"] == "expert_choice":
-        tokens = pool_tokens(run)
-        assert tokens is not None
-        return f"expert_choice_{rule['pool']}", f"EC {pool_size(tokens)}"
-    if rule["name"] == "expert_threshold":
-        cold = rule["warmup_steps"] == 0
-        return "expert_threshold" + ("_no_warmup" if cold else ""), "ET" + (" no warmup" if cold else "")
-    return "dense", "dense"
+    if run.model.rule is None:
+        return DENSE, DENSE
+    name = run.model.rule.label_of(pool_tokens(run))
+    return method_named(run.rule) or name, name
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    rules = ("dense", "token_choice", "expert_choice", "expert_threshold")
-    rule = run.rule
-    balance = list(_BALANCES).index(rule.get("balance", "none"))
+    """Dense, then rules as the table has them, each by its methods and the size of its pools."""
+    name, kind = run.rule["name"], method_named(run.rule)
+    place = list(METHODS).index(kind) if kind is not None else len(METHODS)
+    rank = -1 if run.model.rule is None else list(RULES).index(name)
     ordinary = run.model.shared_experts == 1 and run.model.gate_norm is None
-    return rules.index(rule["name"]), balance, pool_tokens(run) or 0, rule.get("warmup_steps", 1) == 0, not ordinary
+    return rank, 0 if pool_tokens(run) else place, pool_tokens(run) or 0, place, _rule(run), not ordinary
 
 
 def options(run: Run) -> dict[str, Any]:

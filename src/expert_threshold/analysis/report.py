@@ -97,7 +97,7 @@ def report(run: Run) -> str:
     chosen = {"Learning": list(learning(run)), "Routing": list(routing(run))}
     missing = [entry for entries in chosen.values() for entry in entries if isinstance(entry, LeftOut)]
     return page(
-        f"{run.name}: {_name(run.rule)}",
+        f"{run.name}: {_name(run)}",
         [
             header(run),
             as_html(),
@@ -145,10 +145,11 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
     train, validation, warmup = run.train, run.validation, run.warmup_steps
     # A line tells of the steps since the one before, so the first to tell of none in warmup is an interval after it.
     last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
-    exact_until = math.inf if run.rule["name"] == "expert_choice" else last_warm
+    rule = run.model.rule
+    exact_until = math.inf if rule.looks_ahead else last_warm
     unrecorded = "no number of it was recorded yet"
-    no_cutoff = f"{_name(run.rule)} compares a token's scores with each other, not with a cutoff"
-    of_cutoff = no_cutoff if run.rule["name"] == "token_choice" else unrecorded
+    no_cutoff = f"the rule {_name(run)} does not compare scores with a cutoff"
+    of_cutoff = no_cutoff if rule.thresholds(rule.init()) is None else unrecorded
     yield _entry(
         "Usage of each expert",
         unrecorded,
@@ -226,7 +227,7 @@ def _entry(
 def header(run: Run) -> str:
     """What was trained, and what it came to."""
     parameters = parameter_counts(run.model)
-    title = f"{_name(run.rule).capitalize()}, {short(parameters['total'])} parameters"
+    title = f"{_name(run).capitalize()}, {short(parameters['total'])} parameters"
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(run, parameters))
     return (
@@ -339,9 +340,9 @@ def duration(seconds: float) -> str:
     return f"{minute} min {second:02} s" if minute else f"{second} s"
 
 
-def _name(rule: dict[str, Any]) -> str:
-    name, balance = str(rule["name"]), rule.get("balance", "none")
-    return name.replace("_", " ") + ("" if balance == "none" else f" ({balance.replace('_', ' ')})")
+def _name(run: Run) -> str:
+    name = str(run.rule["name"]).replace("_", " ")
+    return name if run.model.rule is None else f"{name} ({run.model.rule.label})"
 
 
 def _plain(value: object) -> str:

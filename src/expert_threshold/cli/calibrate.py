@@ -16,7 +16,6 @@ from ..data import Loader, open_source, pack
 from ..evaluation import Validation, evaluate
 from ..install import et
 from ..model.calibrate import calibrate
-from ..routing import ExpertChoice, ExpertThreshold
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
 from ..train.config import DeviceName, DtypeName
@@ -60,11 +59,11 @@ def run(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     saved = source.load_checkpoint(options["step"], parts=("model",))
     model, tokenizer = load_model(source.path, saved.step, device, pick_dtype(options["dtype"], device))
-    trained = model.config.rule
-    assert isinstance(trained, ExpertChoice | ExpertThreshold)
-    rule = trained
+    trained = rule = model.config.rule
+    assert trained is not None
     if options["experts_per_token"] is not None:
-        rule = replace(trained, experts_per_token=options["experts_per_token"])
+        rule = replace(trained, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
+    assert rule is not None
     corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
 
     told = Progress(Console(stderr=True), options["run"])
@@ -83,7 +82,7 @@ def run(arguments: Sequence[str]) -> None:
 
     found = {}
     pooled = source.section("train").get("batch_size", 1)
-    if isinstance(trained, ExpertChoice) and len(held_out) > pooled * model.config.context:
+    if trained.looks_ahead and len(held_out) > pooled * model.config.context:
         found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
     found["cutoffs before"] = measure("loss before")
     counted = told.task("calibrating")

@@ -34,12 +34,13 @@ from ..analysis.comparison import (
 from ..analysis.figures import loss_by_method
 from ..analysis.page import save_figure
 from ..analysis.sentences import short
-from ..config import DEFAULT_PRESET, RunConfig, options_of_rule
+from ..config import DEFAULT_PRESET, RunConfig
 from ..data import open_source
 from ..data.sources import absolute
 from ..install import et
 from ..plan import costs
-from ..routing import rule_to_dict
+from ..recipes import METHODS, Method
+from ..routing import RULES, option_names, rule_to_dict
 from ..runs import RunFolder
 from ..runs.files import damage_told, read_json, replace_file, to_json
 from ..runs.lock import LOCK, exclusive, is_vacant
@@ -47,48 +48,43 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
 from .options import Option, parse_names
-from .run_options import RULE_OPTIONS, Given, parse_run, resolve_run, start_of
+from .run_options import Given, parse_run, resolve_run, rule_flags, start_of
 from .train import train_run
 
 
-class Method(NamedTuple):
-    """A rule with the options that make it this method; its other options are those of any run."""
-
-    rule: str
-    options: dict[str, Any]
-    summary: str
-
-    def leaves_open(self, option: str) -> bool:
-        """Whether this option of a rule can be chosen."""
-        return option in options_of_rule(self.rule) and option not in self.options
+def methods() -> dict[str, Method]:
+    """Return the methods that can be compared, by name: the paper's, and each other rule as it is by default."""
+    covered = {method.rule for method in METHODS.values()}
+    others = {name: cls.summary().rstrip(".") for name, cls in RULES.items() if name not in covered}
+    return METHODS | {name: Method(name, {}, summary, len(METHODS)) for name, summary in others.items()}
 
 
-METHODS = {
-    "dense": Method("dense", {}, "no routed experts, as many FLOPs per token"),
-    "token_choice": Method("token_choice", {"balance": "none"}, "each token takes its best experts"),
-    "token_choice_aux": Method("token_choice", {"balance": "aux"}, "the same with the auxiliary balancing loss"),
-    "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "the same balanced by biases"),
-    "expert_choice_sequence": Method(
-        "expert_choice", {"pool": "sequence"}, "each expert takes its best tokens of every sequence"
-    ),
-    "expert_choice_batch": Method("expert_choice", {"pool": "batch"}, "the same of every micro-batch"),
-    "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff"),
-    "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on"),
-}
+def leaves_open(method: Method, option: str) -> bool:
+    """Return True if this option of the method's rule can be chosen."""
+    return option in option_names(method.rule) and option not in method.options
 
-DESCRIPTION = "Train several methods with the same budget, data order and seeds, and say what each reached.\n\n" + (
-    "\n\n".join(f"{name}: {method.summary}." for name, method in METHODS.items())
-)
+
+def _description() -> str:
+    return "Train several methods with the same budget, data order and seeds, and say what each reached.\n\n" + (
+        "\n\n".join(f"{name}: {method.summary}." for name, method in methods().items())
+    )
+
+
 ALL = "all"
 OPTIONS = [
     Option("rules", str, ALL, "The methods to compare, as A,B; options of rules go to those that leave them open."),
     Option("seeds", int, 1, "Train each method so many times, with seed 0, 1, and so on."),
     Option("out", str, "runs/compare-PRESET", "The folder to make, or of the comparison to go on with."),
 ]
-# Options of a run that --rules and --seeds decide.
-DECIDED = {"recipe", "rule", "seed"} | {
-    option for option in RULE_OPTIONS if not any(method.leaves_open(option) for method in METHODS.values())
-}
+
+
+def _decided() -> set[str]:
+    """Options of a run that --rules and --seeds decide."""
+    every = methods().values()
+    return {"recipe", "rule", "seed"} | {
+        option for option in rule_flags() if not any(leaves_open(method, option) for method in every)
+    }
+
 
 FORMAT, VERSION = "expert-threshold comparison", 1
 OTHER_FOLDER = "restore it from a copy, or name another --out"
@@ -96,13 +92,13 @@ OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 def run(arguments: Sequence[str]) -> None:
     """Train what is not trained yet, and show the table."""
-    given = parse_run("et compare", DESCRIPTION, OPTIONS, arguments, without=DECIDED)
-    methods = chosen_methods(given.pop("rules", ALL))
+    given = parse_run("et compare", _description(), OPTIONS, arguments, without=_decided())
+    chosen = chosen_methods(given.pop("rules", ALL))
     seeds = given.pop("seeds", 1)
     if seeds < 1:
         raise ValueError(f"--seeds {seeds}: must be at least 1")
     out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
-    configs = configure(given, methods)
+    configs = configure(given, chosen)
     keep_freed_memory()
     console = Console() if Console().is_terminal else Console(width=120)
     with _opened(out) as folder:
@@ -122,21 +118,23 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def chosen_methods(text: str) -> list[str]:
-    """The methods that --rules names, in the order of METHODS. Raises ValueError as `parse_names` does."""
-    names = list(METHODS) if text == ALL else parse_names("--rules", text, METHODS)
-    return [method for method in METHODS if method in names]
+    """The methods that --rules names, in the order of `methods`. Raises ValueError as `parse_names` does."""
+    known = methods()
+    names = list(known) if text == ALL else parse_names("--rules", text, known)
+    return [method for method in known if method in names]
 
 
-def configure(given: Given, methods: Sequence[str]) -> dict[str, RunConfig]:
+def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
     """The run of each method with seed 0. Raises ValueError for whatever could not train or not be compared."""
-    for option in RULE_OPTIONS:
-        if option in given and not any(METHODS[method].leaves_open(option) for method in methods):
+    known = methods()
+    for option in rule_flags():
+        if option in given and not any(leaves_open(known[name], option) for name in names):
             flag = "--" + option.replace("_", "-")
-            raise ValueError(f"{flag} {given[option]}: not an option of {', '.join(methods)}; leave it out")
+            raise ValueError(f"{flag} {given[option]}: not an option of {', '.join(names)}; leave it out")
     configs = {}
-    for name in methods:
-        method = METHODS[name]
-        closed = [option for option in RULE_OPTIONS if not method.leaves_open(option)]
+    for name in names:
+        method = known[name]
+        closed = [option for option in rule_flags() if not leaves_open(method, option)]
         own = {option: value for option, value in given.items() if option not in closed}
         config = resolve_run(own | {"rule": method.rule, "seed": 0} | method.options)
         require_trainable(config.model, config.train)

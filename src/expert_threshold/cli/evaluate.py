@@ -31,7 +31,6 @@ from ..evaluation import (
 from ..evaluation.core import choose_rows
 from ..install import install
 from ..model import GPT
-from ..routing import ExpertChoice, ExpertThreshold
 from ..runs import RunFolder, load_model
 from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
@@ -151,7 +150,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
             model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=told.task("rates")
         )
         rule = model.config.rule
-        assert isinstance(rule, ExpertChoice | ExpertThreshold)
+        assert rule is not None
         results[path] = rates.record(folder, step, rule, points)
         rates.save(folder, results[path])
     if options["json"]:
@@ -211,8 +210,7 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
         from ..integrations.lm_eval import Harness
     except ImportError as error:
         raise ValueError(
-            f"--harness {options['harness']}: lm-evaluation-harness is not installed ({error}); "
-            f"run: {install('eval')}"
+            f"--harness {options['harness']}: lm-evaluation-harness is not installed ({error}); run: {install('eval')}"
         ) from None
     return Harness(parse_names("--harness", options["harness"]), options["harness_path"])
 
@@ -269,9 +267,10 @@ class Run(NamedTuple):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Loss and bits per byte on the corpus's validation split: causal, and for expert choice by training's pools as
-        well, if the text fills one of training's batches."""
-        by_pools = isinstance(self.model.config.rule, ExpertChoice) and self.results.rate is None
+        """Loss and bits per byte on the corpus's validation split: causal, and by training's pools as well where the
+        rule looks ahead in training, if the text fills one of training's batches."""
+        rule = self.model.config.rule
+        by_pools = rule is not None and rule.looks_ahead and self.results.rate is None
         batch_size = self.folder.section("train")["batch_size"] if by_pools else 1
         batch = batch_size * self.model.config.context
         # Whole batches are evaluated, and the last target needs one token more.

@@ -62,10 +62,17 @@ class Command(NamedTuple):
 
 
 def field_comments(record: type) -> dict[str, str]:
-    """The comment lines right above each field of a dataclass, joined, as a command line puts it: none, not None."""
+    """The comment lines right above each field of a dataclass, joined, as a command line puts it: none, not None.
+
+    Nothing where there is no source, as for a class made in an interpreter.
+    """
     found: dict[str, str] = {}
     comment: list[str] = []
-    for line in inspect.getsource(record).splitlines():
+    try:
+        source = inspect.getsource(record)
+    except (OSError, TypeError):
+        return found
+    for line in source.splitlines():
         if name := re.match(r"    (\w+): ", line):
             found[name[1]] = re.sub(r"\bNone\b", "none", " ".join(comment))
         text = re.match(r"    # (.*)", line)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ..analysis.plain import plain
 from ..evaluation import Point
-from ..routing import ExpertChoice, ExpertThreshold
+from ..routing import Rule, rule_from_dict
 from ..runs import RunFolder
 from ..runs.files import replacing, to_json
 
@@ -35,17 +35,16 @@ def read_rates(text: str) -> list[float | None]:
 
 def require_cutoffs(folder: RunFolder, flag: str = "") -> None:
     """Raise ValueError, which begins with the flag, unless the run's rule routes by cutoffs, and so at any rate."""
-    rule = folder.section("model")["rule"]["name"]
-    if rule not in ("expert_choice", "expert_threshold"):
+    rule = rule_from_dict(folder.section("model")["rule"])
+    if rule is None or rule.thresholds(rule.init()) is None:
+        name = folder.section("model")["rule"]["name"]
         raise ValueError(
-            f"{flag}{folder.path} is trained by {rule}, which has no cutoffs; name a run of expert_choice or "
-            "expert_threshold"
+            f"{flag}{folder.path} is trained by {name}, which has no cutoffs; name a run whose rule has thresholds, "
+            "such as expert_choice or expert_threshold"
         )
 
 
-def record(
-    folder: RunFolder, step: int, rule: ExpertChoice | ExpertThreshold, points: Sequence[Point]
-) -> dict[str, Any]:
+def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
     """What is written of a run, whose table and figure have the same numbers."""
     return {
         "run": folder.path.name,

@@ -78,4 +78,3 @@ def _size(tokens: int | None) -> str:
     if tokens is None:
         return "–"
     return f"{tokens / 1e6:.0f}M" if tokens >= 10_000_000 else f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)
-

@@ -6,22 +6,20 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, Union, get_type_hints
 
 from ..config import (
     DEFAULT_PRESET,
-    DEFAULT_RULE,
     PROPORTIONAL_RULE_OPTIONS,
     RUNS,
     SECTIONS,
     RunConfig,
-    options_of_rule,
     require_warmups_fit,
     resolve,
     scaled_rule,
 )
 from ..recipes import RECIPES
-from ..routing import RULES, rule_to_dict
+from ..routing import DENSE, RULES, option_names, rule_to_dict
 from ..runs import RunFolder
 from .options import HELP_FLAGS, Command, Option, field_comments, parse
 
@@ -37,10 +35,7 @@ RECIPE = Option(
     "A run of the paper's tables, see et recipes; with a PRESET, the same scaled to that.",
 )
 TOKENS = Option("tokens", int | None, None, "Train on so many tokens, in whole batches, instead of --steps.")
-RULE = Option("rule", Literal[("dense", *RULES)], DEFAULT_RULE, "How scores become an assignment.")
 CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags go first.")
-
-RULE_OPTIONS = tuple(dict.fromkeys(name for rule in RULES for name in options_of_rule(rule)))
 
 # Flags that are called otherwise than the field they set.
 FLAGS = {"source": "data"}
@@ -56,7 +51,7 @@ def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
     record = config.to_dict()
     rule = record["model"].pop("rule")
     return {
-        "rule": [RULE._replace(default=rule["name"]), *_rule_options(config, rule)],
+        "rule": [_rule_option(rule["name"]), *_rule_options(config, rule)],
         **{section: _section_options(kind, record[section]) for section, kind in SECTIONS.items()},
     }
 
@@ -67,16 +62,35 @@ def _section_options(record: type, defaults: Given) -> list[Option]:
     return [Option(FLAGS.get(name, name), kinds[name], default, comments[name]) for name, default in defaults.items()]
 
 
+def _rule_option(default: str) -> Option:
+    return Option("rule", Literal[(DENSE, *RULES)], default, "How scores become an assignment.")
+
+
+def rule_flags() -> list[str]:
+    """Return the names of all rules' options, each once. Raises ValueError for one that other flags have already."""
+    found = {name: rule for rule in RULES for name in option_names(rule)}
+    others = {"rule", "preset", "recipe", "tokens", "config"} | {
+        FLAGS.get(name, name) for record in SECTIONS.values() for name in _names(record)
+    }
+    for name in found.keys() & others:
+        raise ValueError(f"rule {found[name]}: its option {name!r} is another flag's name; rename the field")
+    return list(found)
+
+
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     """Every rule's options, with the chosen rule's default where that has the option."""
+    rule_flags()  # refuses names that are taken
     found: dict[str, Option] = {}
     for rule in dict.fromkeys([chosen["name"], *RULES]):
         defaults = chosen if rule == chosen["name"] else rule_to_dict(scaled_rule(rule, config.train.steps))
-        for name in options_of_rule(rule):
-            having = [other for other in RULES if name in options_of_rule(other)]
+        for name in option_names(rule):
+            having = [other for other in RULES if name in option_names(other)]
             scope = "" if len(having) == len(RULES) else f" ({', '.join(having)})"
-            kind = get_type_hints(RULES[rule])[name]
-            found.setdefault(name, Option(name, kind, defaults[name], field_comments(RULES[rule])[name] + scope))
+            kinds = [get_type_hints(RULES[other])[name] for other in dict.fromkeys([rule, *having])]
+            # Rules may call different things alike; a whole number is a number to all of them.
+            kind = kinds[0] if set(kinds) <= {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
+            comment = field_comments(RULES[rule]).get(name, "An option of the rule.")
+            found.setdefault(name, Option(name, kind, defaults[name], comment + scope))
     return list(found.values())
 
 
@@ -103,7 +117,7 @@ def resolve_run(given: Given) -> RunConfig:
     config = resolve(
         preset_of(given),
         given.get("rule"),
-        rule_options={name: given[name] for name in RULE_OPTIONS if name in given},
+        rule_options={name: given[name] for name in rule_flags() if name in given},
         changes={
             section: {name: given[flag] for name in _names(record) if (flag := FLAGS.get(name, name)) in given}
             for section, record in SECTIONS.items()

@@ -97,7 +97,7 @@ def evaluate(
     assert done == total
     if group is not None:
         sums = sums.to(device)
-        for tensor in (sums, *(field for observation in observations for field in observation)):
+        for tensor in (sums, *(field for observation in observations for field in observation.tensors().values())):
             dist.all_reduce(tensor, group=group)
     nats, text_nats, text_bytes = sums.tolist()
     bits_per_byte = text_nats / math.log(2) / text_bytes if text_bytes else math.nan

@@ -7,7 +7,7 @@ Where a compiler is at hand all of them are one (`kernel.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from torch import Tensor
 from ..model import GPT
 from ..model.attention import Attention, rotary
 from ..model.gpt import Block
+from ..moe.router import route_behind
 from .kernel import kernel_of
 
 PREFILL = 256
@@ -30,11 +31,12 @@ Attend = Callable[[int, Tensor], Tensor]
 
 
 class Routed(NamedTuple):
-    """Where layers of experts sent tokens: scores float32 and boolean assignment, both (tokens, experts) of one layer,
-    or (layers, tokens, experts).
+    """Where layers of experts sent tokens: scores (tokens, num_scores), gates and boolean assignment (tokens, experts)
+    of one layer, or the same of all layers (layers, tokens, …).
     """
 
     scores: Tensor
+    gates: Tensor
     assignment: Tensor
 
 
@@ -63,7 +65,7 @@ class Decoded(NamedTuple):
         peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
         if not routed:
             nothing = logits.new_empty(0, len(logits), 0)
-            return cls(logits, peaks, Routed(nothing, nothing.bool()), 0)
+            return cls(logits, peaks, Routed(nothing, nothing, nothing.bool()), 0)
         stacked = Routed(*map(torch.stack, zip(*routed, strict=True)))
         return cls(logits, peaks, stacked, int(stacked.assignment.sum()))
 
@@ -147,7 +149,10 @@ class Decoder:
         for row in rows:
             self.lengths[row] += 1
         peaks = list(map(Peak, results.likeliest, results.highest, results.logsumexp))
-        return Decoded(results.logits, peaks, Routed(results.scores, results.assignment), results.assigned)
+        routed = Routed(
+            results.scores, results.scores.sigmoid(), results.assignment
+        )  # the kernel's gates, by its condition
+        return Decoded(results.logits, peaks, routed, results.assigned)
 
     @torch.inference_mode()
     def _step(self, rows: list[int], tokens: Mapping[int, int]) -> Decoded:
@@ -178,7 +183,7 @@ class Decoder:
             self.lengths[row] += 1
         if taken is None:
             return Decoded.of(self._logits(x), routed)
-        return Decoded.of(self._logits(x[taken]), [Routed(r.scores[taken], r.assignment[taken]) for r in routed])
+        return Decoded.of(self._logits(x[taken]), [Routed(*(part[taken] for part in r)) for r in routed])
 
     def _mask(self, positions: Tensor, seen: int) -> Tensor:
         """0 where a token at a position sees a place in its row, −∞ elsewhere: (tokens, seen)."""
@@ -208,9 +213,9 @@ class Decoder:
             if layer.dense is not None:
                 x = torch.addmm(x, hidden(normed, *layer.dense.ups), layer.dense.down)
             if layer.moe is not None:
-                routing = layer.route(normed, rows)
-                layer.add_experts(x, normed, routing)
-                routed.append(routing)
+                to, passthrough = layer.route(normed, rows)
+                layer.add_experts(x, normed, to, passthrough)
+                routed.append(to)
         return self._norm(x), routed
 
     def _norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -257,9 +262,14 @@ class Layer:
         self.moe = block.moe
         self.stacked: FeedForward | None = None  # (experts, in, out)
         self.experts: list[FeedForward] = []
-        self.cutoffs: Tensor | None = None  # (rows, experts)
+        self.cutoffs: Tensor | None = None  # (rows, experts), where nothing else decides
+        self.states: list[Any] = []  # of the rule, for each row
+        self.earlier: list[Tensor | None] = [None] * rows  # scores of each row's tokens, where the rule looks at them
         if block.moe is not None:
-            experts, cutoff = block.moe.experts, block.moe.router.cutoff
+            router = block.moe.router
+            experts, rule = block.moe.experts, router.rule
+            cutoff = router.thresholds() if rule.sigmoid_gates else None
+            self.states = [router.state_at(router.rate)] * rows
             down, *ups = transposed(experts.down, experts.up, experts.gate)
             self.stacked = FeedForward(down, ups)
             of_each = zip(*(up.unbind() for up in ups), strict=True)
@@ -272,32 +282,53 @@ class Layer:
         return [self.qkv, self.output, *(weight for part in parts for weight in (part.down, *part.ups))]
 
     def open(self, row: int, rate: float | None) -> None:
-        if self.cutoffs is not None and self.moe is not None:
-            router = self.moe.router
-            cutoff = router.cutoff_at(router.rate if rate is None else rate)
+        if self.moe is None:
+            return
+        router = self.moe.router
+        self.states[row] = router.state_at(router.rate if rate is None else rate)
+        self.earlier[row] = None
+        if self.cutoffs is not None:
+            cutoff = router.rule.thresholds(self.states[row])
             assert cutoff is not None
             self.cutoffs[row] = cutoff
 
     def close(self, row: int) -> None:
+        self.earlier[row] = None
         if self.cutoffs is not None:
             self.cutoffs[row] = torch.inf
 
-    def route(self, x: Tensor, rows: int | slice) -> Routed:
-        """x: (tokens, d_model), a token of each of the rows, or all of one row."""
+    def route(self, x: Tensor, rows: int | slice) -> tuple[Routed, Tensor | None]:
+        """x: (tokens, d_model), a token of each of the rows, or all of one row. The second multiplies x itself."""
         assert self.moe is not None
         router = self.moe.router
         scores = F.linear(x.float(), router.weight.float())
         if self.cutoffs is not None:
-            return Routed(scores, scores > self.cutoffs[rows])
-        return Routed(scores, router.rule.route(scores[None], router.state, training=False).assignment[0])
+            return Routed(scores, scores.sigmoid(), scores > self.cutoffs[rows]), None
+        if isinstance(rows, int):
+            return self._route_row(rows, scores)
+        states = self.states[rows]
+        if router.rule.scope(training=False) == "token" and all(state is states[0] for state in states):
+            return self._route_row(rows.start, scores)
+        each = [self._route_row(row, scores[i : i + 1]) for i, row in enumerate(range(rows.start, rows.stop))]
+        routed = Routed(*(torch.cat(parts) for parts in zip(*(one for one, _ in each), strict=True)))
+        passed = [passthrough for _, passthrough in each if passthrough is not None]
+        return routed, torch.cat(passed) if passed else None
 
-    def add_experts(self, total: Tensor, x: Tensor, routing: Routed) -> None:
+    def _route_row(self, row: int, scores: Tensor) -> tuple[Routed, Tensor | None]:
+        """Route tokens (tokens, num_scores) of one row behind its earlier ones."""
+        assert self.moe is not None
+        rule, earlier = self.moe.router.rule, self.earlier[row]
+        routing = route_behind(rule, scores[None], self.states[row], earlier)
+        if rule.scope(training=False) != "token":
+            self.earlier[row] = scores[None] if earlier is None else torch.cat((earlier, scores[None]), 1)
+        experts = rule.num_experts
+        routed = Routed(scores, routing.gates[0, :, :experts], routing.assignment[0, :, :experts])
+        return routed, None if routing.passthrough is None else routing.passthrough[0]
+
+    def add_experts(self, total: Tensor, x: Tensor, routed: Routed, passthrough: Tensor | None) -> None:
         """Add Σ_i z[t,i] · g[t,i] · expert_i(x_t) to the total, which is like x (tokens, d_model)."""
         assert self.moe is not None
-        gates, taken = routing.scores.sigmoid(), routing.assignment
-        if self.moe.gate_norm == "fanout":
-            gates = gates / taken.sum(-1, keepdim=True).clamp(min=1)
-        gates, taken = gates.T, taken.T
+        gates, taken = self.moe.weights(routed.gates, routed.assignment).T, routed.assignment.T
         loads = taken.sum(1).tolist()
         hit = [i for i, load in enumerate(loads) if load]
         if hit:
@@ -306,6 +337,8 @@ class Layer:
             each = zip((self.experts[i] for i in hit), parts, strict=True)
             y = torch.cat([torch.mm(hidden(part, *expert.ups), expert.down) for expert, part in each])
             total.index_add_(0, tokens, y.mul_(gates[taken][:, None]))
+        if passthrough is not None:
+            total.addcmul_(passthrough[:, None].to(x.dtype), x)
 
 
 def _pair_up(attention: Attention) -> Tensor:

@@ -357,12 +357,13 @@ def largest_rate(model: GPT) -> float | None:
 
 
 def _routing(routed: Routed, row: int) -> tuple[TokenRouting, ...]:
-    return tuple(_of_token(scores[row], assignment[row]) for scores, assignment in zip(*routed, strict=True))
+    layers = zip(*routed, strict=True)
+    return tuple(_of_token(scores[row], gates[row], assignment[row]) for scores, gates, assignment in layers)
 
 
-def _of_token(scores: Tensor, assignment: Tensor) -> TokenRouting:
+def _of_token(scores: Tensor, gates: Tensor, assignment: Tensor) -> TokenRouting:
     experts = assignment.nonzero()[:, 0]
-    return TokenRouting(tuple(scores.tolist()), tuple(experts.tolist()), tuple(scores[experts].sigmoid().tolist()))
+    return TokenRouting(tuple(scores.tolist()), tuple(experts.tolist()), tuple(gates[experts].tolist()))
 
 
 def generate(

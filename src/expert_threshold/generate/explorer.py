@@ -23,6 +23,7 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..glossary import as_html
 from ..model import GPT
+from ..moe import Router
 from .engine import Request, Step, TokenRouting, largest_rate
 from .serving.completion import Fields, read_object
 from .serving.errors import ApiError
@@ -63,14 +64,14 @@ class Explored(NamedTuple):
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
     """A run as JSON. dial: the largest rate of experts per token it can be read at, None where that is as trained.
 
-    Of each layer the cutoffs at the rate, or the biases of loss-free token choice; a dense layer has neither.
+    Of each layer the cutoffs at the rate, or the biases that are added to scores; other layers have neither.
     """
     config, moes = run.model.config, dict(run.model.moe_layers())
     rule, layers = config.rule, []
     for layer in range(config.layers):
         router = moes[layer].router if layer in moes else None
-        cutoffs, biases = (None, None) if router is None else (router.cutoff_at(rate), router.bias)
-        layers.append({"dense": router is None, "cutoffs": _numbers(cutoffs), "biases": _numbers(biases)})
+        cutoffs = None if router is None else router.thresholds(rate)
+        layers.append({"dense": router is None, "cutoffs": _numbers(cutoffs), "biases": _numbers(_bias(router))})
     per_token = 0 if rule is None else rule.experts_per_token
     return {
         "name": run.name,
@@ -92,7 +93,7 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
     the experts it went to; border: the lowest chosen score, bias included, token choice's cutoff.
     """
     assert step.routing is not None, "only recorded steps have a routing"
-    routers = (moe.router for _, moe in run.model.moe_layers())
+    biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
     return {
         "token": step.token,
         "text": step.text,
@@ -101,8 +102,13 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
         "loss": None if step.logprob is None else _number(-step.logprob),
         "finish": step.finish,
         "top": [[token, label(run.tokenizer, token), _number(math.exp(logprob))] for token, logprob in step.top],
-        "layers": [_layer(run.model, router.bias, to) for router, to in zip(routers, step.routing, strict=True)],
+        "layers": [_layer(run.model, bias, to) for bias, to in zip(biases, step.routing, strict=True)],
     }
+
+
+def _bias(router: Router | None) -> Tensor | None:
+    """Return what a layer's rule adds to scores for selection; None where that is nothing."""
+    return None if router is None else router.rule.describe(router.state).get("bias")
 
 
 def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:

@@ -147,16 +147,27 @@ class Kernel:
             if layer.cutoffs is not None:
                 record.cutoffs = self._address(layer.cutoffs)
             else:
-                record.bias, record.chosen = self._address(router.state.bias), router.rule.experts_per_token
+                chosen = router.rule.biased_top_k(router.state)
+                assert chosen is not None, "see kernel_of"
+                record.bias, record.chosen = self._address(chosen[0]), chosen[1]
         return record
 
 
 def kernel_of(decoder: Decoder) -> Kernel | None:
-    """None where it does not apply: on another device, in another dtype, or where nothing can be compiled."""
+    """None where it does not apply: on another device, in another dtype, where nothing can be compiled, or under a rule
+    that does more in inference than compare scores with thresholds or take the k largest, with σ(scores) as gates.
+    """
     if decoder.device.type != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = library()
-    return None if kernels is None else Kernel(decoder, kernels)
+    return Kernel(decoder, kernels) if kernels is not None and all(map(_knows, decoder.layers)) else None
+
+
+def _knows(layer: Layer) -> bool:
+    if layer.moe is None or layer.cutoffs is not None:
+        return True
+    router = layer.moe.router
+    return router.rule.sigmoid_gates and router.rule.biased_top_k(router.state) is not None
 
 
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:

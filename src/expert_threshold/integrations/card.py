@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..model import GPTConfig, parameter_counts
-from ..moe import rule_to_dict
+from ..routing import rule_name
 from ..runs import RunFolder
 from ..runs.files import read_json
 
@@ -43,23 +43,14 @@ With the package `expert-threshold` installed, `import expert_threshold.integrat
 `trust_remote_code=True`, and `et import {name} --out RUN` makes a run folder of it again.
 """
 
-SENTENCES = {
-    "dense": "A language model without routed experts.",
-    "token_choice": "A language model with {experts} routed experts per layer, of which each token takes its best "
-    "{per_token:g}.",
-    "expert_choice": "A language model with {experts} routed experts per layer. In training each expert took its best "
-    "tokens of a pool; here a token goes to every expert whose score for it exceeds the expert's cutoff, the running "
-    "mean of what it took to be among the best: {per_token:g} per token on average, more where it matters.",
-    "expert_threshold": "A language model with {experts} routed experts per layer. A token goes to every expert whose "
-    "score for it exceeds the expert's cutoff, which was learned in training: {per_token:g} per token on average, more "
-    "where it matters, whatever else is in the batch.",
-}
-
-
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
     """Markdown for the model of `run` at `step`, in a folder called `name`."""
-    rule = rule_to_dict(config.rule)
-    sentence = SENTENCES[rule["name"]].format(experts=rule.get("num_experts"), per_token=rule.get("experts_per_token"))
+    rule, sentence = config.rule, "A language model without routed experts."
+    if rule is not None:
+        sentence = (
+            f"A language model with {rule.num_experts} routed experts per layer, {rule.experts_per_token:g} for a "
+            f"token on average, by the routing rule {rule_name(rule)}: {rule.summary()}"
+        )
     rows = "\n".join(f"| {label} | {value} |" for label, value in _rows(run, config, step).items())
     return CARD.format(name=name, sentence=sentence, rows=rows)
 

@@ -20,6 +20,7 @@ from ..runs import RunFolder, load_model
 from ..runs.files import read_json, to_json, write_synced
 from ..runs.folder import read_tokenizer
 from .card import model_card
+from .rule_source import rule_files
 
 MODEL_TYPE = "expert_threshold"
 MODELING = "modeling_expert_threshold"
@@ -44,12 +45,14 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     try:
         for name, content in {
             "config.json": _config(model.config, tokenizer.bos, _facts(run, step)),
-            "generation_config.json": _ids(tokenizer.bos),
+            "generation_config.json": _ids(tokenizer.bos) | _cache(model.config),
             "tokenizer_config.json": _tokenizer_config(model.config.context),
         }.items():
             write_synced(temporary / name, (to_json(content, indent=2) + "\n").encode())
         tokenizer.save_tokenizer_json(temporary / "tokenizer.json")
-        shutil.copyfile(Path(__file__).with_name("transformers.py"), temporary / f"{MODELING}.py")
+        modeling = Path(__file__).with_name("transformers.py").read_text(encoding="utf-8")
+        for name, text in {f"{MODELING}.py": modeling, **rule_files(model.config.rule)}.items():
+            write_synced(temporary / name, text.encode())
         write_synced(temporary / "README.md", model_card(run, model.config, step, to.name).encode())
         weights = {_outside(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
         _save(weights, temporary / "model.safetensors")
@@ -153,6 +156,11 @@ def _ids(bos: int) -> dict[str, int]:
     return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
 
 
+def _cache(config: GPTConfig) -> dict[str, bool]:
+    """Transformers' caches do not hold scores, which a rule needs that looks at earlier tokens."""
+    return {} if config.rule is None or config.rule.scope(training=False) == "token" else {"use_cache": False}
+
+
 def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:
     classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
     return {
@@ -163,6 +171,7 @@ def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, 
         **config.to_dict(),
         **_ids(bos),
         "tie_word_embeddings": False,
+        **_cache(config),
         "run": facts,
     }
 

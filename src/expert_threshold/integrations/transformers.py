@@ -1,8 +1,8 @@
 """The trained model for Hugging Face transformers.
 
 Importing this file teaches `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` the type `expert_threshold`. It imports
-torch and transformers alone, because `et export` lays a copy beside the weights, with which a folder loads where the
-package is not installed (`trust_remote_code=True`).
+torch, transformers and the routing rule alone, because `et export` lays copies of both beside the weights, with which a
+folder loads where the package is not installed (`trust_remote_code=True`).
 
 Cutoffs stay as they were trained, in fine-tuning too: what a token gets depends on nothing but the token, so that
 padding and batches change nothing. `expert_threshold.integrations.follow` moves them with the weights.
@@ -10,11 +10,11 @@ padding and batches change nothing. `expert_threshold.integrations.follow` moves
 
 from __future__ import annotations
 
+import importlib
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +34,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
 from transformers.utils.generic import can_return_tuple
 
-SKETCH_LEVELS = 31
-"""Of the sketch of scores, which is kept for `et import` and `et generate --rate`; nothing here reads it."""
+RULE_FILE = "exported_rule"
+
+
+def make_rule(options: dict[str, Any]) -> Any:
+    """Return the rule of `{"name": …, option: value, …}`: from the file beside this one, else from the package."""
+    try:
+        from .exported_rule import RULE
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.endswith(RULE_FILE):
+            raise
+        from expert_threshold.routing import rule_from_dict
+
+        return rule_from_dict(options)
+    return RULE(**{name: value for name, value in options.items() if name != "name"})
 
 
 class ExpertThresholdConfig(PreTrainedConfig):
@@ -143,54 +155,33 @@ class FeedForward(nn.Module):
         return y
 
 
-class Routing(NamedTuple):
-    """scores (batch, time, experts) float32, and the boolean assignment of tokens to experts."""
-
-    scores: Tensor
-    assignment: Tensor
-
-
 class Router(nn.Module):
-    """Scores in float32, and where they send a token: beyond the cutoff, or to the best experts in token choice.
+    """Scores in float32, and where the rule sends a token in inference.
 
     Weight and state are made in dtypes of their own, which transformers keeps when it loads a model in another one.
     The state is saved with the weights, keeps its dtypes under any cast, and never moves here.
     """
 
-    state_bias: Tensor
-    state_mean: Tensor
-    state_weight: Tensor
-    state_slope: Tensor
-
     def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
         super().__init__()
         self.rule = rule
-        self.weight = nn.Parameter(torch.empty(rule["num_experts"], d_model, dtype=torch.float32))
+        self.routing = make_rule(rule)
+        self.weight = nn.Parameter(torch.empty(self.routing.num_scores, d_model, dtype=torch.float32))
         for name, value in self.first_state().items():
             self.register_buffer(name, value)
 
     def first_state(self) -> dict[str, Tensor]:
-        """The buffers before training."""
-        zeros = torch.zeros(self.rule["num_experts"], dtype=torch.float32)
-        if self.rule["name"] == "token_choice":
-            return {"state_bias": zeros}
-        weight = torch.tensor(0.0 if self.rule["debias"] else 1.0, dtype=torch.float32)
-        sketch_weight = torch.tensor(0.0, dtype=torch.float32)
-        sketch = {"state_sketch": zeros.repeat(SKETCH_LEVELS, 1), "state_sketch_weight": sketch_weight}
-        mean = {"state_mean": zeros, "state_weight": weight, "state_slope": zeros.clone()}
-        return mean | {"state_step": torch.tensor(0, dtype=torch.int64)} | sketch
+        """Return the buffers before training."""
+        first = self.routing.init()._asdict()
+        return {f"state_{name}": v.float() if v.is_floating_point() else v for name, v in first.items()}
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor) -> Any:
+        """x: (batch, time, d_model). Returns the rule's routing: gates, assignment, and what multiplies x itself."""
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
             scores = F.linear(x.float(), self.weight.float())
-        if self.rule["name"] == "token_choice":
-            biased = scores.detach() + self.state_bias
-            # Stable, so that of equals the lower expert is taken.
-            order = biased.sort(dim=-1, descending=True, stable=True).indices
-            best = order[..., : int(self.rule["experts_per_token"])]
-            return Routing(scores, torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True))
-        cutoff = torch.where(self.state_weight > 0, self.state_mean / self.state_weight, 0.0) + self.state_slope
-        return Routing(scores, scores > cutoff)
+        first = self.routing.init()
+        state = type(first)(*(getattr(self, f"state_{name}") for name in first._fields))
+        return self.routing.route(scores, state, training=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = dict(self.named_buffers(recurse=False))
@@ -223,23 +214,26 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t)."""
+    """y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), the gates g from the rule."""
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__()
         assert config.rule is not None
         self.gate_norm = config.gate_norm
         self.router = Router(config.d_model, config.rule)
-        self.experts = Experts(config.rule["num_experts"], config.d_model, config.d_expert, config.activation)
+        self.num_experts = config.rule["num_experts"]
+        self.experts = Experts(self.num_experts, config.d_model, config.d_expert, config.activation)
         width = config.shared_experts * config.d_expert
         self.shared = FeedForward(config.d_model, width, config.activation) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self.router(x)
-        gates = routing.scores.sigmoid()
+        gates, assignment = (part[..., : self.num_experts] for part in (routing.gates, routing.assignment))
         if self.gate_norm == "fanout":
-            gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
-        y: Tensor = self.experts(x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)).view_as(x)
+            gates = gates / assignment.sum(-1, keepdim=True).clamp(min=1)
+        y: Tensor = self.experts(x.flatten(0, 1), gates.flatten(0, 1), assignment.flatten(0, 1)).view_as(x)
+        if routing.passthrough is not None:
+            y = y + routing.passthrough[..., None].to(x.dtype) * x
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -262,6 +256,18 @@ class Block(GradientCheckpointingLayer):
         return y
 
 
+def _sources(rule: dict[str, Any]) -> dict[str, str]:
+    """Return the texts of this file and of the rule's, by the names that they have in a folder."""
+    here = Path(__file__)
+    if (here.parent / f"{RULE_FILE}.py").is_file() or __package__ != "expert_threshold.integrations":
+        files = (path for path in here.parent.glob("*.py") if path.name != "__init__.py")
+        return {path.name: path.read_text(encoding="utf-8") for path in files}
+    # Transformers refuses to load a file with an import statement of a package that is not there.
+    rule_source = importlib.import_module("expert_threshold.integrations.rule_source")
+    made = None if rule["name"] == "dense" else make_rule(rule)
+    return {"modeling_expert_threshold.py": here.read_text(encoding="utf-8"), **rule_source.rule_files(made)}
+
+
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
     """What both models below share."""
 
@@ -277,7 +283,8 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As everywhere; with this file beside the weights, so that a folder loads alone after fine-tuning, too."""
         super().save_pretrained(save_directory, *args, **kwargs)
-        shutil.copyfile(__file__, Path(save_directory) / "modeling_expert_threshold.py")
+        for name, text in _sources(self.config.rule).items():
+            (Path(save_directory) / name).write_text(text, encoding="utf-8")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -304,6 +311,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
+        routers = [module for module in self.modules() if isinstance(module, Router)]
+        self.routes_by_token = all(router.routing.scope(training=False) == "token" for router in routers)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -323,6 +332,10 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
+        if not self.routes_by_token:  # earlier tokens' scores count, which no cache holds, and padding's would
+            if past_key_values is not None or (attention_mask is not None and not attention_mask.all()):
+                raise ValueError("the routing rule looks at whole sequences; use use_cache=False, and no padding")
+            use_cache = False
         if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:

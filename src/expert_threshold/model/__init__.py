@@ -1,6 +1,6 @@
 """The language model."""
 
-from ..moe import Observation, Routing, Rule, chooses_on_rank
+from ..moe import Observation, Routing, Rule
 from .attention import Cache
 from .gpt import GPT, GPTConfig, Output
 from .presets import PRESETS, flops_per_token, parameter_counts
@@ -17,7 +17,6 @@ __all__ = [
     "Routing",
     "Rule",
     "Score",
-    "chooses_on_rank",
     "common_prefix",
     "crop",
     "flops_per_token",

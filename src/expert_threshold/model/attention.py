@@ -17,7 +17,8 @@ from ..native import attention as kernels
 class Cache:
     """Keys and values of the tokens seen so far, one pair per layer, (batch, kv_heads, capacity, head_dim).
 
-    `length` counts the tokens held; `GPT` advances it.
+    `length` counts the tokens held; `GPT` advances it. Where a rule looks at more than a token's own scores, the scores
+    of the tokens so far are held too.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Cache:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.length = 0
+        self._scores: dict[int, Tensor] = {}
 
     @property
     def capacity(self) -> int:
@@ -46,6 +48,16 @@ class Cache:
         self.keys[layer, :, :, self.length : end] = keys
         self.values[layer, :, :, self.length : end] = values
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+
+    def scores(self, layer: int) -> Tensor | None:
+        """Return the router scores of the tokens held, (batch, length, num_scores); None where none are kept."""
+        held = self._scores.get(layer)
+        return None if held is None else held[:, : self.length]
+
+    def append_scores(self, layer: int, scores: Tensor) -> None:
+        """Keep scores (batch, time, num_scores) behind those held."""
+        held = self.scores(layer)
+        self._scores[layer] = scores if held is None else torch.cat((held, scores), 1)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..moe import RULES, Observation, scores_not_finite
+from ..moe import ExpertChoice, Observation, Routing, scores_not_finite
 from .gpt import GPT
+
+
+@dataclass(frozen=True)
+class _ByPools(ExpertChoice):
+    """Expert choice in a router whose state is another rule's."""
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        own = (part.to(scores.device) for part in self.init())
+        return super().route(scores, type(self.init())(*own), training=training, group=group)
 
 
 @torch.no_grad()
@@ -30,7 +42,7 @@ def calibrate(
     rule = model.config.rule
     assert rule is not None
     rate = rule.experts_per_token if experts_per_token is None else experts_per_token
-    pooled = RULES["expert_choice"](rule.num_experts, rate, pool="batch")  # type: ignore[call-arg]
+    pooled = _ByPools(rule.num_experts, rate, pool="batch")
     routers = [moe.router for _, moe in model.moe_layers()]
     was_training, rules = model.training, [router.rule for router in routers]
     observations: tuple[Observation, ...] | None = None
@@ -54,7 +66,7 @@ def calibrate(
         if told := scores_not_finite(observation, f"layer {layer}"):
             raise ValueError(f"{told}; calibrate a checkpoint of an earlier step")
     for router, observation in zip(routers, observations, strict=True):
-        router.set_cutoffs(observation)
+        router.calibrate(observation)
     return observations
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..moe import (
-    RULES,
     ActivationName,
     DispatchName,
     ExpertThreshold,
@@ -22,6 +21,7 @@ from ..moe import (
     Routing,
     Rule,
     check_options,
+    require_rule,
     rule_from_dict,
     rule_to_dict,
 )
@@ -83,8 +83,8 @@ class GPTConfig:
             raise ValueError(f"dense_layers={self.dense_layers!r} must be whole, from 0 to layers={self.layers}")
         if self.softcap is not None and not (type(self.softcap) in (int, float) and 0 < self.softcap <= 60):
             raise ValueError(f"softcap={self.softcap!r} must lie above 0 and at most 60; None switches it off")
-        if self.rule is not None and not isinstance(self.rule, tuple(RULES.values())):
-            raise ValueError(f"rule={self.rule!r} is no rule; use ExpertThreshold(), say, or None for a dense model")
+        if self.rule is not None:
+            require_rule(self.rule)
         check_options(
             self.d_model,
             self.d_expert,
@@ -161,7 +161,9 @@ class Block(nn.Module):
             assert self.feed_forward is not None
             return x + self.feed_forward(norm(x)), None
         normed = norm(x)
-        routing = self.moe.router(normed)
+        routing = self.moe.router(normed, None if cache is None else cache.scores(self.layer))
+        if cache is not None and self.moe.router.rule.scope(training=False) != "token":
+            cache.append_scores(self.layer, routing.scores)
         return x + self.moe.compute(normed, routing), routing
 
 
@@ -268,7 +270,7 @@ class GPT(nn.Module):
         if rate is not None and not self.moe_layers():
             raise ValueError(f"rate={rate} needs experts, and this model is dense; use one with a routing rule")
         for _, moe in self.moe_layers():
-            moe.router.dialled(rate)
+            moe.router.state_at(rate)
 
     def update_rules(self, observations: tuple[Observation, ...]) -> None:
         """Move every layer's rule by what was seen, summed over micro-batches and ranks; once per optimizer step."""

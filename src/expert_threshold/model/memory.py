@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..moe import most_pairs
 from ..moe.dispatch.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
 from ..native import FEWEST_ROWS, TILE, available
@@ -95,7 +94,7 @@ class Step(NamedTuple):
     def most(self) -> int | None:
         """As many pairs of a token and an expert as the rule's bounds allow; None where there are none."""
         assert self.config.rule is not None
-        return most_pairs(self.config.rule, self.tokens, training=True, ranks=self.ranks)
+        return self.config.rule.max_pairs(self.tokens, training=True, ranks=self.ranks)
 
     @property
     def dispatch(self) -> str:

@@ -3,11 +3,11 @@
     token, target    int32; target is -1 where nothing follows
     position         int32, in the window that the model saw
     loss             float32, nats; NaN without a target
-    scores_L         float32[experts], of layer L
+    scores_L         float32[num_scores], of layer L
     assignment_L     uint8[⌈experts / 8⌉], of layer L: bit e % 8 of byte e // 8 is expert e's
 
 The file's metadata hold, as JSON under `expert-threshold`, what `record_trace` was told and the rules' states. Gates
-are not stored: they follow from the scores to the last bit.
+are not stored: the rule computes them again from the scores, to the last bit.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def record_trace(
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
     header["states"] = {
-        str(layer): {name: value.tolist() for name, value in moe.router.dialled(moe.router.rate)._asdict().items()}
+        str(layer): {name: value.tolist() for name, value in moe.router.state_at(moe.router.rate)._asdict().items()}
         for layer, moe in model.moe_layers()
     }
-    schema = _schema(header)
+    schema = _schema(header, model.config.rule)
     temporary = path.with_name(f".tmp-{path.name}")
     was_training = model.training
     model.eval()
@@ -84,13 +84,13 @@ def record_trace(
     return Trace(path)
 
 
-def _schema(header: Mapping[str, Any]) -> pa.Schema:
+def _schema(header: Mapping[str, Any], rule: Rule | None) -> pa.Schema:
     fields = [pa.field(name, pa.int32()) for name in ("token", "target", "position")] + [pa.field("loss", pa.float32())]
     for layer in header["states"]:
-        experts = header["rule"]["num_experts"]
+        assert rule is not None
         fields += [
-            pa.field(f"scores_{layer}", pa.list_(pa.float32(), experts)),
-            pa.field(f"assignment_{layer}", pa.list_(pa.uint8(), -(-experts // 8))),
+            pa.field(f"scores_{layer}", pa.list_(pa.float32(), rule.num_scores)),
+            pa.field(f"assignment_{layer}", pa.list_(pa.uint8(), -(-rule.num_experts // 8))),
         ]
     return pa.schema(fields, {_KEY: json.dumps(header, allow_nan=False)})
 
@@ -107,7 +107,8 @@ def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
     found = {"token": tokens, "target": targets, "position": positions, "loss": losses}
     for (layer, _), routing in zip(model.moe_layers(), output.routings, strict=True):
         found[f"scores_{layer}"] = routing.scores.cpu()
-        packed = np.packbits(routing.assignment.cpu().numpy(), axis=-1, bitorder="little")
+        assignment = routing.assignment[..., : model.config.rule.num_experts]  # type: ignore[union-attr]
+        packed = np.packbits(assignment.cpu().numpy(), axis=-1, bitorder="little")
         found[f"assignment_{layer}"] = torch.from_numpy(packed)
     return {name: values.flatten(0, 1).numpy() for name, values in found.items()}
 
@@ -155,8 +156,9 @@ class Trace:
         assert self.rule is not None
         first = self.rule.init()
         saved = self._header["states"][str(layer)]
-        found = {name: torch.tensor(value, dtype=getattr(first, name).dtype) for name, value in saved.items()}
-        return first._replace(**found)  # traces older than sketches have none
+        return type(first)(
+            **{name: torch.tensor(saved[name], dtype=value.dtype) for name, value in first._asdict().items()}
+        )
 
     @property
     def tokens(self) -> np.ndarray:
@@ -190,7 +192,10 @@ class Trace:
 
     def gates(self, layer: int) -> Tensor:
         """(tokens, experts) float32, what experts' outputs were multiplied with where they were assigned."""
-        gates = self.scores(layer).sigmoid()
+        assert self.rule is not None
+        windows = self.scores(layer).unflatten(0, (-1, self.context))
+        routing = self.rule.route(windows, self.state(layer), training=False)
+        gates = routing.gates[..., : self.rule.num_experts].flatten(0, 1)
         if self._header["gate_norm"] == "fanout":
             gates = gates / self.assignment(layer).sum(-1, keepdim=True).clamp(min=1)
         return gates

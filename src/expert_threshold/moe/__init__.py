@@ -1,14 +1,12 @@
 """The Mixture-of-Experts layer and the ways to compute it; with what its users need of the routing rules."""
 
 from ..routing import (
-    RULES,
+    ExpertChoice,
     ExpertThreshold,
     Observation,
     Routing,
     Rule,
     all_finite,
-    chooses_on_rank,
-    most_pairs,
     rule_from_dict,
     rule_to_dict,
     scores_not_finite,
@@ -17,14 +15,14 @@ from ..routing import (
 from .dispatch import DISPATCHES, DispatchName
 from .experts import ActivationName, Experts, FeedForward, Linear
 from .follow import Follower, follow
-from .layer import GateNorm, MoE, check_options
+from .layer import GateNorm, MoE, check_options, require_rule
 from .router import Router
 
 __all__ = [
     "DISPATCHES",
-    "RULES",
     "ActivationName",
     "DispatchName",
+    "ExpertChoice",
     "ExpertThreshold",
     "Experts",
     "FeedForward",
@@ -38,9 +36,8 @@ __all__ = [
     "Rule",
     "all_finite",
     "check_options",
-    "chooses_on_rank",
     "follow",
-    "most_pairs",
+    "require_rule",
     "rule_from_dict",
     "rule_to_dict",
     "scores_not_finite",

@@ -16,18 +16,18 @@ from .router import Router
 
 
 class _WithLoss(torch.autograd.Function):
-    """Scores as they are; whoever takes their gradient takes that of scale · loss, too."""
+    """Gates as they are; whoever takes their gradient takes that of scale · loss, too."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, loss: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, gates: Tensor, loss: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
         ctx.save_for_backward(loss)
-        return scores.view_as(scores)
+        return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dgates: Tensor) -> tuple[Tensor, Tensor, None]:
         (loss,) = ctx.saved_tensors
-        return dscores, torch.full_like(loss, ctx.scale), None
+        return dgates, torch.full_like(loss, ctx.scale), None
 
 
 class Follower:
@@ -98,11 +98,11 @@ class Follower:
                 self._losses[router] = self._losses.get(router, 0) + 1
         if routing.loss is None:
             return None
-        # Through the scores, on which the layer's output depends, so that backward meets it inside of checkpointing and
+        # Through the gates, on which the layer's output depends, so that backward meets it inside of checkpointing and
         # FSDP, too; what is handed on has no gradient, lest a model that adds it counts it twice.
         scale = 1.0 if self.loss_scale is None else self.loss_scale
-        scores = _WithLoss.apply(routing.scores, routing.loss, scale)
-        return Routing(scores, *routing[1:-1], loss=routing.loss.detach())
+        gates = _WithLoss.apply(routing.gates, routing.loss, scale)
+        return Routing(**{**routing._asdict(), "gates": gates, "loss": routing.loss.detach()})
 
     def _update(self, *_: Any) -> None:
         self._tell_misuse()
@@ -111,11 +111,12 @@ class Follower:
         self._losses.clear()
         if self.group is not None:  # a rank that saw nothing takes part
             mine = [seen[router] if router in seen else _nothing_seen(router) for router in self._names]
-            sums = iter(summed_over_ranks([tensor for observation in mine for tensor in observation], self.group))
-            total = [Observation(*(next(sums) for _ in observation)) for observation in mine]
+            named = [observation.tensors() for observation in mine]
+            sums = iter(summed_over_ranks([tensor for tensors in named for tensor in tensors.values()], self.group))
+            total = [Observation.from_tensors({name: next(sums) for name in tensors}) for tensors in named]
             tokens = torch.stack([observation.tokens for observation in total]).tolist()
             seen = {router: total[i] for i, router in enumerate(self._names) if tokens[i] > 0}
-        if seen and not all_finite(tensor for observation in seen.values() for tensor in observation):
+        if seen and not all_finite(t for observation in seen.values() for t in observation.tensors().values()):
             told = (scores_not_finite(observation, self._names[router]) for router, observation in seen.items())
             warnings.warn(f"{next(filter(None, told))}; this step moved no cutoffs and no biases", stacklevel=2)
             return

@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer: y_t = shared(x_t) + Σ_i z[t,i] · σ(r[t,i]) · expert_i(x_t)."""
+"""The Mixture-of-Experts layer: y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t), the gates g from the rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..routing import Observation, Routing, Rule, most_pairs
+from ..routing import Observation, Routing, Rule
 from .dispatch import add_shared, dispatch_named
 from .experts import ActivationName, Experts, FeedForward, activation_named
 from .router import Router
@@ -42,9 +42,12 @@ def check_options(
         raise ValueError(f"z_loss={z_loss!r} must be a finite number of at least 0; None switches it off")
 
 
-def _require_rule(rule: object) -> None:
-    if isinstance(rule, type) or not isinstance(rule, Rule):
-        raise ValueError(f"rule={rule!r} is no rule; use ExpertThreshold(), say")
+def require_rule(rule: object) -> None:
+    """Raise ValueError unless `rule` is a routing rule."""
+    if not isinstance(rule, Rule):
+        raise ValueError(
+            f"rule={rule!r} is no rule; use ExpertThreshold(), say, or an instance of a class derived from Rule"
+        )
 
 
 class MoE(nn.Module):
@@ -68,7 +71,7 @@ class MoE(nn.Module):
         z_loss: float | None = None,
     ) -> None:
         super().__init__()
-        _require_rule(rule)
+        require_rule(rule)
         check_options(d_model, d_expert, shared_experts, dispatch, activation, gate_norm, z_loss)
         self.dispatch = dispatch_named(dispatch)
         self.gate_norm = gate_norm
@@ -81,18 +84,22 @@ class MoE(nn.Module):
         routing = self.router(x)
         return self.compute(x, routing), routing.observation
 
-    def most_pairs(self, tokens: int) -> int | None:
-        """As many pairs of a token and an expert as the rule assigns now, at most; None where it does not say."""
+    def max_pairs(self, tokens: int) -> int | None:
+        """Return the rule's bound on the token-expert pairs of so many tokens now; None if only counting can tell."""
         ranks = 1 if self.router.group is None else dist.get_world_size(self.router.group)
-        return most_pairs(self.router.rule, tokens, training=self.training, ranks=ranks)
+        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
+
+    def weights(self, gates: Tensor, assignment: Tensor) -> Tensor:
+        """Return what the experts' outputs are multiplied with: the gates (…, experts), normed if the layer does."""
+        return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """y of x (batch, time, d_model) under a given routing, in the dtype of x, inside of autocast too."""
-        gates = routing.scores.sigmoid()
-        if self.gate_norm == "fanout":
-            gates = gates / routing.assignment.sum(-1, keepdim=True).clamp(min=1)
-        flat_x, flat_gates, assignment = x.flatten(0, 1), gates.flatten(0, 1), routing.assignment.flatten(0, 1)
+        experts = self.router.rule.num_experts  # slots that compute nothing come behind them
+        assignment = routing.assignment[..., :experts].flatten(0, 1)
+        weights = self.weights(routing.gates[..., :experts].flatten(0, 1), assignment)
+        flat = x.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
-            rows = self.most_pairs(len(flat_x))
-            y = add_shared(self.dispatch, flat_x, flat_gates, assignment, self.experts, self.shared, rows)
-            return y.view_as(x)
+            rows = self.max_pairs(len(flat))
+            y = add_shared(self.dispatch, flat, weights, assignment, self.experts, self.shared, rows).view_as(x)
+            return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

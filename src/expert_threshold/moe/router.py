@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,18 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..autograd import refuse_second_derivative
-from ..routing import (
-    CutoffState,
-    Observation,
-    Routing,
-    Rule,
-    TokenChoice,
-    all_finite,
-    begin_run,
-    cutoff,
-    dial,
-    rule_name,
-)
+from ..routing import Observation, Routing, Rule, all_finite, observe
 
 
 class _Scores(torch.autograd.Function):
@@ -46,7 +35,7 @@ class Router(nn.Module):
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
     even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: routed
-    experts per token that inference aims at instead of what was trained, in `dialled`'s words; None is as trained.
+    experts per token that inference aims at instead of what was trained, see `state_at`; None is as trained.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -55,23 +44,28 @@ class Router(nn.Module):
         self.z_loss = z_loss
         self.group: dist.ProcessGroup | None = None
         self.rate: float | None = None
-        self.weight = nn.Parameter(torch.empty(rule.num_experts, d_model))
+        self.weight = nn.Parameter(torch.empty(rule.num_scores, d_model))
         if not self.weight.is_meta:
             nn.init.normal_(self.weight, std=d_model**-0.5)
         self._state_type = type(rule.init())
         for name, value in rule.init()._asdict().items():
             self.register_buffer(f"state_{name}", value.to(self.weight.device))
 
-    def forward(self, x: Tensor) -> Routing:
-        """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone."""
+    def forward(self, x: Tensor, earlier: Tensor | None = None) -> Routing:
+        """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone.
+
+        earlier: in inference, the scores of the tokens that x continues, (batch, past, num_scores).
+        """
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
             scores: Tensor = _Scores.apply(x, self.weight)
-        state = self.state if self.training else self.dialled(self.rate)
-        routing = self.rule.route(scores, state, training=self.training, group=self.group)
-        if self.z_loss is not None and self.training:
+        if not self.training:
+            return route_behind(self.rule, scores, self.state_at(self.rate), earlier)
+        routing = self.rule.route(scores, self.state, training=True, group=self.group)
+        if self.z_loss is not None:
             tokens = scores[..., 0].numel()
             z_loss = self.z_loss * scores.logsumexp(-1).square().sum() / max(tokens, 1)
-            routing = Routing(*routing[:-1], loss=z_loss if routing.loss is None else routing.loss + z_loss)
+            loss = z_loss if routing.loss is None else routing.loss + z_loss
+            routing = Routing(**{**routing._asdict(), "loss": loss})  # torch 2.11 cannot trace a record's _replace
         return routing
 
     @property
@@ -79,35 +73,18 @@ class Router(nn.Module):
         """The rule's state, a NamedTuple that shares memory with the buffers."""
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
-    def dialled(self, rate: float | None) -> Any:
-        """The state with which inference has `rate` routed experts per token on average; as trained for None.
+    def state_at(self, rate: float | None) -> Any:
+        """Return the state with which inference has `rate` routed experts per token on average; as trained for None.
 
-        Raises ValueError if the rate lies outside 0 and num_experts, or the rule's state cannot tell its cutoffs.
+        Raises ValueError if the rate lies outside 0 and num_experts, or the rule cannot aim at it.
         """
-        if rate is None:
-            return self.state
-        if not isinstance(self.state, CutoffState):
-            raise ValueError(
-                f"rate={rate} needs cutoffs, which {rule_name(self.rule)} has not; use a model trained by "
-                "expert_choice or expert_threshold"
-            )
-        return dial(self.state, rate)
+        return self.state if rate is None else self.rule.at_rate(self.state, rate)
 
-    @property
-    def cutoff(self) -> Tensor | None:
-        """What inference compares scores with, (experts,); None under a rule that has no cutoffs."""
-        return self.cutoff_at(self.rate)
-
-    def cutoff_at(self, rate: float | None) -> Tensor | None:
-        """The same at a rate, which is refused as by `dialled`."""
-        state = self.dialled(rate)
-        return cutoff(state) if isinstance(state, CutoffState) else None
-
-    @property
-    def bias(self) -> Tensor | None:
-        """What is added to scores before experts are chosen, (experts,); None under a rule that moves no biases."""
-        moves = isinstance(self.rule, TokenChoice) and self.rule.balance.startswith("loss_free")
-        return self.state.bias if moves else None
+    def thresholds(self, rate: float | None = None) -> Tensor | None:
+        """Return what inference compares scores with, (experts,), at a rate or at the router's; None where the rule
+        does anything else. Raises ValueError as `state_at` does.
+        """
+        return self.rule.thresholds(self.state_at(self.rate if rate is None else rate))
 
     @torch.no_grad()
     def update(self, observation: Observation) -> None:
@@ -116,34 +93,26 @@ class Router(nn.Module):
         An observation that is not finite changes nothing: a cutoff of NaN would stay one. No word of it here, which
         would wait for the device; `scores_not_finite` tells.
         """
-        finite = all_finite(observation)
-        for old, new in zip(self.state, self.rule.update(self.state, observation), strict=True):
-            old.copy_(new.where(finite, old))
+        finite = all_finite(observation.tensors().values())
+        moved = self.rule.update(self.state, observation)
+        self._assign(new.where(finite, old) for old, new in zip(self.state, moved, strict=True))
 
     @torch.no_grad()
-    def set_cutoffs(self, observation: Observation) -> None:
-        """Take the mean cutoffs and the sketch of what was seen, in place; as if seen in every step so far."""
-        state = self.state
-        assert isinstance(state, CutoffState)
-        state.mean.copy_(observation.batch_cutoff)
-        state.weight.fill_(1)
-        state.slope.zero_()
-        state.sketch.copy_(observation.batch_sketch)
-        state.sketch_weight.fill_(1)
+    def calibrate(self, observation: Observation) -> None:
+        """Take thresholds from expert choice's observation of some text, in place. Raises ValueError without any."""
+        self._assign(self.rule.calibrated(self.state, observation))
 
     @torch.no_grad()
     def begin_run(self, experts_per_token: float) -> None:
-        """Begin a run of one's own with the state of another, whose rule aimed at so many: see `routing.begin_run`."""
-        if isinstance(self.state, CutoffState):
-            mine = self.rule.experts_per_token
-            first = CutoffState(*(value.to(self.weight.device) for value in self.rule.init()))
-            begun = begin_run(self.state, first, None if mine == experts_per_token else mine)
-            for old, new in zip(self.state, begun, strict=True):
-                old.copy_(new)
+        """Take over the state of another run, whose rule aimed at so many, in place; none of its steps is counted."""
+        self._assign(self.rule.begin_run(self.state, experts_per_token))
 
     def reset_state(self) -> None:
         """The state before the first step, in place."""
-        for old, new in zip(self.state, self.rule.init(), strict=True):
+        self._assign(self.rule.init())
+
+    def _assign(self, state: Iterable[Tensor]) -> None:
+        for old, new in zip(self.state, state, strict=True):
             old.copy_(new)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
@@ -156,10 +125,21 @@ class Router(nn.Module):
             setattr(self, f"state_{name}", source.to(device))
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """A state that was saved before sketches and slopes were kept has none."""
-        if f"{prefix}state_mean" in state_dict:
-            first = self.rule.init()
-            for name in ("sketch", "sketch_weight", "slope"):
-                state_dict.setdefault(f"{prefix}state_{name}", getattr(first, name))
-        super()._load_from_state_dict(state_dict, prefix, *args)
+
+def route_behind(rule: Rule, scores: Tensor, state: Any, earlier: Tensor | None) -> Routing:
+    """Route scores (batch, time, num_scores) in inference, behind those of earlier tokens of the same sequences.
+
+    earlier: (batch, past, num_scores), or None where the scores are the first or the rule looks at no other token.
+    """
+    if earlier is None or earlier.shape[1] == 0:
+        return rule.route(scores, state, training=False)
+    whole = rule.route(torch.cat((earlier, scores), 1), state, training=False)
+    past = earlier.shape[1]
+    gates, assignment = whole.gates[:, past:], whole.assignment[:, past:]
+    return Routing(
+        scores=scores,
+        gates=gates,
+        assignment=assignment,
+        observation=observe(scores, assignment, gates),
+        passthrough=None if whole.passthrough is None else whole.passthrough[:, past:],
+    )

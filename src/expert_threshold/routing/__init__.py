@@ -1,16 +1,21 @@
 """Routing rules: pure functions of a score matrix."""
 
+from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
-from .observation import Observation, Routing, all_finite, scores_not_finite, summed_over_ranks
-from .pools import CutoffState, Pool, begin_run, bounds, cutoff, dial
-from .rule import RULES, Rule, chooses_on_rank, most_pairs, rule_from_dict, rule_name, rule_to_dict
+from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
+from .pools import CutoffState, Pool, bounds, cutoff, dial
+from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
+from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
 
 __all__ = [
+    "DENSE",
+    "PAPER_STEPS",
     "RULES",
     "BiasState",
+    "ByCutoff",
     "Cut",
     "CutoffState",
     "ExpertChoice",
@@ -19,18 +24,21 @@ __all__ = [
     "Pool",
     "Routing",
     "Rule",
+    "Scope",
     "TokenChoice",
+    "Window",
     "all_finite",
-    "begin_run",
     "bounds",
-    "chooses_on_rank",
     "cutoff",
     "dial",
     "kth_largest",
-    "most_pairs",
+    "observe",
+    "option_names",
+    "register_rule",
     "rule_from_dict",
     "rule_name",
     "rule_to_dict",
+    "scaled_decay",
     "scores_not_finite",
     "summed_over_ranks",
     "take",

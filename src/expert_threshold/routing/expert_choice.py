@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .by_cutoff import ByCutoff
 from .observation import Observation, Routing
 from .options import check_cutoff, check_experts
 from .pools import (
@@ -15,16 +17,16 @@ from .pools import (
     bounds,
     cutoff,
     form_pools,
-    init_cutoff,
     route_by_cut,
     route_by_cutoff,
     update_cutoff,
 )
+from .rule import Rule
 from .selection import kth_largest
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
+class ExpertChoice(ByCutoff):
     """Exact load in training, at the price of looking at the whole pool; by the running cutoffs in inference."""
 
     # Routed experts in a layer.
@@ -42,9 +44,6 @@ class ExpertChoice:
         check_experts(self.num_experts, self.experts_per_token)
         check_cutoff(self.pool, self.decay, self.debias)
 
-    def init(self) -> CutoffState:
-        return init_cutoff(self.num_experts, self.debias)
-
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
@@ -59,3 +58,33 @@ class ExpertChoice:
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         return update_cutoff(state, observation, self.decay, self.debias)
+
+    @property
+    def slack(self) -> float:
+        return 0
+
+    @property
+    def label(self) -> str:
+        return f"EC {pool_label(self.pool)}"
+
+    def label_of(self, pool: int | None) -> str:
+        return self.label if pool is None else f"EC {pool_label(pool)}"
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        return {
+            "sequence": cls(6, 1, pool="sequence"),
+            "batch": cls(6, 1),
+            "global": cls(6, 2, pool="global"),
+            "24 tokens": cls(6, 1, pool=24),
+            "fractional": cls(6, 1.3, pool="sequence"),
+            "every token": cls(6, 6),
+            "not debiased": cls(6, 1, decay=0.9, debias=False),
+        }
+
+
+def pool_label(pool: Pool) -> str:
+    """Return the pool as the paper writes it: 2048 tokens are 2k."""
+    if not isinstance(pool, int):
+        return pool
+    return f"{pool // 1024}k" if pool % 1024 == 0 else f"{pool:,}"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch.distributed as dist
 from torch import Tensor
 
+from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
 from .observation import Observation, Routing
 from .options import check_cutoff, check_experts, is_number, is_whole, require
 from .pools import (
@@ -17,18 +20,20 @@ from .pools import (
     cutoff,
     follow_trend,
     form_pools,
-    init_cutoff,
     route_by_cut,
     route_by_cutoff,
     update_cutoff,
 )
+from .rule import Rule, Scope, Window
 from .selection import clamp, kth_largest
 
 Estimator = Literal["mean", "trend"]
+# Runs in which a trend of cutoffs was measured to be better than their mean, and its decay (docs/results/cutoffs-cpu).
+SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 
 @dataclass(frozen=True)
-class ExpertThreshold:
+class ExpertThreshold(ByCutoff):
     """Load in expectation, causal: c_i is the running mean of past batches' k-th largest scores."""
 
     # Routed experts in a layer.
@@ -69,9 +74,6 @@ class ExpertThreshold:
         unbiased = self.debias or self.estimator == "mean"
         require(unbiased, "debias", self.debias, "is for estimator='mean'; a trend has no bias to leave in")
 
-    def init(self) -> CutoffState:
-        return init_cutoff(self.num_experts, self.debias)
-
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
@@ -90,3 +92,62 @@ class ExpertThreshold:
         if self.estimator == "trend":
             return follow_trend(state, observation, self.decay)
         return update_cutoff(state, observation, self.decay, self.debias)
+
+    @property
+    def slack(self) -> float | None:
+        return self.capacity_slack
+
+    @property
+    def looks_ahead(self) -> bool:
+        """After warmup only the capacity bounds do."""
+        return False
+
+    @property
+    def label(self) -> str:
+        return "ET" if self.warmup_steps else "ET no warmup"
+
+    def scope(self, training: bool) -> Scope:
+        """Without warmup, and where no bound can bind, a token's own score decides in training too."""
+        slack = math.inf if self.capacity_slack is None else self.capacity_slack
+        unbounded = slack >= 1 and self.experts_per_token * (1 + slack) >= self.num_experts
+        return "token" if self.warmup_steps == 0 and unbounded else super().scope(training)
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        return super().window(sequence, batch, step)._replace(remembered=round(step / (1 - self.decay)))
+
+    def progress(self, state: CutoffState) -> str:
+        step = int(state.step)
+        if step == 0 or self.warmup_steps == 0:
+            return f"its own warmup of {self.warmup_steps} steps" if self.warmup_steps else ""
+        return f"{min(step, self.warmup_steps)} of {self.warmup_steps} steps of warmup are behind it"
+
+    @classmethod
+    def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The paper's warmup and decay in proportion to the run: 4000 steps, or a fifth of a run shorter than the
+        paper's. In a run of at most SHORT_RUN steps cutoffs follow the trend, where the mean would lag, unless options
+        of the mean are given.
+        """
+        by_trend = steps <= SHORT_RUN and not {"decay", "debias"} & options.keys()
+        estimator = options.get("estimator", "trend" if by_trend else "mean")
+        return {
+            "estimator": estimator,
+            "decay": TREND_DECAY if estimator == "trend" else scaled_decay(PAPER_DECAY, steps),
+            "warmup_steps": PAPER_WARMUP_STEPS if steps >= PAPER_STEPS else min(PAPER_WARMUP_STEPS, steps // 5),
+        }
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        return {
+            "in warmup": cls(6, 1),
+            "no warmup": cls(6, 1, warmup_steps=0),
+            "tight": cls(6, 2, warmup_steps=0, capacity_slack=0.1),
+            "no slack": cls(6, 1, warmup_steps=0, capacity_slack=0),
+            "large slack": cls(6, 1, warmup_steps=0, capacity_slack=20),
+            "no capacity": cls(6, 1, warmup_steps=0, capacity_slack=None),
+            "past warmup": cls(6, 1, warmup_steps=2, decay=0.5),
+            "fractional": cls(6, 0.7, warmup_steps=0, capacity_slack=0.25),
+            "sequence": cls(6, 1, warmup_steps=0, pool="sequence"),
+            "96 tokens": cls(6, 1, warmup_steps=0, pool=96),
+            "trend": cls(6, 1, warmup_steps=2, decay=0.5, estimator="trend"),
+            "not debiased": cls(6, 1, warmup_steps=0, decay=0.9, debias=False),
+        }

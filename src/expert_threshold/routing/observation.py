@@ -1,4 +1,4 @@
-"""What a rule returns: the assignment, and the sums that updates, metrics and figures are made of."""
+"""What a rule returns: the assignment, its gates, and the sums that updates, metrics and figures are made of."""
 
 from __future__ import annotations
 
@@ -9,42 +9,45 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sketch import LEVELS
-
 
 class Observation(NamedTuple):
-    """What one forward saw. Every field is a sum, so `a + b` joins micro-batches and an all-reduce joins ranks.
+    """What one forward saw. Every number is a sum, so `a + b` joins micro-batches and an all-reduce joins ranks.
 
-    Counts are int64, moments and cutoffs float32; `(experts,)` unless said otherwise.
+    Counts are int64, moments float32; (experts,) unless said otherwise. A rule's own sums are read like the others:
+    `observation.dropped` is `observation.sums["dropped"]`.
     """
 
     tokens: Tensor  # ()
-    pools: Tensor  # () selections made; 0 where none was (inference, token choice)
     target: Tensor  # () float32, tokens per expert aimed at
-    cutoff_sum: Tensor  # batch cutoffs, summed over pools
-    load: Tensor  # tokens per expert as assigned
-    raw_load: Tensor  # tokens per expert above the cutoff, before any bound
-    dropped: Tensor  # tokens above the cutoff that a bound turned away
-    filled: Tensor  # tokens not above the cutoff that a bound took in
-    score_sum: Tensor
-    score_sq_sum: Tensor
+    load: Tensor  # tokens per expert
+    fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
+    score_sum: Tensor  # (num_scores,)
+    score_sq_sum: Tensor  # (num_scores,)
     gate_sum: Tensor
     gate_sq_sum: Tensor
-    fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
-    sketch_sum: Tensor  # (levels, experts) float32, each forward's sketch times its tokens; 0 where no pool was formed
+    sums: dict[str, Tensor]  # the rule's own, of any shape
 
     def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
-        return Observation(*(a + b for a, b in zip(self, other, strict=True)))
+        if self.sums.keys() != other.sums.keys():
+            raise ValueError(f"observations of two rules: sums {list(self.sums)} and {list(other.sums)} differ")
+        core = (a + b for a, b in zip(self[:-1], other[:-1], strict=True))
+        return Observation(*core, sums={name: value + other.sums[name] for name, value in self.sums.items()})
 
-    @property
-    def batch_cutoff(self) -> Tensor:
-        """Mean over pools of the k-th largest score; NaN where no pool was formed."""
-        return self.cutoff_sum / self.pools
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__") or name not in self.sums:  # torch.compile probes half-made records for the former
+            raise AttributeError(f"observation has no {name!r}")
+        return self.sums[name]
 
-    @property
-    def batch_sketch(self) -> Tensor:
-        """Mean over tokens of the sketches of their scores, (levels, experts); NaN where there were no tokens."""
-        return self.sketch_sum / self.tokens
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all sums by name, the rule's own as `sums.NAME`."""
+        core = {name: tensor for name, tensor in self._asdict().items() if name != "sums"}
+        return core | {f"sums.{name}": tensor for name, tensor in self.sums.items()}
+
+    @classmethod
+    def from_tensors(cls, named: dict[str, Tensor]) -> Observation:
+        """Return the inverse of `tensors`. Raises KeyError where a sum of the core is missing."""
+        own = {name.removeprefix("sums."): value for name, value in named.items() if name.startswith("sums.")}
+        return cls(*(named[name] for name in cls._fields[:-1]), sums=own)
 
     @property
     def usage(self) -> Tensor:
@@ -52,19 +55,9 @@ class Observation(NamedTuple):
         return self.load / self.tokens
 
     @property
-    def raw_usage(self) -> Tensor:
-        """Share of tokens above the cutoff, per expert, before any bound."""
-        return self.raw_load / self.tokens
-
-    @property
-    def saturation(self) -> Tensor:
-        """Tokens dropped by the upper bound / tokens above the cutoff, per expert (paper, Capacity Constraints)."""
-        return self.dropped / self.raw_load.clamp(min=1)
-
-    @property
-    def starvation(self) -> Tensor:
-        """Tokens filled in by the lower bound / k, per expert (paper, Capacity Constraints)."""
-        return self.filled / self.target.clamp(min=1)
+    def batch_cutoff(self) -> Tensor:
+        """Mean over pools of the k-th largest score, under rules that form pools; NaN where none was formed."""
+        return self.cutoff_sum / self.pools
 
     @property
     def load_spread(self) -> Tensor:
@@ -78,7 +71,7 @@ class Observation(NamedTuple):
 
     @property
     def fanout_std(self) -> Tensor:
-        """Spread of the routed experts per token."""
+        """Standard deviation of the routed experts per token."""
         share = self.fanout_counts / self.tokens
         fanout = torch.arange(len(share), device=share.device)
         return (share * (fanout - self.fanout_mean) ** 2).sum().sqrt()
@@ -102,7 +95,7 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 def scores_not_finite(observation: Observation, layer: str) -> str | None:
     """Names the experts with a sum that is not finite, as one score of NaN makes it, and the layer; None if all are."""
     finite = torch.ones_like(observation.load, dtype=torch.bool)
-    for value in observation:
+    for value in observation.tensors().values():
         good = value.isfinite()
         finite &= good.view(-1, len(finite)).all(0) if good.shape[-1:] == finite.shape else good.all()
     experts = [str(expert) for expert, ok in enumerate(finite.tolist()) if not ok]
@@ -125,41 +118,49 @@ def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """A rule's answer for one batch of scores.
+    """A rule's answer for one batch of scores, built by keyword.
 
-    scores: (batch, time, experts) float32, as given; assignment: the boolean z, same shape;
-    loss: None, or a differentiable scalar to be added to the training loss.
+    scores: (batch, time, num_scores) float32, as given; gates: (batch, time, experts) float32, what the experts'
+    outputs are multiplied with, differentiable; assignment: the boolean z, shaped like gates. loss: a differentiable
+    scalar to be added to the training loss, or None. passthrough: (batch, time), what x itself is multiplied with and
+    added to the experts' sum, or None.
     """
 
     scores: Tensor
+    gates: Tensor
     assignment: Tensor
     observation: Observation
-    loss: Tensor | None
+    loss: Tensor | None = None
+    passthrough: Tensor | None = None
 
 
 @torch.no_grad()
-def observe(scores: Tensor, assignment: Tensor, *, target: float) -> Observation:
-    """Sum up an assignment of `scores` (batch, time, experts) that neither pool nor bound had a part in.
+def observe(
+    scores: Tensor,
+    assignment: Tensor,
+    gates: Tensor | None = None,
+    *,
+    target: float | None = None,
+    **sums: Tensor,
+) -> Observation:
+    """Return the sums over an assignment (batch, time, experts) of scores (batch, time, num_scores).
 
-    target: tokens per expert aimed at.
+    gates: like the assignment; None is σ(scores). target: tokens per expert aimed at; None is the mean load. sums: the
+    rule's own, each a sum over tokens or batches. Raises ValueError if one is named like a sum of the core.
     """
-    experts = scores.shape[-1]
-    scores, assignment = scores.detach().reshape(-1, experts), assignment.reshape(-1, experts)
-    gates = scores.sigmoid()
+    if taken := sums.keys() & set(Observation._fields):
+        raise ValueError(f"sums={sorted(taken)} are names of every observation's own; rename them")
+    scores, assignment = scores.detach().flatten(0, -2), assignment.flatten(0, -2)
+    gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)
     load, fanout = assignment.sum(0), assignment.sum(1)
     return Observation(
         tokens=load.new_full((), len(scores)),
-        pools=load.new_zeros(()),
-        target=scores.new_full((), target),
-        cutoff_sum=scores.new_zeros(experts),
+        target=load.sum(dtype=scores.dtype) / len(load) if target is None else scores.new_full((), target),
         load=load,
-        raw_load=load.clone(),  # no two fields share memory: each may be reduced over ranks in place
-        dropped=torch.zeros_like(load),
-        filled=torch.zeros_like(load),
+        fanout_counts=load.new_zeros(len(load) + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),
         score_sum=scores.sum(0),
         score_sq_sum=scores.square().sum(0),
         gate_sum=gates.sum(0),
         gate_sq_sum=gates.square().sum(0),
-        fanout_counts=load.new_zeros(experts + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),
-        sketch_sum=scores.new_zeros(LEVELS, experts),
+        sums=sums,
     )

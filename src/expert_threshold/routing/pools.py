@@ -89,7 +89,7 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
     before = state.mean + state.weight * state.slope if debias else cutoff(state)
     mean = decay * before + (1 - decay) * observation.batch_cutoff
     weight = decay * state.weight + (1 - decay) if debias else torch.ones_like(state.weight)
-    sketch = decay * state.sketch + (1 - decay) * observation.batch_sketch
+    sketch = decay * state.sketch + (1 - decay) * batch_sketch(observation)
     sketch_weight = decay * state.sketch_weight + (1 - decay)
     new = CutoffState(mean, weight, state.step + 1, sketch, sketch_weight, torch.zeros_like(state.slope))
     return CutoffState(*(a.where(seen, b) for a, b in zip(new, state, strict=True)))
@@ -114,6 +114,11 @@ def follow_trend(state: CutoffState, observation: Observation, decay: float) -> 
         weight=torch.ones_like(state.weight).where(seen, state.weight),
         slope=slope.where(seen & started, state.slope),
     )
+
+
+def batch_sketch(observation: Observation) -> Tensor:
+    """Return the mean over tokens of the sketches of their scores, (levels, experts); NaN where no pool was formed."""
+    return observation.sketch_sum / observation.tokens
 
 
 class Pools(NamedTuple):
@@ -179,9 +184,22 @@ def as_ratio(number: float) -> tuple[int, int]:
 
 def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
     """z = 1{r > c}: nothing but the token's own score is looked at (paper, Eq. 6; Algorithm 1, line 3)."""
-    assignment = scores > cutoff
+    gates, assignment = scores.sigmoid(), scores > cutoff
     target = scores[..., 0].numel() * experts_per_token / scores.shape[-1]
-    return Routing(scores, assignment, observe(scores, assignment, target=target), None)
+    nothing = torch.zeros_like(cutoff)
+    observation = observe(
+        scores,
+        assignment,
+        gates,
+        target=target,
+        pools=torch.zeros((), dtype=torch.int64, device=scores.device),
+        cutoff_sum=nothing,
+        raw_load=assignment.flatten(0, -2).sum(0),
+        dropped=nothing.long(),
+        filled=nothing.long(),
+        sketch_sum=scores.new_zeros(LEVELS, scores.shape[-1]),
+    )
+    return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
 
 def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
@@ -192,16 +210,20 @@ def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cu
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
     excess = above - taken.sum(1)  # (pools, experts): turned away or, where negative, filled in
-    target = k * scores[..., 0].numel() / max(pools.tokens, 1)
-    seen = observe(scores, taken, target=target)._asdict() | {  # torch 2.11 cannot trace a record's _replace
-        "pools": above.new_full((), len(pools.scores)),
-        "cutoff_sum": kth.score.sum(0),
-        "raw_load": above.sum(0),
-        "dropped": excess.clamp(min=0).sum(0),
-        "filled": (-excess).clamp(min=0).sum(0),
-        "sketch_sum": _sketch_sum(pools.scores.flatten(0, 1)),
-    }
-    return Routing(scores, taken.reshape(scores.shape), Observation(**seen), None)
+    gates, assignment = scores.sigmoid(), taken.reshape(scores.shape)
+    observation = observe(
+        scores,
+        assignment,
+        gates,
+        target=k * scores[..., 0].numel() / max(pools.tokens, 1),
+        pools=above.new_full((), len(pools.scores)),
+        cutoff_sum=kth.score.sum(0),
+        raw_load=above.sum(0),
+        dropped=excess.clamp(min=0).sum(0),
+        filled=(-excess).clamp(min=0).sum(0),
+        sketch_sum=_sketch_sum(pools.scores.flatten(0, 1)),
+    )
+    return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
 
 def _sketch_sum(scores: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -12,9 +13,17 @@ from torch import Tensor
 from .balance import auxiliary_loss, move_bias, over_ranks
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, require
+from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
 Balance = Literal["none", "aux", "global_aux", "loss_free", "loss_free_proportional"]
+_LABELS = {
+    "none": "TC",
+    "aux": "TC aux",
+    "global_aux": "TC global aux",
+    "loss_free": "TC loss-free",
+    "loss_free_proportional": "TC loss-free prop.",
+}
 
 
 class BiasState(NamedTuple):
@@ -24,7 +33,7 @@ class BiasState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenChoice:
+class TokenChoice(Rule):
     """A fixed fanout per token; load is balanced by a loss, by biases or not at all."""
 
     # Routed experts in a layer.
@@ -66,16 +75,58 @@ class TokenChoice:
         biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
         (lowest,) = kth_largest(biased, [self.experts_per_token])
         assignment = take(biased, lowest).reshape(scores.shape)
-        observation = observe(scores, assignment, target=tokens * self.experts_per_token / experts)
+        gates = scores.sigmoid()
+        observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
             loss = auxiliary_loss(scores, load, strength=self.aux_strength)
-        return Routing(scores, assignment, observation, loss)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     @torch.no_grad()
     def update(self, state: BiasState, observation: Observation) -> BiasState:
-        if self.balance not in ("loss_free", "loss_free_proportional"):
+        if not self._moves_biases:
             return state
         proportional = self.balance == "loss_free_proportional"
         return BiasState(move_bias(state.bias, observation, rate=self.bias_rate, proportional=proportional))
+
+    @property
+    def _moves_biases(self) -> bool:
+        return self.balance in ("loss_free", "loss_free_proportional")
+
+    @property
+    def label(self) -> str:
+        return _LABELS[self.balance]
+
+    @property
+    def sigmoid_gates(self) -> bool:
+        return True
+
+    def scope(self, training: bool) -> Scope:
+        return "token"
+
+    def pool_scope(self) -> Scope | None:
+        return {"aux": "batch", "global_aux": "global"}.get(self.balance)  # type: ignore[return-value]
+
+    def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int:
+        return tokens * self.experts_per_token
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        """The tokens over which load is measured."""
+        measured = {"none": None, "aux": batch, "global_aux": batch}
+        return Window(measured.get(self.balance, step), None)
+
+    def biased_top_k(self, state: BiasState) -> tuple[Tensor, int]:
+        return state.bias, self.experts_per_token
+
+    def describe(self, state: BiasState) -> dict[str, Tensor]:
+        return {"bias": state.bias} if self._moves_biases else {}
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        some = {
+            f"{balance}, {fanout} of them": cls(6, fanout, balance=balance)
+            for balance in get_args(Balance)
+            for fanout in (1, 2)
+        }
+        return some | {"all of them": cls(6, 6)}

@@ -9,7 +9,6 @@ import torch
 import torch._dynamo
 
 from ..model import GPT, GPTConfig, Output, flops_per_token
-from ..moe import most_pairs
 from .config import TrainConfig
 
 # FLOPs of a run from which on compiling takes clearly less time than it saves: on a CPU up to a minute, for a tenth of
@@ -49,7 +48,7 @@ def compiled(model: GPT) -> Callable[..., Output]:
 
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
     tokens = config.batch_size * model.context
-    if device.type != "cpu" and model.rule is not None and most_pairs(model.rule, tokens, training=True) is None:
+    if device.type != "cpu" and model.rule is not None and model.rule.max_pairs(tokens, training=True) is None:
         return False  # buffers would be made for every token at every expert
     flops = config.steps * config.accumulation * tokens * flops_per_token(model)
     return flops >= PAYS.get(device.type, float("inf"))

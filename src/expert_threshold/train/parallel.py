@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..model import Rule, chooses_on_rank
+from ..model import Rule
 from .config import TrainConfig
 from .device import pick_device
 from .meeting import LEAST_PATIENCE, Meeting, from_first
@@ -87,7 +87,7 @@ def portion_of(config: TrainConfig, rule: Rule | None, ranks: int) -> Portion:
     Raises ValueError where neither divides.
     """
     batch_size, accumulation = config.batch_size, config.accumulation
-    on_rank = rule is not None and chooses_on_rank(rule)
+    on_rank = rule is not None and "batch" in (rule.scope(training=True), rule.pool_scope())
     if ranks == 1 or (on_rank and accumulation % ranks == 0):
         return Portion(batch_size, accumulation // ranks)
     if ranks > batch_size:

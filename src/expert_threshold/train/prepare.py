@@ -277,25 +277,20 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
         assert theirs.rule is not None
         if not continue_warmup:
             moe.router.begin_run(theirs.rule.experts_per_token)
-    return told + _of_the_rule(gpt, weights.keys(), continue_warmup) + "; optimizers begin anew"
+    return told + _of_the_rule(gpt, weights.keys()) + "; optimizers begin anew"
 
 
-def _of_the_rule(gpt: GPT, saved: Collection[str], continue_warmup: bool) -> str:
-    """What is told of the rule's state: taken over where the run had the same, and where its warmup stands."""
+def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
+    """Return what is told of the rule's state: taken over where the run had the same, and how far it has come."""
     if not gpt.moe_layers():
         return ""
     router = gpt.moe_layers()[0][1].router
+    same = all(any(name.endswith(f"router.state_{field}") for name in saved) for field in router.state._fields)
     told = ""
-    for what, name, values in (("cutoffs", "state_mean", router.cutoff), ("biases", "state_bias", router.bias)):
-        if values is not None:
-            found = bool(values.any()) and any(each.endswith(name) for each in saved)
-            told += f", its {what} too" if found else f"; {what} begin at 0"
-    warmup = getattr(gpt.config.rule, "warmup_steps", 0)
-    if warmup and continue_warmup:
-        told += f"; {min(int(router.state.step), warmup)} of {warmup} steps of warmup are behind it"
-    elif warmup:
-        told += f"; its own warmup of {warmup} steps"
-    return told
+    for name, values in router.rule.describe(router.state).items():
+        told += f", its {name} too" if same and bool(values.any()) else f"; {name} begins anew"
+    progress = router.rule.progress(router.state)
+    return told + (f"; {progress}" if progress else "")
 
 
 def _require_equal(name: str, mine: object, theirs: object, source: RunFolder) -> None:

@@ -34,27 +34,15 @@ def train_record(model: GPT, interval: Interval) -> Record:
 
 
 def layer_record(seen: Observation, means: Values) -> Record:
-    """seen: of steps that have as many tokens and pools each, so that its ratios to them are means over steps, too."""
+    """seen: of steps that have as many tokens each, so that its ratios to them are means over steps, too."""
     record = {
         "usage": _numbers(seen.usage),
         "load_spread": _number(means["load_spread"]),
         "fanout_mean": _number(seen.fanout_mean),
         "fanout_std": _number(means["fanout_std"]),
-        "score_std": _numbers(means["score_std"]),
-        "gate_std": _numbers(means["gate_std"]),
     }
-    if "bias" in means:
-        record["bias"] = _numbers(means["bias"])
-    if "cutoff" in means:
-        record |= {
-            "cutoff": _numbers(means["cutoff"]),
-            "batch_cutoff": _numbers(seen.batch_cutoff),
-            "cutoff_distance": _numbers(means["cutoff_distance"]),
-            "raw_usage": _numbers(seen.raw_usage),
-            "saturation": _numbers(means["saturation"]),
-            "starvation": _numbers(seen.starvation),
-        }
-    return record
+    rest = {name: value for name, value in means.items() if name not in record}
+    return record | {name: _numbers(value) if value.ndim else _number(value) for name, value in rest.items()}
 
 
 def validation_record(model: GPT, validation: Validation) -> Record:

@@ -21,15 +21,9 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in ("load_spread", "fanout_std", "score_std", "gate_std")}
-        cutoff, bias = moe.router.cutoff, moe.router.bias
-        if cutoff is not None:
-            values |= {
-                "cutoff": cutoff,
-                "cutoff_distance": (seen.batch_cutoff - cutoff).abs(),
-                "saturation": seen.saturation,
-            }
-        if bias is not None:
-            values["bias"] = bias.clone()  # the router moves it in place
+        rule, state = moe.router.rule, moe.router.state
+        values |= {name: value.clone() for name, value in rule.describe(state).items()}  # the router moves it in place
+        values |= rule.measure(state, seen)
         found |= {f"{layer}.{name}": value for name, value in values.items()}
     return found
 

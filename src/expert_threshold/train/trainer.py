@@ -20,7 +20,7 @@ from ..runs.files import damage_told
 from .budget import Budget
 from .config import TrainConfig
 from .parallel import Parallel, Portion
-from .step_means import Values, add_steps, step_values
+from .step_means import Values, add_steps, of_layer, step_values
 
 SKIPS_IN_A_ROW = 10
 """So many steps that are skipped end a run."""
@@ -50,14 +50,12 @@ class Seen(NamedTuple):
         """Flat, by name: `loss`, …, `0.load`, `0.tokens`, …"""
         named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
         for layer, observation in enumerate(self.observations):
-            named |= {f"{layer}.{name}": tensor for name, tensor in observation._asdict().items()}
+            named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
         return named
 
     @classmethod
     def from_tensors(cls, named: dict[str, Tensor], layers: int) -> Seen:
-        observations = tuple(
-            Observation(*(named[f"{layer}.{name}"] for name in Observation._fields)) for layer in range(layers)
-        )
+        observations = tuple(Observation.from_tensors(of_layer(named, layer)) for layer in range(layers))
         return cls(named["micro_batches"], named["loss"], named["cross_entropy"], observations)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...install import install
+from ...recipes import METHODS as OF_PAPER
 from ..plain import Data
 
 WIDE, NARROW = 9.0, 4.4
@@ -74,16 +75,7 @@ METHODS, LAYERS, EXPERTS = (
 )
 
 # What a kind of method is drawn in, whatever else is in the figure; all others take what is left of METHODS.
-KINDS = {
-    "dense": METHODS[0],
-    "token_choice": METHODS[1],
-    "token_choice_aux": METHODS[5],
-    "token_choice_loss_free": METHODS[6],
-    "expert_choice_sequence": METHODS[2],
-    "expert_choice_batch": METHODS[7],
-    "expert_threshold": METHODS[3],
-    "expert_threshold_no_warmup": METHODS[4],
-}
+KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items()}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
 TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # what is aimed at
 DASHES = ("-", (0, (4, 1.6)), (0, (1, 1.4)), (0, (5, 1.4, 1, 1.4)))  # of methods of one kind

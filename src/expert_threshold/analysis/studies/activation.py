@@ -130,7 +130,7 @@ def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, 
     left_out = {
         subject.method: "every token has the same number of routed experts"
         for subject in material.routed
-        if subject.run.rule["name"] == "token_choice"
+        if subject.rule.biased_top_k(subject.rule.init()) is not None
     }
     shown = [subject for subject in material.routed if subject.method not in left_out]
     if not shown:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...routing import CutoffState, cutoff, kth_largest
+from ...routing import kth_largest
 from ..material import Material, NotShownError
 from ..methods import Subject, pool_tokens
 from ..plain import Data, array
@@ -34,8 +34,7 @@ def cutoff_stability(material: Material) -> Data:
     bound took tokens from or gave tokens to at some step of a line of the log, and `bound_share`, its mean. Both are
     None where there are no bounds, and `bound` is NaN during warmup.
     """
-    choices = [s for s in material.routed if s.run.rule["name"] == "expert_choice"]
-    thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
+    choices, thresholds = _by_cutoff(material)
     shown = sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:] + thresholds[:1]
     if not shown:
         raise NotShownError("no run has cutoffs")
@@ -49,7 +48,7 @@ def cutoff_stability(material: Material) -> Data:
         methods.append(
             {
                 **subject.tag,
-                "rule": subject.run.rule["name"],
+                "exact": subject.rule.looks_ahead,
                 "layer": layer,
                 "warmup": subject.run.warmup_steps,
                 "steps": steps,
@@ -65,6 +64,12 @@ def cutoff_stability(material: Material) -> Data:
     return {"methods": methods}
 
 
+def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
+    """The methods with cutoffs: those that look ahead in training, and those that route by them there too."""
+    found = [subject for subject in material.routed if subject.has_cutoffs]
+    return [s for s in found if s.rule.looks_ahead], [s for s in found if not s.rule.looks_ahead]
+
+
 def _mean_distance(subject: Subject, layer: int) -> float | None:
     """Mean over experts and the last quarter of the steps of |batch cutoff − running mean|, measured each step."""
     found = expert_series(subject.run.train, "cutoff_distance").get(layer)
@@ -73,7 +78,7 @@ def _mean_distance(subject: Subject, layer: int) -> float | None:
 
 def _at_bounds(subject: Subject) -> np.ndarray | None:
     """For each line of the log the share of all layers' experts at a capacity bound, NaN until warmup is over."""
-    if subject.run.rule["name"] != "expert_threshold" or subject.run.rule["capacity_slack"] is None:
+    if not subject.has_bounds:
         return None
     train, interval = subject.run.train, subject.run.config["train"]["log_every"]
     dropped, filled = (expert_series(train, key) for key in ("saturation", "starvation"))
@@ -102,10 +107,9 @@ def say_cutoff_stability(data: Data) -> str:
     text = f"Over the last quarter of the steps in layer {layer}, on average, {'; '.join(parts)}."
     if (steps := max(entry["interval"] for entry in data["methods"])) > 1:
         text += f" Each point, and each of these loads, is the mean of {steps} steps."
-    kinds = {entry["rule"]: entry for entry in data["methods"]}
-    if "expert_choice" in kinds:
+    if any(entry["exact"] for entry in data["methods"]):
         text += " Expert choice routes by the batch cutoff, so its loads are exact."
-    if (threshold := kinds.get("expert_threshold")) is None:
+    if (threshold := next((entry for entry in data["methods"] if not entry["exact"]), None)) is None:
         return text
     text += " Expert threshold routes by the running mean, so the batch's deviation shows in the loads instead"
     if threshold["bound"] is None:
@@ -167,13 +171,9 @@ def warmup(material: Material) -> Data:
 
     Starvation is that by the lower bound, which does not act during warmup.
     """
-    rules = [subject.run.rule for subject in material.routed]
-    if not any(rule.get("warmup_steps", 0) > 0 for rule in rules) or not any(
-        rule["name"] == "expert_threshold" and rule["warmup_steps"] == 0 for rule in rules
-    ):
+    choices, thresholds = _by_cutoff(material)
+    if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
         raise NotShownError("it needs expert threshold with a warmup, and with --warmup-steps 0")
-    choices = [s for s in material.routed if s.run.rule["name"] == "expert_choice"]
-    thresholds = [s for s in material.routed if s.run.rule["name"] == "expert_threshold"]
     shown = thresholds + sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:]
     ends = max(subject.run.warmup_steps for subject in thresholds)
     layers = shown[0].layers
@@ -182,13 +182,13 @@ def warmup(material: Material) -> Data:
     methods = []
     for subject in shown:
         train = [record for record in subject.run.train if record["step"] <= 2 * ends]
-        entry: dict[str, Any] = dict(subject.tag)
+        entry: dict[str, Any] = {**subject.tag, "cold": subject in thresholds and subject.run.warmup_steps == 0}
         for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
             steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
         distances = expert_series(train, "cutoff_distance").get(late)  # of single steps; older runs have none
         entry["cutoff_distance"] = [] if distances is None else np.stack([distances[0], distances[1][:, 0]], axis=1)
-        bounded = subject.run.rule["name"] == "expert_threshold"
+        bounded = not subject.rule.looks_ahead
         for name in ("raw_usage", "starvation", "score_std", "gate_std"):
             entry[name] = _mean_of_layers(train, name) if bounded or name.endswith("std") else []
         own = subject.run.warmup_steps
@@ -198,10 +198,7 @@ def warmup(material: Material) -> Data:
 
 
 def say_warmup(data: Data) -> str:
-    with_, without = (
-        next(entry for entry in data["methods"] if (entry["kind"] == "expert_threshold_no_warmup") == cold)
-        for cold in (False, True)
-    )
+    with_, without = (next(entry for entry in data["methods"] if entry["cold"] == cold) for cold in (False, True))
 
     def before(entry: Data, name: str) -> float:
         points = array(entry[name])
@@ -225,11 +222,7 @@ def say_warmup(data: Data) -> str:
 
 def capacity(material: Material) -> Data:
     """Expert threshold after the longest warmup: usage before the bounds, saturation, starvation (paper, Appendix)."""
-    shown = [
-        subject
-        for subject in material.routed
-        if subject.run.rule["name"] == "expert_threshold" and subject.run.rule["capacity_slack"] is not None
-    ]
+    shown = [subject for subject in material.routed if subject.has_bounds and subject.has_cutoffs]
     if not shown:
         raise NotShownError("no run has capacity bounds")
     begin = max(subject.run.warmup_steps for subject in shown)
@@ -275,7 +268,7 @@ def cutoffs_and_biases(material: Material) -> Data:
     """
     methods = []
     for subject in material.routed:
-        name = "bias" if subject.run.rule["name"] == "token_choice" else "cutoff"
+        name = "cutoff" if subject.has_cutoffs else "bias"
         found = expert_series(subject.run.train, name)
         if subject.layers[0] in found:
             steps, values = _thinned(*found[subject.layers[0]])
@@ -309,7 +302,7 @@ def score_histograms(material: Material) -> Data:
         for layer, expert in ((trace.layers[0], 0), (trace.layers[-1], subject.run.rule["num_experts"] - 1)):
             scores, taken = trace.scores(layer)[:, expert].numpy(), trace.assignment(layer)[:, expert].numpy()
             edges = np.histogram_bin_edges(scores, bins=60)
-            state = trace.state(layer)
+            cutoffs = subject.rule.thresholds(trace.state(layer))
             deviation = (scores - scores.mean()) / max(scores.std(), 1e-12)
             shown.append(
                 {
@@ -318,7 +311,7 @@ def score_histograms(material: Material) -> Data:
                     "edges": edges,
                     "all": np.histogram(scores, edges)[0],
                     "assigned": np.histogram(scores[taken], edges)[0],
-                    "cutoff": float(cutoff(state)[expert]) if isinstance(state, CutoffState) else None,
+                    "cutoff": None if cutoffs is None else float(cutoffs[expert]),
                     "skewness": float((deviation**3).mean()),
                 }
             )

@@ -11,7 +11,6 @@ import numpy as np
 from torch import Tensor
 
 from ...model.trace import Trace
-from ...routing import bounds, cutoff
 from ..leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
 from ..material import Material, NotShownError
 from ..methods import Subject, pool_tokens
@@ -91,7 +90,7 @@ def leakage_probe(material: Material) -> Data:
     methods: list[dict[str, Any]] = []
     for subject in material.each("leakage", material.routed):
         own = pool_tokens(subject.run)
-        if subject.run.rule["name"] == "token_choice":
+        if subject.rule.scope(training=True) == "token":
             methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})
             continue
         trace = material.trace(subject)
@@ -146,18 +145,17 @@ class Pool(NamedTuple):
 
 def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
     """Over all layers and experts, of pools of each size."""
-    rule = subject.run.rule
-    slack = 0.0 if rule["name"] == "expert_choice" else rule["capacity_slack"]
+    rule = subject.rule
     found = []
     for time, alike in groupby(sizes, lambda size: min(size, trace.context)):
         pools = [
-            Pool(size // time - 1, *bounds(size, rule["experts_per_token"], rule["num_experts"], slack)[1:])
+            Pool(size // time - 1, *(rule.load_bounds(size) or (0, size)))  # without bounds nothing is enforced
             for size in alike
         ]
         totals = np.zeros((len(pools), len(Bits._fields)))
         for layer in trace.layers:
             scores = trace.scores(layer)[: max(TOKENS, 2 * time)]
-            always = cutoff(trace.state(layer)) if rule["name"] == "expert_threshold" else None
+            always = None if rule.looks_ahead else rule.thresholds(trace.state(layer))
             rows = scores[: len(scores) // time * time].view(-1, time, scores.shape[1])
             totals += np.array(probe_layer(rows, pools, always))
         found += [Bits(*row) for row in totals.tolist()]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...recipes import REFERENCE
 from ...runs.files import read_json
 from ..material import Material, NotShownError
 from ..methods import Subject, options, pool_tokens
@@ -94,7 +95,7 @@ def token_multiple(material: Material) -> Data:
     curves = [curve for curve in every if len(curve["points"]) > 1]
     if len(curves) < 2:
         raise NotShownError("it compares two methods or more, each validated twice or more")
-    reference = next((curve for curve in curves if curve["kind"] == "token_choice"), curves[0])
+    reference = next((curve for curve in curves if curve["kind"] == REFERENCE), curves[0])
     methods = []
     for curve in curves:
         if curve is not reference:
@@ -187,11 +188,11 @@ def batch_size_scaling(material: Material) -> Data:
             (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
         ]
         found = [(_late(train), validation[-1][1]) for train, validation in losses if train and validation]
-        if first.run.rule["name"] in ("expert_choice", "expert_threshold") and found:
+        if first.layers and first.has_cutoffs and found:
             entries.append(
                 {
                     **first.tag,
-                    "pool": pool_tokens(first.run) if first.run.rule["name"] == "expert_choice" else None,
+                    "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
                     "train": fmean(train for train, _ in found),
                     "validation": fmean(validation for _, validation in found),
                     "core": _evaluated(first, "core").get("metric"),

@@ -223,7 +223,8 @@ def objective(material: Material) -> Data:
         shared = set.intersection(*map(set, found))
         means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
         means["load"] /= subject.run.rule["experts_per_token"]
-        own = "balanced" if subject.run.rule["name"] == "token_choice" and "balanced" in means else "population"
+        fixed = subject.rule.biased_top_k(subject.rule.init()) is not None
+        own = "balanced" if fixed and "balanced" in means else "population"
         methods.append({**subject.tag, **means, "own": own})
     if not methods:
         raise NotShownError("no token is routed")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ...routing import cutoff, kth_largest, take
+from ...routing import kth_largest, take
 from ..material import Material, NotShownError
 from ..plain import Data, array
 from ..sentences import listed
@@ -21,7 +21,7 @@ def rules_overview(material: Material) -> Data:
     sequence or of all sequences shown; expert threshold with the running mean. k is what the expert's share comes to.
     """
     subject = material.focus
-    if subject.run.rule["name"] == "token_choice":
+    if not subject.has_cutoffs:
         raise NotShownError("no run has cutoffs, with which all rules could be shown")
     trace = material.trace(subject)
     layer = trace.layers[len(trace.layers) // 2]
@@ -32,7 +32,8 @@ def rules_overview(material: Material) -> Data:
         raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; give more --tokens")
     scores = trace.scores(layer)[: windows * trace.context].view(windows, trace.context, -1)
     scores = scores[:SEQUENCES, begin : begin + length]
-    means = cutoff(trace.state(layer))
+    means = subject.rule.thresholds(trace.state(layer))
+    assert means is not None
     expert = _ordinary(scores, means, SEQUENCES * length * subject.run.target)
     own = scores[..., expert]
     others = scores.clone()

@@ -18,16 +18,16 @@ def require_independent(model: GPT) -> None:
         router = moe.router
         rule = router.rule
         generator = torch.Generator().manual_seed(0)
-        shape = (2, max(64, 4 * rule.num_experts), rule.num_experts)  # enough for a pool's k to be 1 at least
-        around = torch.zeros(rule.num_experts) if router.cutoff is None else router.cutoff.cpu()
+        shape = (2, max(64, 4 * rule.num_experts), rule.num_scores)  # enough for a pool's k to be 1 at least
+        thresholds = router.thresholds()
+        around = torch.zeros(rule.num_scores) if thresholds is None else thresholds.cpu()
         scores = (torch.randn(shape, generator=generator) + around).to(router.weight.device)
         half = shape[1] // 2
         others = scores + 2
         others[0, :half] = scores[0, :half]
         assignments = [rule.route(each, router.state, training=False).assignment[0, :half] for each in (scores, others)]
         if not torch.equal(*assignments):
-            name = type(rule).__name__
             raise ValueError(
-                f"rule {name} of layer {index} routes tokens by a pool: a text would depend on who shares its batch; "
-                "serve a run whose rule routes by cutoffs in inference, such as expert_threshold"
+                f"rule {type(rule).__name__} of layer {index} routes tokens by a pool: a text would depend on who "
+                "shares its batch; serve a run whose rule routes by cutoffs in inference, such as expert_threshold"
             )

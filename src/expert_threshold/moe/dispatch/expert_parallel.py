@@ -7,6 +7,7 @@ Routing itself needs no communication in inference, since a cutoff is compared w
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,15 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...autograd import refuse_second_derivative
-from ...routing import ExpertChoice, ExpertThreshold, Rule
-from ...routing.pools import bounds
+from ...routing import Rule
 from ..experts import Experts
 from ..layer import MoE
 from . import Dispatch
 from .grouped import sum_rows
 
-ABSENT = -1.0
-"""In place of the gate of an expert that the token did not choose; gates themselves are never negative."""
+ABSENT = -math.inf
+"""In place of the gate of an expert that the token did not choose; gates are finite."""
 
 
 def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: tuple[int, int] | None = None) -> None:
@@ -64,29 +64,22 @@ def require_even_split(num_experts: int, ranks: int) -> None:
 
 
 def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
-    """Rows that one rank sends to another at most, in training on a micro-batch of so many sequences of such a length.
+    """Return the rows that one rank sends to another at most, in training on so many sequences of such a length.
 
-    An expert takes at most k_max tokens of a pool. Where pools are of one rank's tokens, that bounds what the rank
-    sends: experts_of_one_rank · pools · k_max rows, and no more than it has tokens. A global pool bounds what an owner
-    receives from all ranks together, not from one; token choice and thresholds without bounds bound nothing.
+    They are those of the experts there, each of which gets at most `rule.max_load` of this rank's tokens, and no more
+    than there are tokens. A global pool bounds what an owner receives from all ranks together, not from one; token
+    choice and thresholds without bounds bound nothing.
 
-    Raises ValueError, with the reason, where there is no bound.
+    Raises ValueError where there is no bound.
     """
-    sequences, time = micro_batch
-    tokens, experts = sequences * time, rule.num_experts
-    if not isinstance(rule, ExpertChoice | ExpertThreshold):
-        raise ValueError(f"rule={rule!r} bounds no load, so equal splits could overflow; use splits by count")
-    slack = rule.capacity_slack if isinstance(rule, ExpertThreshold) else 0
-    if slack is None:
-        raise ValueError("capacity_slack=None bounds no load, so equal splits could overflow; use splits by count")
-    if rule.pool == "global":
+    tokens = micro_batch[0] * micro_batch[1]
+    load = rule.max_load(tokens, training=True, ranks=ranks)
+    if load is None:
         raise ValueError(
-            "pool='global' bounds the load from all ranks together, so equal splits could overflow; "
-            "use pool='batch' or splits by count"
+            f"rule={rule!r} bounds no expert's load from one rank, so equal splits could overflow; use splits by "
+            "count, or a rule with pools of one rank and capacity bounds"
         )
-    size = rule.pool if isinstance(rule.pool, int) else time if rule.pool == "sequence" else tokens
-    _, _, most = bounds(size, rule.experts_per_token, experts, slack)
-    return min(experts // ranks * (tokens // size) * most, tokens)
+    return min(rule.num_experts // ranks * load, tokens)
 
 
 def _require_same(micro_batch: tuple[int, int], group: dist.ProcessGroup, device: torch.device | None) -> None:

@@ -1,0 +1,112 @@
+"""The table of rules by name, and rules as JSON. Rules of other distributions enter it by `register_rule` or by the
+entry-point group `expert_threshold.rules`.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from importlib.metadata import entry_points
+from typing import Any
+
+from .expert_choice import ExpertChoice
+from .expert_threshold import ExpertThreshold
+from .rule import Rule
+from .token_choice import TokenChoice
+
+GROUP = "expert_threshold.rules"
+DENSE = "dense"
+"""The name of no rule: a model without routed experts."""
+
+
+class _Registry(Mapping[str, type[Rule]]):
+    """Rules by name. Those of installed distributions are loaded at the first look."""
+
+    def __init__(self, own: Mapping[str, type[Rule]]) -> None:
+        self._rules = dict(own)
+        self._looked = False
+
+    def add(self, name: str, cls: type[Rule]) -> None:
+        known = self._rules.get(name)
+        if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
+            raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
+        if not (isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)):
+            raise ValueError(f"rule {name}: {cls!r} must be a frozen dataclass derived from Rule")
+        missing = {"num_experts", "experts_per_token"} - {field.name for field in fields(cls)}
+        if missing:
+            raise ValueError(f"rule {name}: {cls.__name__} lacks the field {sorted(missing)[0]}")
+        if known not in (None, cls):
+            raise ValueError(f"rule name {name!r} is taken by {known.__module__}; choose another")
+        self._rules[name] = cls
+
+    def _all(self) -> dict[str, type[Rule]]:
+        if not self._looked:
+            self._looked = True
+            for entry in entry_points(group=GROUP):
+                try:
+                    self.add(entry.name, entry.load())
+                except Exception as error:  # whatever another distribution's module raises
+                    warnings.warn(f"rule {entry.name} of {entry.value} was left out: {error}", stacklevel=2)
+        return self._rules
+
+    def __getitem__(self, name: str) -> type[Rule]:
+        return self._all()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
+RULES = _Registry({"token_choice": TokenChoice, "expert_choice": ExpertChoice, "expert_threshold": ExpertThreshold})
+
+
+def register_rule(name: str, cls: type[Rule]) -> None:
+    """Enter a rule into the table, so that every command takes it by its name.
+
+    Raises ValueError if the name is taken or no identifier, or the class is not a dataclass derived from Rule.
+    """
+    RULES.add(name, cls)
+
+
+def rule_name(rule: Rule | None) -> str:
+    """Return the rule's name in the table; None is 'dense'. Raises ValueError for a rule that is not registered."""
+    if rule is None:
+        return DENSE
+    for name, cls in RULES.items():
+        if type(rule) is cls:
+            return name
+    raise ValueError(
+        f"rule {type(rule).__name__} is not registered, so that no file can name it; call register_rule('name', "
+        f"{type(rule).__name__}) first"
+    )
+
+
+def rule_to_dict(rule: Rule | None) -> dict[str, Any]:
+    """Return the rule as a JSON object: its name and every option. Raises ValueError if it is not registered."""
+    return {"name": rule_name(rule)} | ({} if rule is None else asdict(rule))  # type: ignore[call-overload]
+
+
+def option_names(name: str) -> tuple[str, ...]:
+    """Return the names of a rule's options. Raises ValueError if there is no such rule."""
+    if name == DENSE:
+        return ()
+    if not isinstance(name, str) or name not in RULES:
+        raise ValueError(f"rule={name!r} is unknown; use one of {DENSE}, {', '.join(RULES)}")
+    return tuple(field.name for field in fields(RULES[name]))  # type: ignore[arg-type]
+
+
+def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
+    """Return the rule of `{"name": …, option: value, …}`. Raises ValueError on an unknown name or option."""
+    if not isinstance(record, Mapping):
+        raise ValueError(f'rule={record!r} must be an object such as {{"name": "expert_threshold"}}')
+    options = dict(record)
+    name = options.pop("name", None)
+    known = option_names(name)
+    for option in options:
+        if option not in known:
+            raise ValueError(f"option {option!r} is unknown to rule {name}; it has {', '.join(known) or 'no options'}")
+    return None if name == DENSE else RULES[name](**options)
