@@ -4,6 +4,7 @@ from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
+from .options import check_experts
 from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
 from .rule import Rule, Scope, Window
@@ -29,6 +30,7 @@ __all__ = [
     "Window",
     "all_finite",
     "bounds",
+    "check_experts",
     "cutoff",
     "dial",
     "kth_largest",
