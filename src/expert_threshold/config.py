@@ -51,8 +51,6 @@ DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
 # What a rule takes over from another rule's options: the sizes of the layer.
 SHARED_RULE_OPTIONS = ("num_experts", "experts_per_token")
-# What `scaled_rule` makes in proportion to the steps of a run.
-PROPORTIONAL_RULE_OPTIONS = ("decay", "warmup_steps")
 
 
 @dataclass(frozen=True)
@@ -253,12 +251,14 @@ def resolve(
     file: Options | None = None,
     recipe: str | None = None,
     tokens: int | None = None,
+    rescale: bool = False,
 ) -> RunConfig:
     """The run of a preset, changed by a recipe, changed by a file, changed by what is given here.
 
     file: sections as config.json has them. changes: the same, without a rule. rule_options: the options of the rule;
     where it is another than the file's, only the numbers of experts and of experts per token are taken from there.
-    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run.
+    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run. rescale: the
+    file is of another run, so that what its rule scales to a run's length is made for this one.
     Raises ValueError on unknown names and on values that cannot train.
     """
     if preset not in RUNS:
@@ -282,6 +282,8 @@ def resolve(
     known = option_names(name)
     if name != name_in_file:
         in_file = {k: v for k, v in in_file.items() if k in SHARED_RULE_OPTIONS and k in known}
+    elif rescale and name != DENSE:
+        in_file |= RULES[name].scaled(train.steps, in_file)
     own = {k: v for k, v in base.rule.items() if k in known}
     return RunConfig(
         model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {})))),

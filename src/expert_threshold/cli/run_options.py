@@ -10,7 +10,6 @@ from typing import Any, Literal, Union, get_type_hints
 
 from ..config import (
     DEFAULT_PRESET,
-    PROPORTIONAL_RULE_OPTIONS,
     RUNS,
     SECTIONS,
     RunConfig,
@@ -97,8 +96,8 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
 def resolve_run(given: Given) -> RunConfig:
     """The run that the given options mean: flags over a file over the model of --init-from over the preset.
 
-    A recipe comes between that and the preset, but its rule before that model's. The options of a rule that presets
-    have in proportion to their steps are those of the new run, unless it continues the warmup. Raises ValueError.
+    A recipe comes between that and the preset, but its rule before that model's. What a rule scales to the length of a
+    run is that of the new run, unless it continues the warmup. Raises ValueError.
     """
     file: dict[str, Any] = {}
     continues = given.get("continue_warmup", False)
@@ -106,11 +105,9 @@ def resolve_run(given: Given) -> RunConfig:
         raise ValueError("--continue-warmup goes on with the warmup of another run; name that with --init-from")
     if "init_from" in given:
         file["model"] = RunFolder.open(given["init_from"]).section("model")
-        rule = file["model"].get("rule")
         if given.get("recipe") is not None:
             file["model"].pop("rule", None)
-        elif isinstance(rule, dict) and not continues:
-            file["model"]["rule"] = {k: v for k, v in rule.items() if k not in PROPORTIONAL_RULE_OPTIONS}
+    of_other_run = file.get("model", {}).get("rule")
     if "config" in given:
         for section, options in read_config_file(given["config"]).items():
             file[section] = file.get(section, {}) | options if isinstance(options, dict) else options
@@ -125,6 +122,7 @@ def resolve_run(given: Given) -> RunConfig:
         file=file,
         recipe=given.get("recipe"),
         tokens=given.get("tokens"),
+        rescale=not continues and of_other_run is not None and file["model"]["rule"] is of_other_run,
     )
     if not continues:  # the warmup may be behind it
         require_warmups_fit(config)
