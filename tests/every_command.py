@@ -4,23 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import os
-import subprocess
 import sys
-import textwrap
 import time
-import urllib.request
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from expert_threshold.cli import main
-from expert_threshold.runs import RunFolder, load_model
-from small_run import write_text
+from expert_threshold.runs import RunFolder
 
 FOLDER = Path(sys.argv[1])
 CORPUS = FOLDER / "corpus.jsonl"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from min_p_rule import MinP, MinPState
 
 from expert_threshold.routing import Rule
 from expert_threshold.testing import check_rule
-from min_p_rule import MinP, MinPState
 
 
 @pytest.mark.parametrize("rule", MinP.cases().values(), ids=MinP.cases())

@@ -257,8 +257,8 @@ def resolve(
 
     file: sections as config.json has them. changes: the same, without a rule. rule_options: the options of the rule;
     where it is another than the file's, only the numbers of experts and of experts per token are taken from there.
-    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run. rescale: the
-    file is of another run, so that what its rule scales to a run's length is made for this one.
+    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run. rescale:
+    the file is of another run, so that what its rule scales to a run's length is made for this one.
     Raises ValueError on unknown names and on values that cannot train.
     """
     if preset not in RUNS:

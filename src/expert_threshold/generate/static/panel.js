@@ -4,12 +4,6 @@ import { Cells } from "./cells.js";
 import { make, neighbour, number, percent, plural, quoted } from "./dom.js";
 import { MEASURES, aim, fanout, step } from "./scale.js";
 
-const RULES = {
-  expert_threshold: "expert threshold",
-  expert_choice: "expert choice, by its running cutoffs",
-  token_choice: "token choice",
-  dense: "dense, no routing",
-};
 let made = 0; // panels
 
 export class Panel {
@@ -78,7 +72,7 @@ export class Panel {
     const experts = run.experts
       ? `${run.layers.length} layers, ${run.experts} experts, ${run.experts_per_token} per token${shared}`
       : `${run.layers.length} layers`;
-    return `${RULES[run.rule] ?? run.rule} · ${experts} · ${run.context} tokens at once`;
+    return `${run.rule.replaceAll("_", " ")} · ${experts} · ${run.context} tokens at once`;
   }
 
   // What is read.
@@ -343,10 +337,9 @@ export class Panel {
   }
 
   #routing() {
-    const line =
-      this.run.rule === "token_choice"
-        ? "the lowest score that was chosen" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "")
-        : "the cutoff";
+    const line = this.#hasCutoffs()
+      ? "the cutoff"
+      : "the lowest score that was chosen" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "");
     const table = make("details", {}, make("summary", {}, "All numbers"));
     table.addEventListener("toggle", () => table.open && table.childElementCount === 1 && table.append(this.#table()));
     return [
@@ -368,7 +361,7 @@ export class Panel {
   }
 
   #table() {
-    const head = ["layer", "expert", "score", this.run.rule === "token_choice" ? "border" : "cutoff", "gate", "chosen"];
+    const head = ["layer", "expert", "score", this.#hasCutoffs() ? "cutoff" : "border", "gate", "chosen"];
     const rows = this.routers.flatMap((layer) =>
       Array.from({ length: this.run.experts }, (_, expert) => {
         const { score, cutoff, gate, chosen } = this.#at(layer, expert);
@@ -384,7 +377,12 @@ export class Panel {
     );
   }
 
-  /** The opened token at an expert. cutoff: what its score is compared with, in token choice by what others have. */
+  /** True if the rule compares scores with cutoffs and nothing else; else the line is drawn by what was chosen. */
+  #hasCutoffs() {
+    return this.run.layers.some(({ cutoffs }) => cutoffs);
+  }
+
+  /** The opened token at an expert. cutoff: what its score is compared with, or the lowest that was chosen. */
   #at(layer, expert) {
     const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
     const { cutoffs, biases } = this.now.layers[layer];
@@ -399,7 +397,7 @@ export class Panel {
 
   #verdict(layer, expert) {
     const { score, cutoff, gate, chosen } = this.#at(layer, expert);
-    const other = this.run.rule === "token_choice" ? "border" : "cutoff";
+    const other = this.#hasCutoffs() ? "cutoff" : "border";
     const outcome = chosen ? `chosen, gate ${number(gate)}` : "not chosen";
     return `score ${number(score)}, ${other} ${number(cutoff)}, ${outcome}`;
   }
