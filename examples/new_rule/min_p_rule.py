@@ -91,4 +91,4 @@ class MinP(Rule):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        return {"defaults": cls(), "few experts": cls(6, 1.5), "p stays": cls(6, p_rate=0.0), "one expert": cls(1, 1)}
+        return {"defaults": cls(), "few experts": cls(6, 1.5), "p stays": cls(6, p_rate=0.0)}

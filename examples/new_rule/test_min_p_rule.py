@@ -7,12 +7,16 @@ import torch
 from min_p_rule import MinP, MinPState
 
 from expert_threshold.routing import Rule
-from expert_threshold.testing import check_rule
+from expert_threshold.testing import check_ranks, check_rule
 
 
 @pytest.mark.parametrize("rule", MinP.cases().values(), ids=MinP.cases())
 def test_it_keeps_the_contract(rule: Rule) -> None:
-    check_rule(rule)
+    check_rule(rule, ranks=False)
+
+
+def test_two_ranks_equal_one() -> None:
+    check_ranks(list(MinP.cases().values()))
 
 
 def test_an_expert_needs_p_times_the_largest_share() -> None:

@@ -1,3 +1,36 @@
 """Mixture-of-experts language models with Expert Threshold routing."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .model import GPT, GPTConfig
+    from .moe import MoE, follow
+    from .routing import ExpertChoice, ExpertThreshold, TokenChoice
+
 __version__ = "0.1.0"
+__all__ = ["GPT", "ExpertChoice", "ExpertThreshold", "GPTConfig", "MoE", "TokenChoice", "follow"]
+
+_HOMES = {
+    "GPT": "model",
+    "GPTConfig": "model",
+    "MoE": "moe",
+    "follow": "moe",
+    "ExpertChoice": "routing",
+    "ExpertThreshold": "routing",
+    "TokenChoice": "routing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first asked for: importing the package alone imports no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

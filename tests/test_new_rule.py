@@ -1,0 +1,79 @@
+"""A rule of another distribution, `examples/new_rule`: installed, it is taken like one of ours."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "new_rule"
+SERVING = ["serve"] if find_spec("uvicorn") and find_spec("starlette") else []
+BRIDGE = ["transformers"] if find_spec("transformers") else []
+COMMANDS = [
+    "plan", "help_and_nonsense", "train", "resume", "begin_from", "compare", "evaluate", "calibrate", "generate",
+    *SERVING, "export_and_import", *BRIDGE,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the example is installed into."""
+    pytest.importorskip("hatchling", reason="needs hatchling: pip install -e '.[dev]'")
+    place = tmp_path_factory.mktemp("site")
+    source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "new_rule")
+    options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--target", str(place)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True, timeout=300)
+    return place
+
+
+def run(site: Path, *arguments: str, cwd: Path) -> str:
+    """Run Python with the example and this package importable."""
+    path = os.pathsep.join(map(str, (site, ROOT / "src", ROOT / "tests")))
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(COMMANDS, id="in one process"),
+        pytest.param(["ranks"], id="on two ranks"),
+        # Minutes of a C++ compiler.
+        pytest.param(["compiled"], id="compiled", marks=pytest.mark.soak),
+        pytest.param(
+            ["train", "analyze"],
+            id="analyzed",
+            marks=pytest.mark.xfail(reason="studies look methods up in a table of our rules", strict=True),
+        ),
+    ],
+)
+def test_every_command_takes_a_rule_of_another_distribution(steps: list[str], site: Path, tmp_path: Path) -> None:
+    if steps == ["compiled"] and shutil.which("g++") is None:
+        pytest.skip("needs a C++ compiler")
+    told = run(site, str(ROOT / "tests" / "every_command.py"), str(tmp_path), *steps, cwd=tmp_path)
+    assert [line.split(":")[0] for line in told.splitlines() if line.endswith(" s")] == steps
+
+
+@pytest.mark.timeout(600)
+def test_the_example_s_own_tests_pass(site: Path, tmp_path: Path) -> None:
+    tests = shutil.copy(EXAMPLE / "test_min_p_rule.py", tmp_path)
+    run(site, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests), cwd=tmp_path)
+
+
+def test_not_a_line_of_the_package_knows_the_rule() -> None:
+    for path in (ROOT / "src").rglob("*"):
+        if path.suffix in (".py", ".js", ".html", ".cpp", ".h"):
+            text = path.read_text(encoding="utf-8").lower().replace('("top_p", "min_p")', "")  # ways to sample text
+            assert not re.search("min[-_]?p\\b", text), path
