@@ -257,7 +257,11 @@ def compiled() -> None:
 
 
 def analyze() -> None:
-    et(f"analyze {RUN} --tokens 200 --out {FOLDER / 'analysis'}")
+    out = FOLDER / "analysis"
+    et(f"analyze {RUN} --tokens 200 --out {out}")
+    text = re.sub(r"<svg.*?</svg>|<style.*?</style>|<[^>]*>", " ", (out / "report.html").read_text(), flags=re.DOTALL)
+    assert "min-p" in text
+    assert "dense" not in text, re.findall(r".{80}dense.{80}", text)
 
 
 STEPS: list[Callable[[], None]] = [

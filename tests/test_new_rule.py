@@ -15,10 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_rule"
 SERVING = ["serve"] if find_spec("uvicorn") and find_spec("starlette") else []
+FIGURES = ["analyze"] if find_spec("matplotlib") else []
 BRIDGE = ["transformers"] if find_spec("transformers") else []
 COMMANDS = [
     "plan", "help_and_nonsense", "train", "resume", "begin_from", "compare", "evaluate", "calibrate", "generate",
-    *SERVING, "export_and_import", *BRIDGE,
+    *SERVING, "export_and_import", *BRIDGE, *FIGURES,
 ]  # fmt: skip
 
 
@@ -52,11 +53,6 @@ def run(site: Path, *arguments: str, cwd: Path) -> str:
         pytest.param(["ranks"], id="on two ranks"),
         # Minutes of a C++ compiler.
         pytest.param(["compiled"], id="compiled", marks=pytest.mark.soak),
-        pytest.param(
-            ["train", "analyze"],
-            id="analyzed",
-            marks=pytest.mark.xfail(reason="studies look methods up in a table of our rules", strict=True),
-        ),
     ],
 )
 def test_every_command_takes_a_rule_of_another_distribution(steps: list[str], site: Path, tmp_path: Path) -> None:
