@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from expert_threshold.optim import Muon, OptimConfig, Optimizers, make_optimizers
+from expert_threshold.optim import Group, OptimConfig, Optimizers, fast_dtype, make_optimizers
+from expert_threshold.optim.groups import NS_DTYPES
 
 
 def shapes(layers: int, d_model: int, experts: int, width: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
@@ -56,8 +57,7 @@ def seconds(function: Callable[[], object], device: torch.device, repeats: int) 
 
 
 def measure(optimizers: Optimizers, device: torch.device, repeats: int) -> list[dict[str, str | float]]:
-    muons = {name: group.optimizer for name, group in optimizers.groups.items() if isinstance(group.optimizer, Muon)}
-    dtype = next(iter(muons.values())).ns_dtype
+    dtype = NS_DTYPES[optimizers.config.ns_dtype] or fast_dtype(device)
     square = torch.randn(2048, 2048, device=device).to(dtype)
     rate = 2 * 2048**3 / seconds(lambda: square @ square, device, repeats)
 
@@ -72,17 +72,15 @@ def measure(optimizers: Optimizers, device: torch.device, repeats: int) -> list[
             "product_gflop_per_second": rate / 1e9,
         }
 
-    def flops(muon: Muon) -> int:
-        return sum(newton_schulz_flops(parameter, muon.ns_steps) for parameter in muon.parameters.values())
+    def flops(group: Group) -> int:
+        steps = optimizers.config.ns_steps
+        return sum(newton_schulz_flops(p, steps) for p in group.parameters.values()) if group.kind == "muon" else 0
 
-    lines = [line("step", seconds(lambda: optimizers.step(0, 1), device, repeats), sum(map(flops, muons.values())))]
-    for name, (optimizer, peak) in optimizers.groups.items():
-        if isinstance(optimizer, Muon):
-            taken = seconds(lambda muon=optimizer, lr=peak: muon.step(lr, 0.95), device, repeats)
-            lines.append(line(name, taken, flops(optimizer)))
-        else:
-            taken = seconds(lambda adamw=optimizer, lr=peak: adamw.step(lr), device, repeats)
-            lines.append({"name": name, "milliseconds": taken * 1e3})
+    groups = optimizers.groups
+    lines = [line("step", seconds(lambda: optimizers.step(0, 1), device, repeats), sum(map(flops, groups.values())))]
+    for name, group in groups.items():
+        taken = seconds(lambda group=group: [each.step() for each in group.optimizers], device, repeats)
+        lines.append(line(name, taken, flops(group)) if flops(group) else {"name": name, "milliseconds": taken * 1e3})
     return lines
 
 

@@ -109,7 +109,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, lay
     gradients = [FLOAT32 * count for count in held]
     moment = step.peak(gradients, accumulated=accumulation > 1, checkpointing=config.train.activation_checkpointing)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
-    state = sum(t.nbytes for group in optimizers.groups.values() for t in group.optimizer.tensors().values())
+    state = sum(tensor.nbytes for tensor in optimizers.tensors().values())
     state //= machine.gpus
     # Muon's batch in work: the momentum's lookahead, two iterates and their Gram matrices.
     muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import MoE, follow
+from expert_threshold.optim import AdamW, Muon
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice
 from ranks import run_on_ranks
 
@@ -355,3 +356,19 @@ def test_a_model_without_experts_is_refused() -> None:
     model = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="model Linear has no Mixture-of-Experts layer to follow; build it with MoE"):
         follow(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@pytest.mark.parametrize("kind", [Muon, AdamW])
+def test_our_own_optimizers_move_cutoffs_as_torchs_do(kind: type[torch.optim.Optimizer]) -> None:
+    states = []
+    for optimizer_class in (kind, torch.optim.SGD):
+        torch.manual_seed(0)
+        moe = MoE(8, 12, ExpertThreshold(4, decay=0.5, warmup_steps=1))
+        optimizer = optimizer_class(moe.parameters(), lr=0.02)  # type: ignore[call-arg]
+        follow(moe, optimizer)
+        states.append([value.clone() for value in moe.router.state])
+        moe(batches(1)[0])[0].square().mean().backward()
+        optimizer.step()
+        states.append(list(moe.router.state))
+    assert_all_equal(states[1], states[3])
+    assert not all(torch.equal(before, after) for before, after in zip(*states[:2], strict=True))

@@ -22,18 +22,18 @@ SHAPES = [(64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544
 def moved(dtype: torch.dtype, threads: int = 1, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
     """Where three steps take the parameters, and their momenta."""
     torch.manual_seed(0)
-    named = {f"p{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
-    muon = Muon(named, ns_steps=5, ns_dtype=dtype)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    muon = Muon(parameters, 0.02, 0.9, ns_dtype=dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for _ in range(3):
-            for parameter in named.values():
+            for parameter in parameters:
                 parameter.grad = torch.randn(*parameter.shape[:-2], *parameter.shape[:-3:-1]).mT  # not contiguous
-            muon.step(0.02, 0.9)
+            muon.step()
     finally:
         torch.set_num_threads(before)
-    return [*(parameter.detach() for parameter in named.values()), *muon.momenta.values()]
+    return [*(parameter.detach() for parameter in parameters), *(state["momentum"] for state in muon.state.values())]
 
 
 ROUNDINGS = 5  # one for each iteration
@@ -59,7 +59,7 @@ def test_matrices_of_any_size_move_and_zeros_stay() -> None:
         weight = nn.Parameter(torch.zeros(2, 32, 64))
         weight.grad = torch.randn(2, 32, 64) * factor
         weight.grad[1] = 0
-        Muon({"p": weight}, ns_steps=5, ns_dtype=torch.bfloat16).step(0.1, 0.9)
+        Muon([weight], 0.1, 0.9, ns_dtype=torch.bfloat16).step()
         assert weight.isfinite().all()
         assert (weight[0] != 0).any()
         assert (weight[1] == 0).all()
@@ -88,9 +88,9 @@ def test_one_that_the_kernel_cannot_take_moves_beside_those_it_does(first: int) 
     strided, plain = nn.Parameter(torch.zeros(64, 32).T), nn.Parameter(torch.zeros(32, 64))
     alone = nn.Parameter(torch.zeros(32, 64))
     strided.grad, plain.grad, alone.grad = (gradient.clone() for _ in range(3))
-    both = {"strided": strided, "plain": plain} if first == 0 else {"plain": plain, "strided": strided}
-    Muon(both, ns_steps=5, ns_dtype=torch.bfloat16).step(0.02, 0.9)
-    Muon({"alone": alone}, ns_steps=5, ns_dtype=torch.bfloat16).step(0.02, 0.9)
+    both = [strided, plain] if first == 0 else [plain, strided]
+    Muon(both, 0.02, 0.9, ns_dtype=torch.bfloat16).step()
+    Muon([alone], 0.02, 0.9, ns_dtype=torch.bfloat16).step()
     assert torch.equal(plain, alone)
     assert alone.abs().max() > 1e-3
     assert_rounded(strided, plain, 2 * ROUNDINGS)  # each is so far from float32
@@ -98,11 +98,12 @@ def test_one_that_the_kernel_cannot_take_moves_beside_those_it_does(first: int) 
 
 def test_what_autograd_saved_before_a_step_is_stale_behind_it() -> None:
     weight = nn.Parameter(torch.randn(64, 32))
-    muon = Muon({"p": weight}, ns_steps=5, ns_dtype=torch.bfloat16)
+    muon = Muon([weight], 0.1, 0.9, ns_dtype=torch.bfloat16)
     weight.grad = torch.randn(64, 32)
-    loss, momentum = weight.square().sum(), muon.momenta["p"]._version
-    muon.step(0.1, 0.9)
-    assert muon.momenta["p"]._version > momentum
+    muon.step()
+    loss, momentum = weight.square().sum(), muon.state[weight]["momentum"]._version
+    muon.step()
+    assert muon.state[weight]["momentum"]._version > momentum
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 

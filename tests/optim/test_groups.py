@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
-from expert_threshold.optim import RELEASE, AdamW, Muon, OptimConfig, Optimizers, make_optimizers
-from expert_threshold.optim.groups import SCHEDULES, momentum_at, warmup
+from expert_threshold.optim import RELEASE, AdamW, Muon, OptimConfig, Optimizers, make_optimizers, moves_matrices
+from expert_threshold.optim.groups import GROUPS, OPTIMIZERS, SCHEDULES, Kind, Row, momentum_at, warmup
 
 SHAPES = {
     "embed.weight": (12, 8),
@@ -52,13 +53,17 @@ def train(named: dict[str, nn.Parameter], optimizer: Optimizers, first: int, las
 
 
 def members(optimizer: Optimizers, group: str) -> set[str]:
-    return set(optimizer.groups[group].optimizer.parameters)
+    return set(optimizer.groups[group].parameters)
+
+
+def kinds(optimizer: Optimizers) -> dict[str, type]:
+    """The optimizers of each group, which are all of one class."""
+    return {name: type(each) for name, group in optimizer.groups.items() for each in group.optimizers}
 
 
 def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
     optimizer = optimizers(model())
-    kinds = {name: type(group.optimizer) for name, group in optimizer.groups.items()}
-    assert kinds == {"matrix": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
+    assert kinds(optimizer) == {"matrix": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
     assert members(optimizer, "embed") == {"embed.weight"}
     assert members(optimizer, "head") == {"head.weight"}
     assert members(optimizer, "router") == {"blocks.1.moe.router.weight"}
@@ -68,7 +73,7 @@ def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
 def test_the_router_can_have_adamw_and_its_own_learning_rate() -> None:
     config = dataclasses.replace(SHORT, router_optimizer="adamw", router_lr=0.5, adamw_warmup_steps=2)
     optimizer = optimizers(model(), config)
-    assert isinstance(optimizer.groups["router"].optimizer, AdamW)
+    assert kinds(optimizer)["router"] is AdamW
     assert optimizer.learning_rates(0, 10)["router"] == pytest.approx(0.25)
 
 
@@ -265,6 +270,65 @@ def test_parameters_without_gradients_stay() -> None:
     optimizer.step(0, 10)
     assert all(torch.equal(named[name], before[name]) for name in named)
     assert optimizer.state_dict().counters["adamw.embed.weight.step"] == 0
+
+
+class Signs(torch.optim.Optimizer):
+    """Each number moves by the sign of a running mean of gradients."""
+
+    def __init__(self, params: ParamsT, lr: float = 0.1, momentum: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum})
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {"mean": torch.zeros_like(parameter), "seen": torch.zeros(())}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["seen"] += 0.5
+                state["mean"].lerp_(parameter.grad, 1 - group["momentum"])
+                parameter.sub_(state["mean"].sign(), alpha=group["lr"])
+
+
+def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains by the schedule, is shared out by numbers, and resumes from its own state."""
+    kind = Kind(
+        lambda params, config: Signs(params),
+        whole_matrices=False,
+        scaled=lambda config: False,
+        warmup_steps=lambda config: 2,
+        options=lambda step, config: {"momentum": 0.5 + step / 100},
+    )
+    monkeypatch.setitem(OPTIMIZERS, "signs", kind)
+    row = Row(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
+    monkeypatch.setitem(GROUPS, "experts", row)
+    through, first, second = model(), model(), model(seed=1)
+    straight, half, resumed = (optimizers(named, SHORT, 192) for named in (through, first, second))
+    assert members(straight, "experts") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
+    assert kinds(straight)["experts"] is Signs
+    assert straight.learning_rates(0, 10)["experts"] == 0.25
+    assert not moves_matrices("blocks.1.moe.experts.up", first["blocks.1.moe.experts.up"], SHORT)
+    train(through, straight, 0, 6)
+    train(first, half, 0, 3)
+    tensors, counters = half.state_dict()
+    assert counters["signs.blocks.1.moe.experts.up.seen"] == 1.5
+    resumed.load_state_dict(tensors, json.loads(json.dumps(counters)))
+    with torch.no_grad():
+        for name, parameter in second.items():
+            parameter.copy_(first[name])
+    train(second, resumed, 3, 6)
+    assert straight.groups["experts"].optimizers[0].param_groups[0]["momentum"] == 0.55
+    assert all(torch.equal(through[name], second[name]) for name in SHAPES)
+
+
+def test_parameters_are_told_of_once_and_quick_optimizers_first() -> None:
+    named = model()
+    told: list[str] = []
+    set_gradients(named, 0)
+    optimizers(named).step(0, 10, moved=told.extend)
+    assert sorted(told) == sorted(SHAPES)
+    assert set(told[:2]) == {"embed.weight", "head.weight"}
 
 
 @pytest.mark.parametrize("config", [OptimConfig(), RELEASE])

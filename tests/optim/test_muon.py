@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.optim import _muon as torch_muon
 
-from expert_threshold.optim import Muon, fast_dtype, newton_schulz
+from expert_threshold.optim import AdamW, Muon, fast_dtype, newton_schulz
 from expert_threshold.optim import muon as muon_module
 
 SHAPES = [(8, 8), (6, 16), (16, 6), (1, 5), (5, 1), (3, 8, 4), (2, 4, 8), (2, 3, 4, 8)]
@@ -33,6 +36,11 @@ def set_gradients(named: dict[str, nn.Parameter], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in named.values():
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def with_exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's Muon always runs in bfloat16: let its cast do nothing."""
+    monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
 def slices(tensor: Tensor) -> Tensor:
@@ -95,19 +103,19 @@ def test_the_input_is_left_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_slice_moves_as_under_torchs_own_muon(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if dtype == torch.float32:  # torch's always runs in bfloat16, so let its cast do nothing
-        monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
+    if dtype == torch.float32:
+        with_exact_oracle(monkeypatch)
     ours = parameters([(16, 6), (16, 6), (6, 16), (8, 8), (3, 16, 6), (2, 6, 16)])
     theirs = {name: [nn.Parameter(matrix.clone()) for matrix in slices(p)] for name, p in ours.items()}
     start = {name: parameter.detach().clone() for name, parameter in ours.items()}
-    oracle = torch_muon.Muon(
+    oracle = torch.optim.Muon(
         [p for matrices in theirs.values() for p in matrices],
         lr=0.02,
         momentum=0.9,
         weight_decay=0.0,
         adjust_lr_fn="original",
     )
-    muon = Muon(ours, ns_steps=5, ns_dtype=dtype)
+    muon = Muon(ours.values(), 0.02, 0.9, ns_dtype=dtype)
     for seed in range(4):
         set_gradients(ours, seed)
         for name, matrices in theirs.items():
@@ -115,7 +123,7 @@ def test_every_slice_moves_as_under_torchs_own_muon(dtype: torch.dtype, monkeypa
             assert grad is not None
             for parameter, part in zip(matrices, slices(grad), strict=True):
                 parameter.grad = part.clone()
-        muon.step(0.02, 0.9)
+        muon.step()
         oracle.step()
     for name, matrices in theirs.items():
         ours_moved = slices(ours[name]) - slices(start[name])
@@ -131,7 +139,7 @@ def test_small_batches_move_the_parameters_as_large_ones_do(monkeypatch: pytest.
         monkeypatch.setitem(muon_module.BATCH_ELEMENTS, "cpu", limit)
         named = parameters([(8, 12), (3, 8, 12), (8, 12), (12, 8)])
         set_gradients(named, 1)
-        Muon(named, ns_steps=5, ns_dtype=torch.float32).step(0.1, 0.9)
+        Muon(named.values(), 0.1, 0.9, ns_dtype=torch.float32).step()
         moved.append(torch.cat([p.detach().flatten() for p in named.values()]))
     torch.testing.assert_close(moved[0], moved[2])
     torch.testing.assert_close(moved[1], moved[2])
@@ -144,7 +152,7 @@ def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None
     plain, strided = nn.Parameter(matrix.clone()), nn.Parameter(matrix.T.contiguous().T)
     for parameter in (plain, strided):
         parameter.grad = gradient.clone()
-        Muon({"p": parameter}, ns_steps=5, ns_dtype=dtype).step(0.1, 0.9)
+        Muon([parameter], 0.1, 0.9, ns_dtype=dtype).step()
     torch.testing.assert_close(plain, strided, atol=1e-3, rtol=0)
     assert (strided - matrix).abs().max() > 0.01
 
@@ -154,7 +162,7 @@ def test_a_stack_that_has_no_view_is_refused_since_its_copy_would_move(dtype: to
     weight = nn.Parameter(torch.zeros(2, 3, 64, 32).transpose(0, 1))
     weight.grad = torch.ones(weight.shape)
     with pytest.raises(RuntimeError, match="view"):
-        Muon({"p": weight}, ns_steps=5, ns_dtype=dtype).step(0.1, 0.9)
+        Muon([weight], 0.1, 0.9, ns_dtype=dtype).step()
 
 
 def test_a_zero_gradient_moves_nothing_and_leaves_no_nan() -> None:
@@ -162,7 +170,7 @@ def test_a_zero_gradient_moves_nothing_and_leaves_no_nan() -> None:
     before = {name: p.detach().clone() for name, p in named.items()}
     for parameter in named.values():
         parameter.grad = torch.zeros_like(parameter)
-    Muon(named, ns_steps=5, ns_dtype=torch.float32).step(0.1, 0.9)
+    Muon(named.values(), 0.1, 0.9, ns_dtype=torch.float32).step()
     assert all(torch.equal(named[name], before[name]) for name in named)
 
 
@@ -176,25 +184,126 @@ def test_an_expert_without_gradient_leaves_the_others_of_its_stack_alone() -> No
     alone["p0"].grad = grad[2].clone()
     before = stacked["p0"].detach().clone()
     for named in (stacked, alone):
-        Muon(named, ns_steps=5, ns_dtype=torch.float32).step(0.1, 0.9)
+        Muon(named.values(), 0.1, 0.9, ns_dtype=torch.float32).step()
     assert torch.equal(stacked["p0"][1], before[1])
     torch.testing.assert_close(stacked["p0"][2], alone["p0"])
 
 
 def test_a_parameter_without_gradient_is_skipped_and_keeps_its_momentum() -> None:
     named = parameters([(4, 6), (4, 6)])
-    muon = Muon(named, ns_steps=5, ns_dtype=torch.float32)
+    muon = Muon(named.values(), 0.1, 0.9, ns_dtype=torch.float32)
     set_gradients(named, 3)
-    muon.step(0.1, 0.9)
+    muon.step()
     set_gradients(named, 4)
     named["p1"].grad = None
-    parameter, momentum = named["p1"].detach().clone(), muon.momenta["p1"].clone()
-    muon.step(0.1, 0.9)
+    parameter, momentum = named["p1"].detach().clone(), muon.state[named["p1"]]["momentum"].clone()
+    muon.step()
     assert torch.equal(named["p1"], parameter)
-    assert torch.equal(muon.momenta["p1"], momentum)
+    assert torch.equal(muon.state[named["p1"]]["momentum"], momentum)
     for p in named.values():
         p.grad = None
-    muon.step(0.1, 0.9)
+    muon.step()
+
+
+Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
+    """Where an optimizer takes two matrices while a scheduler of torch's moves its learning rate."""
+    named = parameters([(16, 6), (6, 16)])
+    optimizer = make(list(named.values()))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)
+    for seed in range(steps):
+        set_gradients(named, seed)
+        optimizer.step()
+        scheduler.step()
+    return list(named.values())
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_exact_oracle(monkeypatch)
+    ours = scheduled(lambda params: Muon(params, 0.1, 0.9, nesterov=nesterov, ns_dtype=torch.float32))
+    theirs = scheduled(lambda params: torch.optim.Muon(params, 0.1, 0.0, 0.9, nesterov))
+    constant = scheduled(lambda params: Muon([{"params": params, "initial_lr": 0.0, "lr": 0.0}]))
+    for our, their, start in zip(ours, theirs, constant, strict=True):
+        torch.testing.assert_close(our, their, atol=1e-5, rtol=0)
+        assert (their - start).abs().max() > 0.05, "the comparison would not notice a difference"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda params: Muon(params, 0.1, ns_dtype=torch.float32), lambda params: AdamW(params, 0.1)],
+    ids=["Muon", "AdamW"],
+)
+def test_a_state_dict_saved_and_loaded_goes_on_in_the_same_bits(make: Factory) -> None:
+    named, again = parameters([(8, 6), (3, 6, 8)]), parameters([(8, 6), (3, 6, 8)], seed=1)
+    optimizer, resumed = make(list(named.values())), make(list(again.values()))
+    resumed.param_groups[0]["lr"] = 0.5  # comes with the state
+    for seed in range(3):
+        set_gradients(named, seed)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    with torch.no_grad():
+        for name, parameter in named.items():
+            again[name].copy_(parameter)
+    for seed in range(3, 6):
+        for each, by in ((named, optimizer), (again, resumed)):
+            set_gradients(each, seed)
+            by.step()
+    assert all(torch.equal(named[name], again[name]) for name in named)
+
+
+def test_parameter_groups_have_learning_rates_of_their_own() -> None:
+    named = parameters([(8, 6), (8, 6), (8, 6)])
+    before = {name: parameter.detach().clone() for name, parameter in named.items()}
+    muon = Muon([{"params": named["p0"]}, {"params": named["p1"], "lr": 0.0}], 0.1)
+    muon.add_param_group({"params": named["p2"], "lr": 0.2})
+    set_gradients(named, 0)
+    for parameter in named.values():
+        parameter.grad = torch.ones_like(parameter)
+    muon.step()
+    moves = {name: (named[name] - before[name]).norm().item() for name in named}
+    assert moves["p0"] > 0
+    assert moves["p1"] == 0
+    assert moves["p2"] == pytest.approx(2 * moves["p0"], rel=1e-3)
+
+
+def test_a_closure_computes_the_loss_and_the_gradients_of_a_step() -> None:
+    weight = nn.Parameter(torch.eye(4))
+    muon = Muon([weight], 0.1)
+
+    def loss() -> Tensor:
+        muon.zero_grad()
+        value = weight.square().sum()
+        value.backward()
+        return value
+
+    assert muon.step(loss) == 4  # type: ignore[arg-type]  # torch's closures return tensors, too
+    assert weight.square().sum() < 4
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_vector_is_refused_with_its_shape_and_a_remedy(named: bool) -> None:
+    matrix, vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(8))
+    name = "norm.weight " if named else ""
+    message = re.escape(f"parameter {name}of shape (8,) is no matrix") + ".*: give it to another optimizer"
+    with pytest.raises(ValueError, match=message):
+        Muon([("linear.weight", matrix), ("norm.weight", vector)] if named else [matrix, vector])
+    muon = Muon([("linear.weight", matrix)] if named else [matrix])
+    with pytest.raises(ValueError, match=message):
+        muon.add_param_group({"params": [("norm.weight", vector)] if named else [vector]})
+    assert [group["params"] for group in muon.param_groups] == [[matrix]]
+
+
+@pytest.mark.parametrize("option", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"ns_steps": 0}], ids=str)
+def test_options_that_cannot_train_are_refused_with_value_and_remedy(option: dict[str, float]) -> None:
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}") + ".*: use "):
+        Muon([nn.Parameter(torch.zeros(4, 4))], **option)  # type: ignore[arg-type]
 
 
 def test_the_fast_dtype_is_bfloat16_only_where_hardware_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:

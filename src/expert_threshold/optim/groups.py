@@ -1,16 +1,22 @@
-"""Which parameter gets which optimizer, learning rate and schedule (the paper's appendix, Training Setup Details)."""
+"""Which parameter gets which optimizer, learning rate and schedule (the paper's appendix, Training Setup Details).
+
+A new optimizer is a file with a `torch.optim.Optimizer` that has `initial_state`, and a row of OPTIMIZERS; which
+parameters get it is said in GROUPS.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from .adamw import AdamW
-from .muon import Moved, Muon, fast_dtype
+from .muon import Muon
 
 
 def linear(step: float, steps: int, end: float) -> float:
@@ -32,7 +38,6 @@ SCHEDULES: dict[str, Callable[[float, int, float], float]] = {
     "linear": linear,
     "warmup_stable_decay": warmup_stable_decay,
 }
-OPTIMIZERS = ("muon", "adamw")
 LARGEST = 1e30  # of learning rates and the like: scaled, it is a float32 still
 NS_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -114,6 +119,78 @@ def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
         raise ValueError(f"{option}={value!r} is not possible: {remedy}")
 
 
+def momentum_at(step: int, config: OptimConfig) -> float:
+    """Muon's momentum at `step`: a straight line from momentum_start at 0 to momentum at momentum_warmup_steps."""
+    risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
+    return (1 - risen) * config.momentum_start + risen * config.momentum
+
+
+class Optimizer(Protocol):
+    """A `torch.optim.Optimizer` that can tell its state beforehand, so that a run can save and resume it."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def step(self) -> float | None:
+        """Move every parameter that has a gradient, by the options in `param_groups`."""
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Returns a parameter's state before its first step: scalars, and tensors of its shape, which ranks share out
+        as they do the parameter."""
+
+
+class Kind(NamedTuple):
+    """An optimizer, and how a run uses it."""
+
+    make: Callable[[ParamsT, OptimConfig], Optimizer]
+    whole_matrices: bool  # it moves matrices whole; else each number by itself
+    scaled: Callable[[OptimConfig], bool]  # its learning rates, by λ
+    warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
+    options: Callable[[int, OptimConfig], dict[str, Any]]  # of its parameter groups that change with the step
+
+
+OPTIMIZERS: dict[str, Kind] = {  # in the order of their steps: what a quick one moved travels while others are at work
+    "adamw": Kind(
+        lambda params, config: AdamW(params, betas=config.betas, eps=config.eps),
+        whole_matrices=False,
+        scaled=lambda config: True,
+        warmup_steps=lambda config: config.adamw_warmup_steps,
+        options=lambda step, config: {},
+    ),
+    "muon": Kind(
+        lambda params, config: Muon(params, ns_steps=config.ns_steps, ns_dtype=NS_DTYPES[config.ns_dtype]),
+        whole_matrices=True,
+        scaled=lambda config: config.scale_muon,
+        warmup_steps=lambda config: 0,
+        options=lambda step, config: {"momentum": momentum_at(step, config)},
+    ),
+}
+
+
+class Row(NamedTuple):
+    """A group of parameters: which, by name and shape, and what a configuration gives them."""
+
+    takes: Callable[[str, Tensor], bool]
+    optimizer: Callable[[OptimConfig], str]
+    peak: Callable[[OptimConfig], float]  # learning rate, before λ
+
+
+GROUPS: dict[str, Row] = {  # the last that takes a parameter has it
+    "matrix": Row(lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr),
+    "embed": Row(
+        lambda name, parameter: "embed" in name.split("."), lambda config: "adamw", lambda config: config.embed_lr
+    ),
+    "head": Row(
+        lambda name, parameter: "head" in name.split("."), lambda config: "adamw", lambda config: config.head_lr
+    ),
+    "router": Row(
+        lambda name, parameter: "router" in name.split("."),
+        lambda config: config.router_optimizer,
+        lambda config: config.matrix_lr if config.router_lr is None else config.router_lr,
+    ),
+}
+
+
 # The optimizer of the authors' release, which differs from the paper's tables. The routers are in the head's group.
 RELEASE = OptimConfig(
     router_lr=0.004,
@@ -127,37 +204,37 @@ RELEASE = OptimConfig(
 )
 
 
-def momentum_at(step: int, config: OptimConfig) -> float:
-    """Muon's momentum at `step`: a straight line from momentum_start at 0 to momentum at momentum_warmup_steps."""
-    risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
-    return (1 - risen) * config.momentum_start + risen * config.momentum
-
-
 class Group(NamedTuple):
-    """Parameters that share an optimizer and a learning rate; `peak` is that of the schedule, λ included."""
+    """Parameters that share a kind of optimizer and a learning rate; `peak` is that of the schedule, λ included."""
 
-    optimizer: Muon | AdamW
+    kind: str
     peak: float
+    parameters: dict[str, Tensor]
+    optimizers: list[Optimizer]  # one for each matrix shape: what it moved travels while the next is at work
 
 
 class OptimizerState(NamedTuple):
-    """All that a run needs to go on, bit for bit: tensors by flat name, and AdamW's step counts."""
+    """All that a run needs to go on, bit for bit: tensors and scalars, such as AdamW's step counts, by flat name."""
 
     tensors: dict[str, Tensor]
-    counters: dict[str, int]
+    counters: dict[str, float]
 
 
 class Optimizers:
-    """All optimizers of a model, stepped together; steps count from 0. Groups: matrix, embed, head, router."""
+    """All optimizers of a model, stepped together; steps count from 0. Groups: those of GROUPS that have parameters."""
 
     def __init__(self, groups: Mapping[str, Group], config: OptimConfig) -> None:
         self.groups = dict(groups)
         self.config = config
+        for group in self.groups.values():  # a checkpoint can be made, and one be checked, before the first step
+            for optimizer in group.optimizers:
+                for _, parameter in _members(optimizer):
+                    optimizer.state[parameter].update(optimizer.initial_state(parameter))
 
     @property
     def parameters(self) -> list[Tensor]:
         """Every parameter, group by group."""
-        return [parameter for group in self.groups.values() for parameter in group.optimizer.parameters.values()]
+        return [parameter for group in self.groups.values() for parameter in group.parameters.values()]
 
     def learning_rates(self, step: int, steps: int, place: float | None = None) -> dict[str, float]:
         """The learning rate of each group at `step` of `steps`, before Muon's scaling by a matrix's shape.
@@ -167,9 +244,8 @@ class Optimizers:
         place = step if place is None else place
         assert 0 <= place <= steps
         factor = SCHEDULES[self.config.schedule](place, steps, self.config.min_lr_ratio)
-        rising = warmup(step, self.config.adamw_warmup_steps)
         return {
-            name: group.peak * factor * (rising if isinstance(group.optimizer, AdamW) else 1)
+            name: group.peak * factor * warmup(step, OPTIMIZERS[group.kind].warmup_steps(self.config))
             for name, group in self.groups.items()
         }
 
@@ -178,7 +254,7 @@ class Optimizers:
         step: int,
         steps: int,
         grad_norm: Tensor | None = None,
-        moved: Moved = lambda names: None,
+        moved: Callable[[Collection[str]], None] = lambda names: None,
         place: float | None = None,
     ) -> None:
         """Clip if asked to, then move every parameter that has a gradient by the schedule's `step` of `steps`.
@@ -190,13 +266,14 @@ class Optimizers:
             norm = self.grad_norm() if grad_norm is None else grad_norm
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
         learning_rates = self.learning_rates(step, steps, place)
-        for name, group in self.groups.items():
-            if isinstance(group.optimizer, AdamW):  # quick: what it moved travels while Muon is at work
-                group.optimizer.step(learning_rates[name])
-                moved(group.optimizer.parameters.keys())
-        for name, group in self.groups.items():
-            if isinstance(group.optimizer, Muon):
-                group.optimizer.step(learning_rates[name], momentum_at(step, self.config), moved)
+        for kind, row in OPTIMIZERS.items():
+            options = row.options(step, self.config)
+            for name, group in self.groups.items():
+                for optimizer in group.optimizers if group.kind == kind else ():
+                    for param_group in optimizer.param_groups:
+                        param_group.update(options, lr=learning_rates[name])
+                    optimizer.step()
+                    moved([name for name, _ in _members(optimizer)])
 
     def zero_grad(self) -> None:
         """Forget all gradients."""
@@ -207,15 +284,16 @@ class Optimizers:
         """The global Euclidean norm of the gradients, a scalar; 0 where there are none."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The state but for scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
+        return {name: tensor for name, tensor in self._state() if tensor.ndim}
+
     def state_dict(self) -> OptimizerState:
-        """The state, its tensors not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
-        tensors: dict[str, Tensor] = {}
-        for group in self.groups.values():
-            tensors |= group.optimizer.tensors()
-        return OptimizerState(tensors, {name: int(count.item()) for name, count in self._counts().items()})
+        """The state, its tensors not copied."""
+        return OptimizerState(self.tensors(), {name: count.item() for name, count in self._state() if not count.ndim})
 
     @torch.no_grad()
-    def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, int]) -> None:
+    def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
         """Copy a saved state in. ValueError names the first entry that does not fit; then nothing has changed."""
         mine, my_counters = self.state_dict()
         _require_same_names(mine, tensors)
@@ -227,18 +305,23 @@ class Optimizers:
                     f"optimizer state: {name} is {other.dtype} {tuple(other.shape)} but the model needs "
                     f"{tensor.dtype} {tuple(tensor.shape)}: resume with the configuration that it was saved with"
                 )
-        for name, tensor in mine.items():
-            tensor.copy_(tensors[name])
-        for name, count in self._counts().items():
-            count.fill_(counters[name])
+        for name, tensor in self._state():
+            if tensor.ndim:
+                tensor.copy_(tensors[name])
+            else:
+                tensor.fill_(counters[name])
 
-    def _counts(self) -> dict[str, Tensor]:
-        return {
-            f"adamw.{name}.step": count
-            for group in self.groups.values()
-            if isinstance(group.optimizer, AdamW)
-            for name, count in group.optimizer.steps.items()
-        }
+    def _state(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self.groups.values():
+            for optimizer in group.optimizers:
+                for name, parameter in _members(optimizer):
+                    for entry, tensor in optimizer.state[parameter].items():
+                        yield f"{group.kind}.{name}.{entry}", tensor
+
+
+def _members(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["param_names"], group["params"], strict=True)
 
 
 def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -252,42 +335,34 @@ def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: Opti
 
     Call it once the parameters are on their device. ValueError for a parameter that fits nowhere, as a vector would.
     """
-    parameters: dict[str, dict[str, Tensor]] = {}
+    members: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for name, parameter in named_parameters:
-        parameters.setdefault(_group_of(name, parameter), {})[name] = parameter
-    scale = (d_model / 768) ** -0.5
-    router_lr = config.matrix_lr if config.router_lr is None else config.router_lr
-    peaks = {"matrix": config.matrix_lr, "embed": config.embed_lr, "head": config.head_lr, "router": router_lr}
-    groups = {}
-    for name, lr in peaks.items():
-        if name not in parameters:
-            continue
-        members = parameters[name]
-        if _optimizer_of(name, config) == "muon":
-            dtype = NS_DTYPES[config.ns_dtype] or fast_dtype(next(iter(members.values())).device)
-            muon = Muon(members, ns_steps=config.ns_steps, ns_dtype=dtype)
-            groups[name] = Group(muon, lr * scale if config.scale_muon else lr)
-        else:
-            groups[name] = Group(AdamW(members, betas=config.betas, eps=config.eps), lr * scale)
+        members[_group_of(name, parameter)][name] = parameter
+    groups = {group: _group(group, named, config, d_model) for group, named in members.items() if named}
     return Optimizers(groups, config)
 
 
+def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_model: int) -> Group:
+    kind = GROUPS[group].optimizer(config)
+    row = OPTIMIZERS[kind]
+    scale = (d_model / 768) ** -0.5 if row.scaled(config) else 1
+    by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
+    for name, parameter in parameters.items():
+        by_shape.setdefault(parameter.shape[-2:], []).append((name, parameter))
+    optimizers = [row.make(alike, config) for alike in by_shape.values()]
+    return Group(kind, GROUPS[group].peak(config) * scale, parameters, optimizers)
+
+
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Whether the parameter of that name is Muon's, which moves matrices whole; AdamW moves each number by itself."""
-    return _optimizer_of(_group_of(name, parameter), config) == "muon"
-
-
-def _optimizer_of(group: str, config: OptimConfig) -> str:
-    return {"matrix": "muon", "router": config.router_optimizer}.get(group, "adamw")
+    """Whether the parameter's optimizer moves matrices whole, as Muon does; AdamW moves each number by itself."""
+    return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 
 def _group_of(name: str, parameter: Tensor) -> str:
-    for group in ("embed", "head", "router"):
-        if group in name.split("."):
+    for group, row in reversed(GROUPS.items()):
+        if row.takes(name, parameter):
             return group
-    if parameter.ndim < 2:
-        raise ValueError(
-            f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon takes matrices, AdamW the "
-            "embedding, the head and the router; leave it out of named_parameters and step it yourself"
-        )
-    return "matrix"
+    raise ValueError(
+        f"parameter {name} of shape {tuple(parameter.shape)} has no optimizer: Muon takes matrices, AdamW the "
+        "embedding, the head and the router; leave it out of named_parameters and step it yourself"
+    )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from ..native import muon as kernels
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-Moved = Callable[[Collection[str]], None]
 # Elements of a Newton-Schulz batch: enough to fill a GPU; few enough to stay in a CPU's cache, because the temporaries
 # of a larger one would come from memory again for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
@@ -65,74 +67,121 @@ class _Piece(NamedTuple):
     momentum: Tensor
 
 
-class Muon:
+class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape move in batches.
 
-    parameters: by name, each (…, out, in); leading dimensions stack matrices, as of experts, each updated by itself.
-    With constant momentum and learning rate every matrix moves as under `torch.optim.Muon` without weight decay.
+    params: each (…, out, in); leading dimensions stack matrices, as of experts, each updated by itself as under
+    `torch.optim.Muon` without weight decay. ns_dtype: of the Newton-Schulz products; None is `fast_dtype`'s. Raises
+    ValueError for a vector.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, ns_steps: int, ns_dtype: torch.dtype) -> None:
-        self.parameters = dict(parameters)
-        self.momenta = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
-        self.ns_steps = ns_steps
-        self.ns_dtype = ns_dtype
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Move these parameters, too. Raises ValueError for an option that cannot train or a vector."""
+        super().add_param_group(param_group)
+        try:
+            _require_movable(self.param_groups[-1])
+        except ValueError:
+            del self.param_groups[-1]
+            raise
+
+    def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Returns a parameter's state before its first step."""
+        return {"momentum": torch.zeros_like(parameter)}
 
     @torch.no_grad()
-    def step(self, learning_rate: float, momentum: float, moved: Moved = lambda names: None) -> None:
-        """W ← W − learning_rate · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient.
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient.
 
-        moved: told the names of the parameters of one shape as soon as they have moved.
+        closure: computes the loss anew, and the gradients; the loss is returned.
         """
-        by_shape: dict[torch.Size, list[str]] = {}
-        for name, weight in self.parameters.items():
-            by_shape.setdefault(weight.shape[-2:], []).append(name)
-        for names in by_shape.values():
-            self._move(names, learning_rate, momentum)
-            moved(names)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            alike: dict[object, list[_Piece]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None and weight.numel():
+                    kind = weight.shape[-2:], weight.dtype, weight.device
+                    alike.setdefault(kind, []).append(self._piece(weight))
+            for pieces in alike.values():
+                _move(pieces, group)
+        return loss
 
-    def _move(self, names: list[str], learning_rate: float, momentum: float) -> None:
-        rows, columns = self.parameters[names[0]].shape[-2:]
-        rate = learning_rate * math.sqrt(max(1.0, rows / columns))
-        native: list[_Piece] = []
-        others: list[_Piece] = []
-        for piece in self._pieces(names):
-            (native if kernels.applies(piece.weight, piece.momentum, self.ns_dtype) else others).append(piece)
-        if native:
-            kernels.step(
-                *zip(*native, strict=True),
-                ns_steps=self.ns_steps,
-                coefficients=COEFFICIENTS,
-                eps=EPS,
-                momentum=momentum,
-                rate=rate,
+    def _piece(self, weight: Tensor) -> _Piece:
+        """All of the parameter. Raises RuntimeError for a stack of matrices that no stride leads through: a copy would
+        move in vain."""
+        assert weight.grad is not None
+        state = self.state[weight]
+        if not state:
+            state.update(self.initial_state(weight))
+        shape = -1, *weight.shape[-2:]
+        return _Piece(weight.view(shape), weight.grad.reshape(shape), state["momentum"].view(shape))
+
+
+def _require_movable(group: Mapping[str, Any]) -> None:
+    for option, holds, remedy in (
+        ("lr", group["lr"] >= 0, "0 or more"),
+        ("momentum", 0 <= group["momentum"] < 1, "a number from 0 to below 1"),
+        ("ns_steps", group["ns_steps"] >= 1, "1 or more"),
+    ):
+        if not holds:
+            raise ValueError(f"{option}={group[option]!r} is not possible: use {remedy}")
+    for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
+        if parameter.ndim < 2:
+            raise ValueError(
+                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} is no matrix, and Muon moves "
+                "matrices (…, out, in) only: give it to another optimizer, as AdamW"
             )
-        for batch in _batches(others):
-            sizes = [len(piece.weight) for piece in batch]
-            nesterov = batch[0].grad.new_empty(sum(sizes), rows, columns)
-            for piece, place in zip(batch, nesterov.split(sizes), strict=True):
-                piece.momentum.lerp_(piece.grad, 1 - momentum)
-                torch.lerp(piece.grad, piece.momentum, momentum, out=place)
-            update = newton_schulz(nesterov, self.ns_steps, self.ns_dtype)
-            for piece, part in zip(batch, update.split(sizes), strict=True):
-                piece.weight.add_(part, alpha=-rate)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """The state by flat name, not copied."""
-        return {f"muon.{name}.momentum": tensor for name, tensor in self.momenta.items()}
 
-    def _pieces(self, names: list[str]) -> list[_Piece]:
-        """Those of these parameters, of one matrix shape, that have a gradient, whole.
-
-        Raises RuntimeError for a stack of matrices that no stride leads through: a copy would move in vain.
-        """
-        pieces = []
-        for name in names:
-            weight, momentum = self.parameters[name], self.momenta[name]
-            if weight.grad is not None and weight.numel():
-                shape = -1, *weight.shape[-2:]
-                pieces.append(_Piece(weight.view(shape), weight.grad.reshape(shape), momentum.view(shape)))
-        return pieces
+def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
+    """Move what is of one matrix shape by the options of its parameter group."""
+    rows, columns = pieces[0].weight.shape[-2:]
+    momentum, ns_steps = group["momentum"], group["ns_steps"]
+    ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
+    rate = float(group["lr"]) * math.sqrt(max(1.0, rows / columns))
+    native: list[_Piece] = []
+    others: list[_Piece] = []
+    for piece in pieces:
+        by_kernel = group["nesterov"] and kernels.applies(piece.weight, piece.momentum, ns_dtype)
+        (native if by_kernel else others).append(piece)
+    if native:
+        kernels.step(
+            *zip(*native, strict=True),
+            ns_steps=ns_steps,
+            coefficients=COEFFICIENTS,
+            eps=EPS,
+            momentum=momentum,
+            rate=rate,
+        )
+    for batch in _batches(others):
+        sizes = [len(piece.weight) for piece in batch]
+        directions = batch[0].grad.new_empty(sum(sizes), rows, columns)
+        for piece, place in zip(batch, directions.split(sizes), strict=True):
+            piece.momentum.lerp_(piece.grad, 1 - momentum)
+            torch.lerp(piece.grad, piece.momentum, momentum if group["nesterov"] else 1.0, out=place)
+        update = newton_schulz(directions, ns_steps, ns_dtype)
+        for piece, part in zip(batch, update.split(sizes), strict=True):
+            piece.weight.add_(part, alpha=-rate)
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
