@@ -153,7 +153,11 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: 
     ("name", "titles", "reason"),
     [
         ("dense", ["Usage", "load spread", "cutoffs", "fanout"], "no layer of this model has routed experts"),
-        ("token_choice", ["Cutoffs", "Saturation", "Starvation"], "the rule token choice (TC) does not compare scores with a cutoff"),
+        (
+            "token_choice",
+            ["Cutoffs", "Saturation", "Starvation"],
+            "the rule token choice (TC) does not compare scores with a cutoff",
+        ),
     ],
 )
 def test_figures_without_a_meaning_are_left_out_with_the_reason(

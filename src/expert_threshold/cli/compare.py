@@ -136,7 +136,7 @@ def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
         method = known[name]
         closed = [option for option in rule_flags() if not leaves_open(method, option)]
         own = {option: value for option, value in given.items() if option not in closed}
-        config = resolve_run(own | {"rule": method.rule, "seed": 0} | method.options)
+        config = resolve_run(own | {"rule": method.rule, "seed": 0} | dict(method.options))
         require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:

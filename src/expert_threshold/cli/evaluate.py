@@ -134,7 +134,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     asked = rates.read_rates(options["rates"])
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
-        rates.require_cutoffs(folder, f"--rates {options['rates']}: ")
+        rates.require_rates(folder, f"--rates {options['rates']}: ")
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()

@@ -44,6 +44,13 @@ def require_cutoffs(folder: RunFolder, flag: str = "") -> None:
         )
 
 
+def require_rates(folder: RunFolder, flag: str) -> None:
+    """Raise ValueError, which begins with the flag, unless the run's rule can aim at another rate."""
+    rule = rule_from_dict(folder.section("model")["rule"])
+    if rule is None or type(rule).at_rate is Rule.at_rate:
+        require_cutoffs(folder, flag)
+
+
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
     """What is written of a run, whose table and figure have the same numbers."""
     return {

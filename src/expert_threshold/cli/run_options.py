@@ -66,19 +66,19 @@ def _rule_option(default: str) -> Option:
 
 
 def rule_flags() -> list[str]:
-    """Return the names of all rules' options, each once. Raises ValueError for one that other flags have already."""
-    found = {name: rule for rule in RULES for name in option_names(rule)}
+    """Return the names of all rules' options, each once, but for those that other flags have already."""
     others = {"rule", "preset", "recipe", "tokens", "config"} | {
         FLAGS.get(name, name) for record in SECTIONS.values() for name in _names(record)
     }
-    for name in found.keys() & others:
-        raise ValueError(f"rule {found[name]}: its option {name!r} is another flag's name; rename the field")
-    return list(found)
+    return list(dict.fromkeys(name for rule in RULES for name in option_names(rule) if name not in others))
 
 
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     """Every rule's options, with the chosen rule's default where that has the option."""
-    rule_flags()  # refuses names that are taken
+    flags = rule_flags()
+    for name in option_names(chosen["name"]):
+        if name not in flags:
+            raise ValueError(f"rule {chosen['name']}: its option {name!r} is another flag's name; rename the field")
     found: dict[str, Option] = {}
     for rule in dict.fromkeys([chosen["name"], *RULES]):
         defaults = chosen if rule == chosen["name"] else rule_to_dict(scaled_rule(rule, config.train.steps))
@@ -90,7 +90,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
             kind = kinds[0] if set(kinds) <= {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
             comment = field_comments(RULES[rule]).get(name, "An option of the rule.")
             found.setdefault(name, Option(name, kind, defaults[name], comment + scope))
-    return list(found.values())
+    return [option for name, option in found.items() if name in flags]
 
 
 def resolve_run(given: Given) -> RunConfig:

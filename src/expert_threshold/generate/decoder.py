@@ -81,7 +81,9 @@ class Decoder:
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
         config = model.config
-        self.rows, self.capacity, self.strict = rows, capacity, strict
+        # Rows that take part in a product only for its shape would be seen by a rule that looks at earlier tokens.
+        looks_back = config.rule is not None and config.rule.scope(training=False) != "token"
+        self.rows, self.capacity, self.strict = rows, capacity, strict or looks_back
         self.softcap, self.heads, self.kv_heads = config.softcap, config.heads, config.kv_heads
         self.dtype, self.device = model.compute_dtype, model.embed.weight.device
         self.embed, self.head = model.embed.weight.detach(), model.head.weight.detach().to(self.dtype).T

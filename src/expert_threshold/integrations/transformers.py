@@ -40,7 +40,7 @@ RULE_FILE = "exported_rule"
 def make_rule(options: dict[str, Any]) -> Any:
     """Return the rule of `{"name": …, option: value, …}`: from the file beside this one, else from the package."""
     try:
-        from .exported_rule import RULE
+        from .exported_rule import RULE  # type: ignore[import-not-found]
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.endswith(RULE_FILE):
             raise

@@ -56,7 +56,7 @@ class ByCutoff(Rule):
         return self.pool_scope() if training else "token"
 
     def pool_scope(self) -> Scope:
-        return self.pool if self.pool in ("sequence", "global") else "batch"  # type: ignore[return-value]
+        return self.pool if self.pool in ("sequence", "global") else "batch"
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
         """⌊tokens · experts_per_token · (1 + s)⌋, whatever the size of the pools."""

@@ -28,7 +28,7 @@ class _Registry(Mapping[str, type[Rule]]):
         self._rules = dict(own)
         self._looked = False
 
-    def add(self, name: str, cls: type[Rule]) -> None:
+    def add(self, name: str, cls: Any) -> None:
         known = self._rules.get(name)
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
             raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
@@ -38,7 +38,7 @@ class _Registry(Mapping[str, type[Rule]]):
         if missing:
             raise ValueError(f"rule {name}: {cls.__name__} lacks the field {sorted(missing)[0]}")
         if known not in (None, cls):
-            raise ValueError(f"rule name {name!r} is taken by {known.__module__}; choose another")
+            raise ValueError(f"rule name {name!r} is taken; choose another")
         self._rules[name] = cls
 
     def _all(self) -> dict[str, type[Rule]]:

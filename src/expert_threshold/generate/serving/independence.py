@@ -25,9 +25,10 @@ def require_independent(model: GPT) -> None:
         half = shape[1] // 2
         others = scores + 2
         others[0, :half] = scores[0, :half]
-        assignments = [rule.route(each, router.state, training=False).assignment[0, :half] for each in (scores, others)]
-        if not torch.equal(*assignments):
+        routings = [rule.route(each, router.state, training=False) for each in (scores, others)]
+        a, b = ((routing.assignment[0, :half], routing.gates[0, :half]) for routing in routings)
+        if not (torch.equal(a[0], b[0]) and torch.equal(a[1] * a[0], b[1] * b[0])):
             raise ValueError(
                 f"rule {type(rule).__name__} of layer {index} routes tokens by a pool: a text would depend on who "
-                "shares its batch; serve a run whose rule routes by cutoffs in inference, such as expert_threshold"
+                "shares its batch; serve a run whose rule looks at no other text in inference, such as expert_threshold"
             )
