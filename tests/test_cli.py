@@ -551,7 +551,7 @@ def test_a_line_that_cannot_be_understood_is_refused_in_one_line(
         (command, option)
         for command, options in OPTIONS.items()
         for option in options
-        if str in alternatives(option.kind) and option.name != "prompt"
+        if str in alternatives(option.kind) and not option.may_be_empty
     ],
     ids=lambda value: value if isinstance(value, str) else value.flag,
 )

@@ -343,7 +343,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
     ("options", "parts"),
     [
         (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?", *methods()]),
-        (["--rules", "dense,"], ["--rules : unknown", *methods()]),
+        (["--rules", "dense,"], ["--rules dense,: a name is missing beside a comma"]),
         (["--seeds", 0], ["--seeds 0", "at least 1"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),

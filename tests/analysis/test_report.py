@@ -25,6 +25,7 @@ from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, series
 from expert_threshold.analysis.report import duration, write_report
 from expert_threshold.data import DataConfig
+from expert_threshold.install import install
 from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
@@ -289,7 +290,7 @@ def test_a_damaged_record_is_told(run: Callable[..., RunFolder]) -> None:
 def test_without_matplotlib_the_remedy_is_told(run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"pip install 'expert-threshold\[viz\]'"):
+    with pytest.raises(ValueError, match=re.escape(install("viz"))):
         write_report(folder)
     assert not folder.report.exists()
 

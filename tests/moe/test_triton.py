@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ from dispatch_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
+from expert_threshold.install import install
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, MoE
 from expert_threshold.moe.dispatch import reference
 from expert_threshold.moe.dispatch.static import segments
@@ -242,7 +244,7 @@ def test_on_a_cpu_another_dispatch_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, kernels.__name__)
     monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(ValueError, match=r"needs triton, which is missing; pip install 'expert-threshold\[triton\]'"):
+    with pytest.raises(ValueError, match=re.escape(f"needs triton, which is missing; run: {install('triton')}")):
         padded(*case(fanout(4, EXPERTS, 2))[:4])
 
 
