@@ -30,8 +30,9 @@ class Observation(NamedTuple):
     def __add__(self, other: Observation) -> Observation:  # type: ignore[override]
         if self.sums.keys() != other.sums.keys():
             raise ValueError(f"observations of two rules: sums {list(self.sums)} and {list(other.sums)} differ")
-        core: list[Any] = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
-        return Observation(*core, {name: value + other.sums[name] for name, value in self.sums.items()})
+        fields: list[Any] = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
+        fields.append({name: value + other.sums[name] for name, value in self.sums.items()})
+        return Observation(*fields)
 
     def __getattr__(self, name: str) -> Tensor:
         if name.startswith("__") or name not in self.sums:  # torch.compile probes half-made records for the former
@@ -47,8 +48,8 @@ class Observation(NamedTuple):
     def from_tensors(cls, named: dict[str, Tensor]) -> Observation:
         """Return the inverse of `tensors`. Raises KeyError where a sum of the core is missing."""
         own = {name.removeprefix("sums."): value for name, value in named.items() if name.startswith("sums.")}
-        core: list[Any] = [named[name] for name in cls._fields[:-1]]
-        return cls(*core, own)
+        fields: list[Any] = [named[name] for name in cls._fields[:-1]]
+        return cls(*fields, own)
 
     @property
     def usage(self) -> Tensor:

@@ -32,7 +32,8 @@ class _Registry(Mapping[str, type[Rule]]):
         known = self._rules.get(name)
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
             raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
-        if not (isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)):
+        proper = isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)
+        if not proper:
             raise ValueError(f"rule {name}: {cls!r} must be a frozen dataclass derived from Rule")
         missing = {"num_experts", "experts_per_token"} - {field.name for field in fields(cls)}
         if missing:
