@@ -141,18 +141,18 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
     """A cutoff of NaN sends no token to its expert, whatever it learns later."""
     model = small_model()
     layer, moe = model.moe_layers()[-1]
-    before = moe.router.cutoff
+    before = moe.router.thresholds()
     moe.router.weight.data[1] = torch.nan
     with pytest.raises(ValueError, match=f"the scores of expert 1 in layer {layer} are not finite; calibrate a checkp"):
         calibrate(model, [(tokens_of(0), tokens_of(0))])
-    assert torch.equal(moe.router.cutoff, before)
+    assert torch.equal(moe.router.thresholds(), before)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", [], "et calibrate: {run} is trained by token_choice, which has no cutoffs; name a run of"),
-        ("dense", [], "et calibrate: {run} is trained by dense, which has no cutoffs; name a run of"),
+        ("token_choice", [], "et calibrate: {run} is trained by token_choice, which has no cutoffs; name a run whose"),
+        ("dense", [], "et calibrate: {run} is trained by dense, which has no cutoffs; name a run whose"),
         ("expert_choice", ["--tokens", "0"], "--tokens 0: must be at least 1"),
         ("expert_choice", ["--seed", "-1"], "--seed -1: must be at least 0"),
         ("expert_choice", ["--experts-per-token", "5"], "experts_per_token=5.0 must be a number above 0 and at most"),

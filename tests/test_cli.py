@@ -59,7 +59,7 @@ OPTIONS: dict[str, list[Option]] = {
     "analyze": analyze_command.OPTIONS,
     "leakage": leakage_command.OPTIONS,
     "calibrate": calibrate_command.OPTIONS,
-    "upcycle": upcycle_command.OPTIONS,
+    "upcycle": upcycle_command._options(),
     "export": export_command.OPTIONS,
     "serve": [*serve_command.OPTIONS, *serve_command.LIMITS],
     "import": import_command.OPTIONS,

@@ -34,10 +34,9 @@ from expert_threshold.analysis.comparison import (
 )
 from expert_threshold.cli import compare, main
 from expert_threshold.cli.compare import configure, methods, run_title
-from expert_threshold.config import PAPER_STEPS
 from expert_threshold.data import Batch, Loader
 from expert_threshold.install import install
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.trainer import Trainer
 

@@ -12,7 +12,7 @@ from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.attention import norm, rotary
 from expert_threshold.moe.router import Router
 from expert_threshold.optim import RELEASE, OptimConfig, muon, newton_schulz
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, by_cutoff, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
 ADAMW = {"betas": (0.9, 0.95), "eps": 1e-10, "adamw_warmup_steps": 250}
@@ -47,18 +47,13 @@ STATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model": (GPTConfig(), SIZES | D12 | HEAD),
     "d12": (GPTConfig.preset("d12"), SIZES | D12 | HEAD),
     "d20": (GPTConfig.preset("d20"), SIZES | D20 | HEAD),
-    "runs": (recipes, {"PAPER_STEPS": 19_073, "EVAL_EVERY": 250, "EVAL_TOKENS": 10_485_760, "LEAST_DECAY": 0.9}),
-    "scaled runs": (
-        config,
-        {
-            "PAPER_DECAY": 0.999,
-            "PAPER_WARMUP_STEPS": 4000,
-            "PAPER_ADAMW_WARMUP_STEPS": 250,
-            "PAPER_MOMENTUM_WARMUP_STEPS": 300,
-            "SHORT_RUN": 2000,
-            "TREND_DECAY": 0.6,
-        },
+    "runs": (recipes, {"PAPER_STEPS": 19_073, "EVAL_EVERY": 250, "EVAL_TOKENS": 10_485_760}),
+    "scaled optimizers": (config, {"PAPER_ADAMW_WARMUP_STEPS": 250, "PAPER_MOMENTUM_WARMUP_STEPS": 300}),
+    "scaled cutoffs": (
+        by_cutoff,
+        {"PAPER_STEPS": 19_073, "PAPER_DECAY": 0.999, "PAPER_WARMUP_STEPS": 4000, "LEAST_DECAY": 0.9},
     ),
+    "short runs": (expert_threshold, {"SHORT_RUN": 2000, "TREND_DECAY": 0.6}),
 }
 
 

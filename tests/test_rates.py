@@ -107,9 +107,9 @@ def test_what_is_measured_at_a_rate_is_kept_apart_from_what_was_trained(
         (
             "dense",
             ["--rates", "1"],
-            "--rates 1: {run} is trained by dense, which has no cutoffs; name a run of expert_",
+            "--rates 1: {run} is trained by dense, which has no cutoffs; name a run whose rule",
         ),
-        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs; name a run of expert_"),
+        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs; name a run whose rule"),
         ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0, as in 0.25,0.5,1,2"),
         ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0, as in 0.25,0.5,1,2"),
         (

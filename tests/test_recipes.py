@@ -15,7 +15,7 @@ from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RUNS, RunConfig, resolve
 from expert_threshold.model import parameter_counts
 from expert_threshold.optim import RELEASE
-from expert_threshold.plan import pools
+from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.train.checks import require_pools_fit
@@ -79,9 +79,9 @@ def test_pools_are_those_of_the_tables() -> None:
         "ec-512k": 512, "et": 512, "d20-dense": None, "d20-tc-aux": 32, "d20-ec-256k": 256, "d20-et": 256,
     }  # fmt: skip
     for name, pool in expected.items():
-        assert pools(of_paper(name))[0] == (None if pool is None else pool * K), name
-    assert pools(of_paper("et"))[1] == pools(of_paper("d20-et"))[1] == pytest.approx(500e6, rel=0.05)
-    assert pools(of_paper("ec-512k"))[1] is None
+        assert window(of_paper(name))[0] == (None if pool is None else pool * K), name
+    assert window(of_paper("et"))[1] == window(of_paper("d20-et"))[1] == pytest.approx(500e6, rel=0.05)
+    assert window(of_paper("ec-512k"))[1] is None
 
 
 def test_without_the_shared_expert_as_much_is_active() -> None:
@@ -121,7 +121,7 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
     if isinstance(rule, ExpertThreshold | ExpertChoice) and name != "release":
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)
-    pool, whole = pools(config)[0], pools(of_paper(name))[0]
+    pool, whole = window(config)[0], window(of_paper(name))[0]
     assert (pool is None) == (whole is None)
     if pool is not None and RECIPES[name].pool is not None:
         sequences = config.train.batch_size * config.train.accumulation

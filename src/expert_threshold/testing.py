@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as multiprocessing
 from torch import Tensor
+from torch.multiprocessing import spawn  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from .moe import Router
@@ -333,7 +333,7 @@ def check_ranks(rules: Sequence[Rule]) -> None:
     Raises AssertionError naming the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2)
+        spawn(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2)
 
 
 def _rank(rank: int, rules: Sequence[Rule], store: str) -> None:

@@ -202,7 +202,7 @@ def test_a_method_without_a_number_for_a_figure_is_named(runs: Path, tmp_path: P
 
 def test_a_comparison_of_cutoffs_says_what_was_recorded_and_no_zero_by_construction(out: Path, runs: Path) -> None:
     choice, threshold = data_of(out, "cutoff_stability")["methods"]
-    assert (choice["rule"], threshold["rule"]) == ("expert_choice", "expert_threshold")
+    assert (choice["exact"], threshold["exact"]) == (True, False)
     assert choice["bound"] is None  # every load is exact by definition, which is no finding
     train = [record for record in RunFolder.open(runs / "et").metrics.read() if record["split"] == "train"]
     layers = [record["layers"]["2"] for record in train]  # the middle one of 1 and 2

@@ -103,9 +103,10 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
         }
         for step in range(1, 501)
     ]
-    rule = {"name": "expert_threshold", "capacity_slack": 0.5}
-    run = SimpleNamespace(rule=rule, train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
-    subject = SimpleNamespace(run=run, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})
+    rule = SimpleNamespace(looks_ahead=False)
+    run = SimpleNamespace(train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
+    subject = SimpleNamespace(run=run, rule=rule, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})
+    subject.has_cutoffs = subject.has_bounds = True
     data = cutoff_stability(SimpleNamespace(routed=[subject]))  # type: ignore[arg-type]
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500
@@ -115,7 +116,7 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     sentence = say_cutoff_stability(plain(data))
     assert "lie 0.750 from their running means, 37.5 % of the scores' standard deviation" in sentence
     assert "a capacity bound decided in 12.6 % of steps and experts" in sentence
-    rule["capacity_slack"] = None
+    subject.has_bounds = False
     assert "capacity bound" not in say_cutoff_stability(plain(cutoff_stability(SimpleNamespace(routed=[subject]))))  # type: ignore[arg-type]
 
 

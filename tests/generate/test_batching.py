@@ -117,11 +117,11 @@ def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer)
     assert same_bits(model, tokenizer)
     pools: dict[object, torch.Tensor] = {}
 
-    def by_pool(self: Any, x: torch.Tensor, rows: object) -> Routed:
+    def by_pool(self: Any, x: torch.Tensor, rows: object) -> tuple[Routed, None]:
         scores = self.moe.router(x[None]).scores[0]
         pools[self] = torch.cat((pools.get(self, torch.zeros(8, 4)), scores))[-max(8, len(x)) :]
         assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
-        return Routed(scores, assignment[-len(x) :])
+        return Routed(scores, assignment[-len(x) :], scores.sigmoid()), None
 
     with mock.patch.object(decoder_module.Layer, "route", by_pool):
         assert not same_bits(model, tokenizer)

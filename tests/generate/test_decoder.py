@@ -94,7 +94,7 @@ def test_rows_between_those_that_are_asked_for_go_to_no_expert(monkeypatch: pyte
     decoded.close(1)
     seen.clear()
     decoded.step({0: 5, 2: 5})
-    assert [routing.assignment[1].any() for routing in seen] == [False] * 2
+    assert [routed.assignment[1].any() for routed, _ in seen] == [False] * 2
 
 
 @both_ways

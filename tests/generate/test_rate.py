@@ -12,7 +12,7 @@ from expert_threshold.cli import main
 from expert_threshold.generate import generate
 from expert_threshold.generate.engine import Engine, Request, Writing
 from expert_threshold.model import GPT
-from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.runs import load_model
 from small_run import RULES, small_model, small_tokenizer, write_run
 
 PROMPT = (1, 40, 41, 42, 43)
@@ -89,7 +89,7 @@ def test_a_row_takes_the_rate_of_the_request_that_it_serves_now() -> None:
 REFUSED = [
     ("expert_threshold", -1, "rate=-1 must lie between 0 and num_experts=4"),
     ("expert_choice", 5, "rate=5 must lie between 0 and num_experts=4"),
-    ("token_choice", 1, "rate=1 needs cutoffs, which token_choice has not"),
+    ("token_choice", 1, "rate=1 needs cutoffs, which TC does not have"),
     ("dense", 1, "rate=1 needs experts, and this model is dense"),
 ]
 
@@ -115,28 +115,17 @@ def test_what_has_no_such_rate_is_refused_everywhere(
     assert printed.err.count("\n") == 1
 
 
-def without_sketch(path: Path) -> RunFolder:
-    """A run as it was written before sketches were kept."""
-    model = small_model()
-    run = RunFolder.create(path)
-    run.write_config({"model": model.config.to_dict()})
-    small_tokenizer().save(run.tokenizer_path)
-    weights = {name: value for name, value in model.state_dict().items() if "sketch" not in name}
-    run.save_checkpoint(4, {"model": weights}, {})
-    return run
-
-
-def test_a_run_older_than_sketches_works_as_before_and_says_how_to_get_one(
+def test_without_a_sketch_of_scores_it_is_said_how_to_get_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = without_sketch(tmp_path / "old").path
-    assert torch.equal(load_model(path)[0](tokens_of(1)).logits, small_model()(tokens_of(1)).logits)
-    assert main(["generate", str(path), "--max-tokens", "4"]) == 0
-    capsys.readouterr()
-    assert main(["generate", str(path), "--rate", "2"]) == 2
+    model = small_model()
+    for _, moe in model.moe_layers():
+        moe.router.reset_state()
+    write_run(tmp_path / "run", model)
+    assert main(["generate", str(tmp_path / "run"), "--rate", "2"]) == 2
     printed = capsys.readouterr()
     assert printed.err == (
-        "et generate: rate=2.0 needs a sketch of scores, which older runs have not; make one with et calibrate\n"
+        "et generate: rate=2.0 needs a sketch of scores, and this state has none; make one with et calibrate\n"
     )
 
 

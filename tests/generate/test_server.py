@@ -285,11 +285,11 @@ def pooled(rule: Any, size: int) -> Any:
     """A layer's routing by the best tokens of the last `size` that came, whose ever they are."""
     pools: dict[object, torch.Tensor] = {}
 
-    def route(self: Any, x: torch.Tensor, rows: object) -> decoder.Routed:
+    def route(self: Any, x: torch.Tensor, rows: object) -> tuple[decoder.Routed, None]:
         scores = self.moe.router(x[None]).scores[0]
         pools[self] = torch.cat((pools.get(self, torch.zeros(size, rule.num_experts)), scores))[-max(size, len(x)) :]
         assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
-        return decoder.Routed(scores, assignment[-len(x) :])
+        return decoder.Routed(scores, assignment[-len(x) :], scores.sigmoid()), None
 
     return route
 
@@ -323,7 +323,7 @@ def test_a_run_that_routes_by_pools_in_inference_is_refused(
     with pytest.raises(ValueError, match=r"rule ExpertChoice of layer \d routes tokens by a pool"):
         require_independent(model)
     assert main(["serve", str(run.path), "--port", "0"]) == 2
-    assert "serve a run whose rule routes by cutoffs" in capsys.readouterr().err
+    assert "serve a run whose rule looks at no other text" in capsys.readouterr().err
 
 
 # Limits.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from expert_threshold.model import GPT, PRESETS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.testing import same
 
 VOCAB, CONTEXT = 61, 16
 RULES: dict[str, Rule | None] = {
@@ -414,8 +415,7 @@ def test_what_is_recorded_is_what_was_observed(rule: Rule | None) -> None:
         assert routing.scores.shape == routing.assignment.shape == (2, CONTEXT, 4)
         assert torch.equal(routing.assignment.sum((0, 1)), observation.load)
         assert observation.tokens == 2 * CONTEXT
-        for recorded, observed in zip(routing.observation, observation, strict=True):
-            assert torch.equal(recorded, observed)
+        assert same(routing.observation, observation)
 
 
 @rules
@@ -436,8 +436,7 @@ def test_activation_checkpointing_changes_no_loss_gradient_or_observation(rule: 
     for a, b in zip(recomputed, gradients, strict=True):
         assert torch.equal(a, b)
     for ours, theirs in zip(checkpointed.observations, plain.observations, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert torch.equal(a, b)
+        assert same(ours, theirs)
 
 
 @rules

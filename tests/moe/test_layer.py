@@ -209,7 +209,7 @@ def test_a_detached_gate_stops_the_router_from_learning() -> None:
     moe = MoE(8, 12, TokenChoice(4, 2), shared_experts=0)
     x = torch.randn(1, 6, 8)
     routing = moe.router(x)
-    moe.compute(x, routing._replace(scores=routing.scores.detach())).sum().backward()
+    moe.compute(x, routing._replace(gates=routing.gates.detach())).sum().backward()
     assert moe.router.weight.grad is None
     assert moe.experts.up.grad is not None
 
@@ -338,7 +338,7 @@ def test_an_observation_that_is_not_finite_leaves_the_state_as_it_was(rule: Rule
     moe = moe_with_history(rule)
     before = state_of(moe)
     _, observation = moe(torch.randn(2, 8, 8))
-    observation.cutoff_sum[1] = value
+    observation.score_sum[1] = value
     moe.router.update(observation)
     assert_same_state(moe, before)
 

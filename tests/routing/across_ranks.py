@@ -71,9 +71,11 @@ def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.Proce
         together = rule.route(part, state, training=True, group=group)
         assert torch.equal(together.assignment, mine(alone.assignment, shares, rank)), (rule, shares, step)
         total = added_over_ranks(together.observation, group)
-        for name, got, wanted in zip(Observation._fields, total, alone.observation, strict=True):
+        wanted_sums = alone.observation.tensors()
+        for name, got in total.tensors().items():
+            wanted = wanted_sums[name]
             # Every rank has measured the one pool, and made a sketch of its own tokens.
-            if name not in ("pools", "cutoff_sum", "sketch_sum"):
+            if name not in ("sums.pools", "sums.cutoff_sum", "sums.sketch_sum"):
                 torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{rule} {shares} {name}: {text}")
         if alone.loss is not None and together.loss is not None:
             # Load over all ranks, gates of one: the loss of all is the mean by tokens of the ranks' losses.

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, begin_run, cutoff, dial
+from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff, dial
+from expert_threshold.routing.pools import begin_run
 
 EXPERTS = 3
 

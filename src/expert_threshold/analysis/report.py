@@ -44,7 +44,7 @@ class Run(NamedTuple):
 
     @property
     def warmup_steps(self) -> int:
-        return int(self.rule.get("warmup_steps", 0))
+        return 0 if self.model.rule is None else self.model.rule.warmup
 
     @property
     def target(self) -> float:

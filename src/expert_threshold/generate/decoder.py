@@ -31,13 +31,13 @@ Attend = Callable[[int, Tensor], Tensor]
 
 
 class Routed(NamedTuple):
-    """Where layers of experts sent tokens: scores (tokens, num_scores), gates and boolean assignment (tokens, experts)
-    of one layer, or the same of all layers (layers, tokens, …).
+    """Where layers of experts sent tokens: scores (tokens, num_scores), boolean assignment and gates (tokens, experts)
+    of one layer, or the same of all layers (layers, tokens, …). No gates are told by the kernel, whose are σ(scores).
     """
 
     scores: Tensor
-    gates: Tensor
     assignment: Tensor
+    gates: Tensor | None
 
 
 class Peak(NamedTuple):
@@ -65,7 +65,7 @@ class Decoded(NamedTuple):
         peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
         if not routed:
             nothing = logits.new_empty(0, len(logits), 0)
-            return cls(logits, peaks, Routed(nothing, nothing, nothing.bool()), 0)
+            return cls(logits, peaks, Routed(nothing, nothing.bool(), nothing), 0)
         stacked = Routed(*map(torch.stack, zip(*routed, strict=True)))
         return cls(logits, peaks, stacked, int(stacked.assignment.sum()))
 
@@ -151,10 +151,7 @@ class Decoder:
         for row in rows:
             self.lengths[row] += 1
         peaks = list(map(Peak, results.likeliest, results.highest, results.logsumexp))
-        routed = Routed(
-            results.scores, results.scores.sigmoid(), results.assignment
-        )  # the kernel's gates, by its condition
-        return Decoded(results.logits, peaks, routed, results.assigned)
+        return Decoded(results.logits, peaks, Routed(results.scores, results.assignment, None), results.assigned)
 
     @torch.inference_mode()
     def _step(self, rows: list[int], tokens: Mapping[int, int]) -> Decoded:
@@ -305,7 +302,7 @@ class Layer:
         router = self.moe.router
         scores = F.linear(x.float(), router.weight.float())
         if self.cutoffs is not None:
-            return Routed(scores, scores.sigmoid(), scores > self.cutoffs[rows]), None
+            return Routed(scores, scores > self.cutoffs[rows], scores.sigmoid()), None
         if isinstance(rows, int):
             return self._route_row(rows, scores)
         states = self.states[rows]
@@ -324,12 +321,13 @@ class Layer:
         if rule.scope(training=False) != "token":
             self.earlier[row] = scores[None] if earlier is None else torch.cat((earlier, scores[None]), 1)
         experts = rule.num_experts
-        routed = Routed(scores, routing.gates[0, :, :experts], routing.assignment[0, :, :experts])
+        routed = Routed(scores, routing.assignment[0, :, :experts], routing.gates[0, :, :experts])
         return routed, None if routing.passthrough is None else routing.passthrough[0]
 
     def add_experts(self, total: Tensor, x: Tensor, routed: Routed, passthrough: Tensor | None) -> None:
         """Add Σ_i z[t,i] · g[t,i] · expert_i(x_t) to the total, which is like x (tokens, d_model)."""
         assert self.moe is not None
+        assert routed.gates is not None
         gates, taken = self.moe.weights(routed.gates, routed.assignment).T, routed.assignment.T
         loads = taken.sum(1).tolist()
         hit = [i for i, load in enumerate(loads) if load]

@@ -357,8 +357,12 @@ def largest_rate(model: GPT) -> float | None:
 
 
 def _routing(routed: Routed, row: int) -> tuple[TokenRouting, ...]:
-    layers = zip(*routed, strict=True)
-    return tuple(_of_token(scores[row], gates[row], assignment[row]) for scores, gates, assignment in layers)
+    found = []
+    for layer, (scores, assignment) in enumerate(zip(routed.scores, routed.assignment, strict=True)):
+        # Of one token, since the last bit of σ may depend on how many are computed at once.
+        gates = scores[row].sigmoid() if routed.gates is None else routed.gates[layer, row]
+        found.append(_of_token(scores[row], gates, assignment[row]))
+    return tuple(found)
 
 
 def _of_token(scores: Tensor, gates: Tensor, assignment: Tensor) -> TokenRouting:

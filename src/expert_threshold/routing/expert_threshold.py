@@ -98,6 +98,10 @@ class ExpertThreshold(ByCutoff):
         return self.capacity_slack
 
     @property
+    def warmup(self) -> int:
+        return self.warmup_steps
+
+    @property
     def looks_ahead(self) -> bool:
         """After warmup only the capacity bounds do."""
         return False

@@ -27,7 +27,7 @@ class CutoffState(NamedTuple):
     weight: Tensor  # () float32, the share of the mean that is made of data; 1 when not debiased
     step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
     sketch: Tensor  # (levels, experts) float32, running mean of the batch sketches, always debiased
-    sketch_weight: Tensor  # () float32, its weight; 0 where there is none, as in runs older than sketches
+    sketch_weight: Tensor  # () float32, its weight; 0 before the first update
     slope: Tensor  # (experts,) float32, what the mean is expected to move by until the next step; 0 but for a trend
 
 
@@ -53,7 +53,7 @@ def dial(state: CutoffState, rate: float) -> CutoffState:
     if not 0 <= rate <= num_experts:
         raise ValueError(f"rate={rate} must lie between 0 and num_experts={num_experts}: routed experts per token")
     if state.sketch_weight == 0:
-        raise ValueError(f"rate={rate} needs a sketch of scores, which older runs have not; make one with et calibrate")
+        raise ValueError(f"rate={rate} needs a sketch of scores, and this state has none; make one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
     return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
 

@@ -92,6 +92,11 @@ class Rule(ABC):
         return "batch" if training else "sequence"
 
     @property
+    def warmup(self) -> int:
+        """The optimizer steps in which training routes otherwise than after them."""
+        return 0
+
+    @property
     def looks_ahead(self) -> bool:
         """True if training chooses by the scores of other tokens to the end of a run, so that the loss of inference is
         another one.

@@ -265,8 +265,7 @@ class Trainer:
         layers = len(self.model.moe_layers())
         values = {name.removeprefix(_STEPS): tensor for name, tensor in seen.items() if name.startswith(_STEPS)}
         # What older runs have not saved of an interval begins anew: the next line of metrics, not what is learned.
-        whole = bool(seen) and all(f"{layer}.sketch_sum" in seen for layer in range(layers))
-        whole = whole and len({name.split(".")[0] for name in values}) == layers
+        whole = bool(seen) and len({name.split(".")[0] for name in values}) == layers
         self._seen, self._values = (Seen.from_tensors(seen, layers), values) if whole else (None, {})
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.position = Position(**saved.state["position"])
