@@ -329,7 +329,8 @@ def _compiled_equals_eager(rule: Rule) -> None:
 def check_ranks(rules: Sequence[Rule]) -> None:
     """Check that two ranks with half a batch each route and move as one rank with all of it, in two processes.
 
-    A rule whose training scope is "batch" routes each rank's half by itself, as one rank routes two micro-batches.
+    A rule whose scope or pool_scope in training is "batch" takes each rank's half by itself, as one rank takes two
+    micro-batches.
     Raises AssertionError naming the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -351,7 +352,7 @@ def _compare_with_one_rank(rank: int, rule: Rule) -> None:
     for step in range(3):
         parts = make_scores(rule, 100 + step).chunk(2)
         mine = rule.route(parts[rank], state, training=True, group=dist.group.WORLD)
-        if rule.scope(True) == "batch":
+        if "batch" in (rule.scope(True), rule.pool_scope()):
             whole = [rule.route(part, alone, training=True) for part in parts]
             expected, seen = whole[rank].assignment, whole[0].observation + whole[1].observation
         else:
