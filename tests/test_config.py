@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -180,6 +180,7 @@ def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None
         RunConfig.from_dict({"model": {}})
 
 
-def test_alternatives_are_the_literals_first() -> None:
+def test_alternatives_are_the_literals_first_and_each_once() -> None:
     assert alternatives(float | None) == (float, type(None))
+    assert alternatives(Literal["a", "b"] | Literal["b"] | int) == ("a", "b", int)
     assert alternatives(int) == (int,)

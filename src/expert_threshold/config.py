@@ -92,12 +92,14 @@ FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types and literal values that a record's type allows, literals first: `Literal["a"] | int` is ("a", int)."""
+    """The types and literal values that a record's type allows, each once and literals first: `Literal["a"] | int` is
+    ("a", int).
+    """
     if get_origin(kind) is Literal:
         return get_args(kind)
     if get_origin(kind) in (Union, UnionType):
         found = [alternative for part in get_args(kind) for alternative in alternatives(part)]
-        return tuple(sorted(found, key=lambda alternative: not isinstance(alternative, str)))
+        return tuple(sorted(dict.fromkeys(found), key=lambda alternative: not isinstance(alternative, str)))
     return (kind,)
 
 
