@@ -13,7 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice, kth_largest, take
+from expert_threshold.routing import (
+    ExpertChoice,
+    ExpertThreshold,
+    Observation,
+    QuantileBalancing,
+    Rule,
+    TokenChoice,
+    kth_largest,
+    take,
+)
 from ranks import Collectives, join, leave
 
 EXPERTS = 3
@@ -52,10 +61,10 @@ def check_selection(shares: tuple[int, ...], rank: int, group: dist.ProcessGroup
 
 
 def added_over_ranks(observation: Observation, group: dist.ProcessGroup) -> Observation:
-    total = Observation.from_tensors({name: x.clone() for name, x in observation.tensors().items()})
-    for field in total:
-        dist.all_reduce(field, group=group)
-    return total
+    total = {name: tensor.clone() for name, tensor in observation.tensors().items()}
+    for tensor in total.values():
+        dist.all_reduce(tensor, group=group)
+    return Observation.from_tensors(total)
 
 
 def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.ProcessGroup) -> None:
@@ -75,7 +84,7 @@ def check_rule(rule: Rule, shares: tuple[int, ...], rank: int, group: dist.Proce
         for name, got in total.tensors().items():
             wanted = wanted_sums[name]
             # Every rank has measured the one pool, and made a sketch of its own tokens.
-            if name not in ("sums.pools", "sums.cutoff_sum", "sums.sketch_sum"):
+            if name not in ("sums.pools", "sums.cutoff_sum", "sums.sketch_sum", "sums.price_sum"):
                 torch.testing.assert_close(got, wanted, msg=lambda text, name=name: f"{rule} {shares} {name}: {text}")
         if alone.loss is not None and together.loss is not None:
             # Load over all ranks, gates of one: the loss of all is the mean by tokens of the ranks' losses.
@@ -120,6 +129,8 @@ def main() -> None:
         ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=None),
         TokenChoice(EXPERTS, 1, balance="global_aux"),
         TokenChoice(EXPERTS, 2, balance="loss_free"),
+        QuantileBalancing(EXPERTS, 1, decay=0.5),
+        QuantileBalancing(EXPERTS, 2, estimator="histogram", bins=20),
     ]
     for shares in SHARES[ranks]:
         check_selection(shares, rank, group)

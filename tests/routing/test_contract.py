@@ -22,6 +22,7 @@ from expert_threshold.routing import (
     ExpertChoice,
     ExpertThreshold,
     Observation,
+    QuantileBalancing,
     Routing,
     Rule,
     TokenChoice,
@@ -97,7 +98,7 @@ def test_two_ranks_route_and_move_as_one() -> None:
 # Shape and dtype
 
 
-@each(CASES)
+@each(TOKEN_CHOICE | BY_CUTOFF)
 @both_modes
 def test_an_observation_has_the_same_shapes_and_dtypes_everywhere(rule: Rule, training: bool) -> None:
     observation = rule.route(make_scores(), train(rule), training=training).observation
@@ -271,11 +272,13 @@ def test_observations_add_up(rule: Rule, training: bool) -> None:
     total = halves[0] + halves[1]
     assert isinstance(total, Observation)
     alike = {name.removeprefix("sums.") for name in total.tensors()}
-    if training and not isinstance(rule, TokenChoice):  # a sketch is of the tokens of one forward
+    if training and isinstance(rule, ByCutoff):  # a sketch is of the tokens of one forward
         wanted = (batch_sketch(halves[0]) + batch_sketch(halves[1])) / 2
         torch.testing.assert_close(batch_sketch(total), wanted)
         alike -= {"sketch_sum"}
-    if training and not isinstance(rule, TokenChoice) and rule.pool in ("batch", "global"):
+    if training and isinstance(rule, QuantileBalancing):  # each half has prices of its own
+        alike -= {"pools", "price_sum"}
+    if training and isinstance(rule, ByCutoff) and rule.pool in ("batch", "global"):
         # Each half is a pool of its own.
         assert (whole.pools, total.pools) == (1, 2)
         torch.testing.assert_close(total.batch_cutoff, (halves[0].batch_cutoff + halves[1].batch_cutoff) / 2)
@@ -299,7 +302,7 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
     torch.testing.assert_close(seen.fanout_mean, z.sum(1).float().mean())
     torch.testing.assert_close(seen.fanout_std, z.sum(1).float().std(correction=0))
     torch.testing.assert_close(seen.load_spread, seen.load.max() / seen.load.float().mean())
-    if isinstance(rule, TokenChoice) or not training:
+    if not isinstance(rule, ByCutoff) or not training:
         if isinstance(rule, ByCutoff):
             assert seen.pools == 0
             assert torch.equal(seen.raw_load, seen.load)

@@ -6,6 +6,7 @@ from .expert_threshold import ExpertThreshold
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
 from .options import check_experts
 from .pools import CutoffState, Pool, bounds, cutoff, dial
+from .quantile_balancing import PriceState, QuantileBalancing
 from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
 from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
@@ -23,6 +24,8 @@ __all__ = [
     "ExpertThreshold",
     "Observation",
     "Pool",
+    "PriceState",
+    "QuantileBalancing",
     "Routing",
     "Rule",
     "Scope",

@@ -32,6 +32,26 @@ def check_experts(num_experts: int, experts_per_token: float) -> None:
     )
 
 
+def whole_fanout(experts_per_token: float, rule: str) -> int:
+    """Return experts_per_token as the int that it must be where every token takes as many. rule: its name in prose."""
+    use = max(int(experts_per_token), 1)
+    remedy = (
+        f"must be whole in {rule}, since every token takes that many; use {use}, or expert_choice or expert_threshold"
+    )
+    require(experts_per_token == int(experts_per_token), "experts_per_token", experts_per_token, remedy)
+    return int(experts_per_token)
+
+
+def check_decay(decay: float) -> None:
+    """What rules with a running mean have."""
+    require(
+        is_number(decay, at_least=0) and decay < 1,
+        "decay",
+        decay,
+        "must lie in [0, 1): it is the share of the old mean kept per optimizer step",
+    )
+
+
 def check_cutoff(pool: object, decay: float, debias: bool) -> None:
     """What rules with a running cutoff have."""
     require(
@@ -40,10 +60,5 @@ def check_cutoff(pool: object, decay: float, debias: bool) -> None:
         pool,
         "is unknown; use 'sequence', 'batch', 'global' or a number of tokens",
     )
-    require(
-        is_number(decay, at_least=0) and decay < 1,
-        "decay",
-        decay,
-        "must lie in [0, 1): it is the share of the old mean kept per optimizer step",
-    )
+    check_decay(decay)
     require(isinstance(debias, bool), "debias", debias, "must be True or False")

@@ -13,6 +13,7 @@ from typing import Any
 
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
+from .quantile_balancing import QuantileBalancing
 from .rule import Rule
 from .token_choice import TokenChoice
 
@@ -62,7 +63,14 @@ class _Registry(Mapping[str, type[Rule]]):
         return len(self._all())
 
 
-RULES = _Registry({"token_choice": TokenChoice, "expert_choice": ExpertChoice, "expert_threshold": ExpertThreshold})
+RULES = _Registry(
+    {
+        "token_choice": TokenChoice,
+        "expert_choice": ExpertChoice,
+        "expert_threshold": ExpertThreshold,
+        "quantile_balancing": QuantileBalancing,
+    }
+)
 
 
 def register_rule(name: str, cls: type[Rule]) -> None:

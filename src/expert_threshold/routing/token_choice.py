@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .balance import auxiliary_loss, move_bias, over_ranks
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, require
+from .options import check_experts, is_number, require, whole_fanout
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
@@ -50,14 +50,8 @@ class TokenChoice(Rule):
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
-        require(
-            self.experts_per_token == int(self.experts_per_token),
-            "experts_per_token",
-            self.experts_per_token,
-            f"must be whole in token choice, since every token takes that many; use "
-            f"{max(int(self.experts_per_token), 1)}, or expert_choice or expert_threshold",
-        )
-        object.__setattr__(self, "experts_per_token", int(self.experts_per_token))  # other rules' options have 2.0
+        # Other rules' options have 2.0.
+        object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "token choice"))
         balances = get_args(Balance)
         require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
         for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):

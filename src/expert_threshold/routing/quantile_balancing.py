@@ -1,0 +1,189 @@
+"""Quantile balancing: token choice by prices of experts, which are measured anew on every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observation import Observation, Routing, observe
+from .options import check_decay, check_experts, is_whole, require, whole_fanout
+from .pools import form_pools
+from .rule import Rule, Scope, Window
+from .selection import kth_largest, take
+
+Over = Literal["scores", "gates"]
+PricePool = Literal["global", "batch"]
+PriceEstimator = Literal["exact", "histogram"]
+
+
+class PriceState(NamedTuple):
+    """Running mean of the batches' prices, debiased like Adam's moments: β is mean / weight."""
+
+    mean: Tensor  # (experts,) float32
+    weight: Tensor  # () float32, the share of the mean that is made of data
+
+
+def price(state: PriceState) -> Tensor:
+    """Return β, what is taken off the scores for selection alone, (experts,); 0 before the first update."""
+    return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
+
+
+@dataclass(frozen=True)
+class QuantileBalancing(Rule):
+    """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
+
+    The dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert, solved by
+    one round a step, without a loss or a step size. With s the scores r, or σ(r):
+
+        z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i])
+        α_t    = the (k+1)-th largest of s[t,·] − β
+        β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
+
+    The mean decides nothing, and would drift. Without α, a token's own price, this is expert threshold with the last
+    batch's cutoff (decay 0). Derived by Su Jianlin (kexue.fm/archives/11619; 11626 without a fixed fanout, 11760 per
+    sequence); Kimi K3's technical report, section 2.3.3 and appendices C and D, has it with a histogram.
+    """
+
+    # Routed experts in a layer.
+    num_experts: int = 16
+    # Routed experts of one token.
+    experts_per_token: int = 1
+    # What prices are in units of, and taken off: scores, or gates, their sigmoid.
+    over: Over = "scores"
+    # Share of the old mean in the running mean of prices; 0 takes the last step's.
+    decay: float = 0.0
+    # Tokens whose quantiles are the prices: those of all ranks' micro-batches, or of each; several are averaged.
+    pool: PricePool = "global"
+    # How quantiles are found: exact, or a histogram between the least and the greatest value, interpolated.
+    estimator: PriceEstimator = "exact"
+    # Bins of the histogram, for each expert.
+    bins: int = 1000
+
+    def __post_init__(self) -> None:
+        check_experts(self.num_experts, self.experts_per_token)
+        # Other rules' options have 2.0.
+        object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "quantile balancing"))
+        for name, kind in (("over", Over), ("pool", PricePool), ("estimator", PriceEstimator)):
+            known, value = get_args(kind), getattr(self, name)
+            require(value in known, name, value, f"is unknown; use {' or '.join(map(repr, known))}")
+        check_decay(self.decay)
+        require(is_whole(self.bins, at_least=1), "bins", self.bins, "must be a whole number of at least 1")
+
+    def init(self) -> PriceState:
+        return PriceState(torch.zeros(self.num_experts, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))
+
+    def route(
+        self, scores: Tensor, state: PriceState, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """scores: (batch, time, experts) float32. The prices decide, and in training those of this batch are seen."""
+        tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
+        gates = scores.sigmoid()
+        values = (scores if self.over == "scores" else gates).detach()
+        # Experts compete for a token, so every token is a pool; without a (k+1)-th every token takes all of them.
+        net = (values - price(state)).reshape(tokens, experts, 1)
+        lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])
+        assignment = take(net, lowest).reshape(scores.shape)
+        pools, price_sum = assignment.new_zeros((), dtype=torch.int64), torch.zeros_like(state.mean)
+        if training:
+            pools, price_sum = self._measured(values - next_best.score.reshape(*scores.shape[:2], 1), group)
+        target = tokens * k / experts
+        observation = observe(scores, assignment, gates, target=target, pools=pools, price_sum=price_sum)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
+
+    def _measured(self, margins: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
+        """Return the number of pools, 0 or 1, and the sum of their prices. margins: s − α, (batch, time, experts)."""
+        pools = form_pools(margins, self.pool, group)
+        count = margins.new_full((), len(pools.scores), dtype=torch.int64)
+        if pools.tokens == 0 or self.experts_per_token == self.num_experts:  # no choice, and so no price
+            return count, margins.new_zeros(self.num_experts)
+        place = pools.tokens * self.experts_per_token // self.num_experts + 1
+        if self.estimator == "histogram":
+            return count, kth_of_histogram(pools.scores[0], place, self.bins, pools.group)
+        return count, kth_largest(pools.scores, [place], pools.group)[0].score.sum(0)
+
+    @torch.no_grad()
+    def update(self, state: PriceState, observation: Observation) -> PriceState:
+        """A step that formed no pool changes nothing."""
+        mean = self.decay * state.mean + (1 - self.decay) * _batch_price(observation)
+        weight = self.decay * state.weight + (1 - self.decay)
+        seen = observation.pools > 0
+        return PriceState(mean.where(seen, state.mean), weight.where(seen, state.weight))
+
+    @property
+    def label(self) -> str:
+        return "QB" if self.estimator == "exact" else "QB histogram"
+
+    @property
+    def sigmoid_gates(self) -> bool:
+        return True
+
+    def scope(self, training: bool) -> Scope:
+        return "token"
+
+    def pool_scope(self) -> Scope:
+        return self.pool
+
+    def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int:
+        return tokens * self.experts_per_token
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        return Window(batch, round(step / (1 - self.decay)))
+
+    def biased_top_k(self, state: PriceState) -> tuple[Tensor, int] | None:
+        return (-price(state), self.experts_per_token) if self.over == "scores" else None
+
+    def describe(self, state: PriceState) -> dict[str, Tensor]:
+        """Over gates it is no bias, which would be in units of scores."""
+        return {"bias": -price(state)} if self.over == "scores" else {"price": price(state)}
+
+    def measure(self, state: PriceState, observation: Observation) -> dict[str, Tensor]:
+        """Return the batch's prices, and how far those it was routed by are from them."""
+        batch = _batch_price(observation)
+        return {"batch_price": batch, "price_distance": (batch - price(state)).abs()}
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        return {
+            "1 of them": cls(6, 1),
+            "2 of them": cls(6, 2),
+            "all of them": cls(6, 6),
+            "running mean": cls(6, 2, decay=0.5),
+            "over gates": cls(6, 2, over="gates"),
+            "micro-batch": cls(6, 2, pool="batch"),
+            "histogram": cls(6, 2, estimator="histogram", bins=50),
+        }
+
+
+def _batch_price(observation: Observation) -> Tensor:
+    """Return the mean over pools of the prices, whose mean over experts is 0; NaN where no pool was formed."""
+    batch = observation.price_sum / observation.pools
+    return batch - batch.mean()
+
+
+def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return about the k-th largest of each expert's values (tokens, experts), (experts,): no further off than a bin.
+
+    Bins are alike, between the least and the greatest of an expert's values on all ranks of the group, and their tokens
+    are taken to lie evenly within them. k: from 1 to the tokens of all ranks, of which this one may have none.
+    """
+    ends = values.new_full((2, values.shape[1]), -torch.inf)
+    if len(values):
+        ends = torch.stack([-values.amin(0), values.amax(0)])
+    if group is not None:
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
+    low, width = -ends[0], (ends[1] + ends[0]) / bins
+    place = ((values - low) / width).nan_to_num(0).clamp(0, bins - 1).long()  # 0 / 0 where all values are equal
+    counts = torch.zeros(bins, values.shape[1], dtype=torch.int64, device=values.device)
+    counts.scatter_add_(0, place, torch.ones_like(place))
+    if group is not None:
+        dist.all_reduce(counts, group=group)
+    at_or_above = counts.flip(0).cumsum(0).flip(0)
+    found = (at_or_above >= k).sum(0, keepdim=True) - 1
+    inside = counts.gather(0, found)
+    above = at_or_above.gather(0, found) - inside
+    return low + width * (found + 1 - (k - above - 0.5) / inside)[0]
