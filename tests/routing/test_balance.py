@@ -54,7 +54,7 @@ def test_imbalance_costs_more_than_balance() -> None:
     scores = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(0))
     liked = scores.sigmoid().mean((0, 1))
     even, towards_the_liked = torch.full((4,), 2), (liked == liked.max()) * 8
-    losses = [auxiliary_loss(scores, load, strength=1) for load in (even, towards_the_liked)]
+    losses = [auxiliary_loss(scores.sigmoid(), load, strength=1) for load in (even, towards_the_liked)]
     assert losses[0] < losses[1]
 
 

@@ -9,14 +9,13 @@ from torch import Tensor
 from .observation import Observation
 
 
-def auxiliary_loss(scores: Tensor, load: Tensor, *, strength: float) -> Tensor:
+def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
     """α Σ_i f_i P_i (paper, Related Work, Load Balancing); differentiable through the gates alone.
 
-    scores: (batch, time, experts); load: (experts,) of the batch over which f is taken; the mean gate
+    gates: (batch, time, experts), before selection; load: (experts,) of the batch over which f is taken; the mean gate
     P_i is this batch's own. Equals α Σ_i P_i under perfect balance.
     """
-    experts = scores.shape[-1]
-    gates = scores.sigmoid().reshape(-1, experts)
+    gates = gates.reshape(-1, gates.shape[-1])
     mean_gate = gates.sum(0) / max(len(gates), 1)
     return strength * (normalised_load(load) * mean_gate).sum()
 

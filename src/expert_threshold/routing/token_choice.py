@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .balance import auxiliary_loss, move_bias, over_ranks
+from .gates import Gate, gates_of, shares_of
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, require, whole_fanout
 from .rule import Rule, Scope, Window
@@ -23,6 +24,12 @@ _LABELS = {
     "global_aux": "TC global aux",
     "loss_free": "TC loss-free",
     "loss_free_proportional": "TC loss-free prop.",
+}
+_GATE_LABELS = {
+    "sigmoid": "",
+    "softmax": " softmax",
+    "softmax_chosen": " softmax chosen",
+    "sigmoid_normalised": " sigmoid norm.",
 }
 
 
@@ -47,6 +54,11 @@ class TokenChoice(Rule):
     aux_strength: float = 0.001
     # Step u of the loss-free biases.
     bias_rate: float = 0.005
+    # What outputs are multiplied with: sigmoid, σ of the score; softmax, over all experts; softmax_chosen, over the
+    # token's own; sigmoid_normalised, σ over its sum over the token's own.
+    gate: Gate = "sigmoid"
+    # Factor of all gates.
+    gate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
@@ -56,6 +68,9 @@ class TokenChoice(Rule):
         require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
         for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):
             require(is_number(value, at_least=0), name, value, "must be a number of at least 0")
+        gates, scale = get_args(Gate), self.gate_scale
+        require(self.gate in gates, "gate", self.gate, f"is unknown; use one of {', '.join(gates)}")
+        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
 
     def init(self) -> BiasState:
         return BiasState(torch.zeros(self.num_experts, dtype=torch.float32))
@@ -69,12 +84,12 @@ class TokenChoice(Rule):
         biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
         (lowest,) = kth_largest(biased, [self.experts_per_token])
         assignment = take(biased, lowest).reshape(scores.shape)
-        gates = scores.sigmoid()
+        gates = gates_of(self.gate, scores, assignment, self.gate_scale)
         observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
-            loss = auxiliary_loss(scores, load, strength=self.aux_strength)
+            loss = auxiliary_loss(shares_of(self.gate, scores), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     @torch.no_grad()
@@ -90,11 +105,12 @@ class TokenChoice(Rule):
 
     @property
     def label(self) -> str:
-        return _LABELS[self.balance]
+        scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
+        return _LABELS[self.balance] + _GATE_LABELS[self.gate] + scale
 
     @property
     def sigmoid_gates(self) -> bool:
-        return True
+        return self.gate == "sigmoid" and self.gate_scale == 1
 
     def scope(self, training: bool) -> Scope:
         return "token"
@@ -123,4 +139,7 @@ class TokenChoice(Rule):
             for balance in get_args(Balance)
             for fanout in (1, 2)
         }
-        return some | {"all of them": cls(6, 6)}
+        gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
+        scaled = cls(6, 2, balance="loss_free", gate="sigmoid_normalised", gate_scale=2.5)
+        aux = cls(6, 2, balance="aux", gate="softmax_chosen")
+        return some | gates | {"all of them": cls(6, 6), "as DeepSeek-V3": scaled, "as Mixtral": aux}

@@ -1,0 +1,38 @@
+"""Gates of token choice: what published models multiply an expert's output with."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
+
+
+def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Tensor:
+    """Return gates (batch, time, experts) of scores r and the assignment z, times `scale`.
+
+    sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all experts, as in Switch and OLMoE. softmax_chosen: the same over
+    those chosen, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as in
+    DeepSeek-V3, whose routed_scaling_factor is `scale`. The gates of experts that are not chosen mean nothing.
+    """
+    if gate == "sigmoid":
+        gates = scores.sigmoid()
+    elif gate == "softmax":
+        gates = scores.softmax(-1)
+    else:
+        gates = _log_weights(gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
+    return gates if scale == 1 else scale * gates
+
+
+def shares_of(gate: Gate, scores: Tensor) -> Tensor:
+    """Return the gates before selection, without a scale, whose mean P_i is a factor of the auxiliary losses: σ(r), or
+    what is normalised over all experts: softmax(r), or σ(r) / Σ σ(r).
+    """
+    return scores.sigmoid() if gate == "sigmoid" else _log_weights(gate, scores).softmax(-1)
+
+
+def _log_weights(gate: Gate, scores: Tensor) -> Tensor:
+    """Logarithms of what is normalised, so that none is lost where all are tiny."""
+    return F.logsigmoid(scores) if gate == "sigmoid_normalised" else scores

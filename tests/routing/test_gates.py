@@ -1,0 +1,99 @@
+"""Gates of token choice: by their definitions, and equal to those of published models."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_threshold.routing import TokenChoice
+from expert_threshold.routing.gates import Gate
+
+EXPERTS, FANOUT = 8, 3
+
+
+def make_scores(seed: int = 0) -> Tensor:
+    return torch.randn(2, 16, EXPERTS, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def by_hand(gate: Gate, scores: list[float], chosen: list[int]) -> dict[int, float]:
+    """The gate of each chosen expert of one token."""
+    weights = [1 / (1 + math.exp(-r)) if gate.startswith("sigmoid") else math.exp(r) for r in scores]
+    whole = {"sigmoid": 1.0, "softmax": sum(weights)}.get(gate, sum(weights[expert] for expert in chosen))
+    return {expert: weights[expert] / whole for expert in chosen}
+
+
+@pytest.mark.parametrize("gate", get_args(Gate))
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_gates_are_those_of_the_definition(gate: Gate, scale: float) -> None:
+    rule, scores = TokenChoice(EXPERTS, FANOUT, gate=gate, gate_scale=scale), make_scores()
+    routing = rule.route(scores, rule.init(), training=True)
+    tokens = zip(scores.flatten(0, 1), routing.assignment.flatten(0, 1), routing.gates.flatten(0, 1), strict=True)
+    for row, assigned, gates in tokens:
+        for expert, expected in by_hand(gate, row.tolist(), assigned.nonzero().flatten().tolist()).items():
+            assert gates[expert].item() == pytest.approx(scale * expected, rel=1e-5)
+
+
+ROUTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "MixtralTopKRouter": ("mixtral", {}, {"gate": "softmax_chosen"}),
+    "OlmoeTopKRouter": ("olmoe", {"norm_topk_prob": False}, {"gate": "softmax"}),
+    "Qwen3MoeTopKRouter": ("qwen3_moe", {"norm_topk_prob": True}, {"gate": "softmax_chosen"}),
+    "DeepseekV3TopkRouter": (
+        "deepseek_v3",
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
+        {"gate": "sigmoid_normalised", "gate_scale": 2.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_gates_and_experts_are_those_of_transformers_own_routers(name: str) -> None:
+    module, its_options, options = ROUTERS[name]
+    models = pytest.importorskip(f"transformers.models.{module}.modeling_{module}")
+    if not hasattr(models, name):
+        pytest.skip(f"this transformers has no {name}")
+    sizes = {"num_experts_per_tok": FANOUT, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
+    config = SimpleNamespace(hidden_size=EXPERTS, n_routed_experts=EXPERTS, **sizes, **its_options)
+    router = getattr(models, name)(config)
+    with torch.no_grad():
+        router.weight.copy_(torch.eye(EXPERTS))  # scores are the hidden states themselves
+    scores = make_scores(1)
+    _, weights, chosen = router(scores.clone())
+    theirs = torch.zeros(scores.flatten(0, 1).shape).scatter(1, chosen, weights.detach())
+    rule = TokenChoice(EXPERTS, FANOUT, **options)
+    routing = rule.route(scores, rule.init(), training=False)
+    assert torch.equal(routing.assignment.flatten(0, 1), theirs > 0)
+    torch.testing.assert_close((routing.gates * routing.assignment).flatten(0, 1), theirs)
+
+
+@pytest.mark.parametrize("gate", ["softmax_chosen", "sigmoid_normalised"])
+def test_normalised_gates_sum_to_their_scale_however_small_the_scores(gate: Gate) -> None:
+    rule, scores = TokenChoice(EXPERTS, FANOUT, gate=gate, gate_scale=2.0), (make_scores() - 200).requires_grad_()
+    routing = rule.route(scores, rule.init(), training=True)
+    taken = (routing.gates * routing.assignment).sum(-1)
+    torch.testing.assert_close(taken, torch.full_like(taken, 2.0))
+    (gradient,) = torch.autograd.grad(routing.gates[..., 0].sum(), scores)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("gate", ["softmax", "softmax_chosen"])
+def test_the_auxiliary_loss_takes_the_mean_of_softmax_over_all_experts_without_the_scale(gate: Gate) -> None:
+    rule = TokenChoice(EXPERTS, FANOUT, balance="aux", aux_strength=0.5, gate=gate, gate_scale=3.0)
+    scores = make_scores()
+    routing = rule.route(scores, rule.init(), training=True)
+    load = routing.assignment.float().flatten(0, 1).mean(0) * EXPERTS / FANOUT
+    expected = 0.5 * (load * scores.softmax(-1).flatten(0, 1).mean(0)).sum()
+    assert routing.loss is not None
+    torch.testing.assert_close(routing.loss, expected)
+
+
+def test_only_plain_sigmoid_gates_are_told_to_kernels_and_labels_say_which() -> None:
+    rules = [TokenChoice(EXPERTS, gate=gate) for gate in get_args(Gate)]
+    assert [rule.sigmoid_gates for rule in rules] == [True, False, False, False]
+    assert [rule.label for rule in rules] == ["TC", "TC softmax", "TC softmax chosen", "TC sigmoid norm."]
+    scaled = TokenChoice(EXPERTS, balance="loss_free", gate_scale=2.5)
+    assert (scaled.sigmoid_gates, scaled.label) == (False, "TC loss-free ×2.5")
