@@ -532,7 +532,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("recipes all", ["unexpected all"]),
     ("serve missing", ["missing: no such run folder"]),
     ("plan --gpus 0", ["--gpus 0: must be above 0"]),
-    ("plan --rule best", ["--rule best", "expected dense, token_choice, expert_choice, expert_threshold or q"]),
+    ("plan --rule best", ["--rule best", "expected dense, token_choice, expert_choice"]),
 ]
 
 

@@ -23,6 +23,7 @@ from expert_threshold.routing import (
     ExpertThreshold,
     Observation,
     QuantileBalancing,
+    ReLU,
     Routing,
     Rule,
     TokenChoice,
@@ -70,7 +71,7 @@ def train(rule: Rule, state: Any = None, *, steps: int = 3, seed: int = 100, **k
 
 def pool_of(rule: Rule, batch: int = BATCH, time: int = TIME) -> int:
     """Tokens of one pool on one rank."""
-    assert not isinstance(rule, TokenChoice)
+    assert isinstance(rule, ByCutoff)
     return {"sequence": time, "batch": batch * time, "global": batch * time}.get(rule.pool, rule.pool)
 
 
@@ -107,7 +108,7 @@ def test_an_observation_has_the_same_shapes_and_dtypes_everywhere(rule: Rule, tr
     sums: dict[str, tuple[int, ...]] = {"target": ()}
     sums |= dict.fromkeys(("cutoff_sum", "score_sum", "score_sq_sum", "gate_sum", "gate_sq_sum"), (EXPERTS,))
     sums |= {"sketch_sum": (LEVELS, EXPERTS)}
-    if isinstance(rule, TokenChoice):
+    if not isinstance(rule, ByCutoff):
         counts = {name: counts[name] for name in ("tokens", "fanout_counts", "load")}
         del sums["cutoff_sum"], sums["sketch_sum"]
     named = {name.removeprefix("sums."): tensor for name, tensor in observation.tensors().items()}
@@ -208,15 +209,15 @@ def test_in_inference_experts_do_not_compete(rule: Rule) -> None:
 
 @each(CASES)
 @both_modes
-def test_only_auxiliary_balance_in_training_has_a_loss(rule: Rule, training: bool) -> None:
+def test_only_what_balances_by_a_loss_has_one_and_in_training_alone(rule: Rule, training: bool) -> None:
     scores = make_scores().requires_grad_()
     loss = rule.route(scores, train(rule), training=training).loss
-    if training and isinstance(rule, TokenChoice) and rule.balance in ("aux", "global_aux"):
+    if training and (isinstance(rule, ReLU) or getattr(rule, "balance", None) in ("aux", "global_aux")):
         assert loss is not None
         assert loss.shape == ()
         (gradient,) = torch.autograd.grad(loss, scores)
         assert (gradient > 0).any()
-        assert rule.gate != "sigmoid" or (gradient >= 0).all()  # shares of a whole have both signs
+        assert getattr(rule, "gate", None) == "softmax_chosen" or (gradient >= 0).all()  # shares have both signs
     else:
         assert loss is None
 

@@ -8,6 +8,7 @@ from .options import check_experts
 from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .quantile_balancing import PriceState, QuantileBalancing
 from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
+from .relu import ReLU, ReLUState
 from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
@@ -26,6 +27,8 @@ __all__ = [
     "Pool",
     "PriceState",
     "QuantileBalancing",
+    "ReLU",
+    "ReLUState",
     "Routing",
     "Rule",
     "Scope",

@@ -14,6 +14,7 @@ from typing import Any
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .quantile_balancing import QuantileBalancing
+from .relu import ReLU
 from .rule import Rule
 from .token_choice import TokenChoice
 
@@ -69,6 +70,7 @@ RULES = _Registry(
         "expert_choice": ExpertChoice,
         "expert_threshold": ExpertThreshold,
         "quantile_balancing": QuantileBalancing,
+        "relu": ReLU,
     }
 )
 

@@ -1,0 +1,113 @@
+"""ReLU routing (ReMoE): a token goes to every expert with a positive score; an L1 loss keeps these few."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observation import Observation, Routing, observe
+from .options import check_experts, is_number, require
+from .rule import Rule, Scope, Window
+
+
+class ReLUState(NamedTuple):
+    """Log λ: what moves is multiplied, so that λ stays above 0."""
+
+    log_lambda: Tensor  # () float32
+
+
+@dataclass(frozen=True)
+class ReLU(Rule):
+    """Every expert with a positive score, which is its gate; the strength of an L1 loss steers the mean fanout (ReMoE).
+
+    With E experts, T tokens of a micro-batch and K experts aimed at (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
+
+        g[t,i] = ReLU(r[t,i]),   z[t,i] = 1{g[t,i] > 0},   loss = λ Σ_i f_i Σ_t g[t,i] / T
+
+    where f_i = E / (K T) Σ_t z[t,i], or 1 without l1_balanced. Once per optimizer step
+    λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K). As published but for two
+    things: each layer has a λ of its own, which follows that layer's fanout, and at exactly the target λ rests.
+    """
+
+    # Routed experts in a layer.
+    num_experts: int = 16
+    # Mean number of routed experts of a token that λ steers towards.
+    experts_per_token: float = 1.0
+    # First value of λ, the strength of the L1 loss.
+    l1_start: float = 1e-8
+    # Step α of λ: one optimizer step multiplies or divides λ by 1 + α.
+    l1_rate: float = 0.2
+    # Weigh each expert's share of the L1 loss with its load, which balances loads.
+    l1_balanced: bool = True
+
+    def __post_init__(self) -> None:
+        check_experts(self.num_experts, self.experts_per_token)
+        start, rate = self.l1_start, self.l1_rate
+        require(is_number(start, at_least=0) and start > 0, "l1_start", start, "must be a number above 0")
+        require(is_number(rate, at_least=0), "l1_rate", rate, "must be a number of at least 0; 0 keeps λ as it is")
+        require(isinstance(self.l1_balanced, bool), "l1_balanced", self.l1_balanced, "must be True or False")
+
+    def init(self) -> ReLUState:
+        return ReLUState(torch.tensor(math.log(self.l1_start), dtype=torch.float32))
+
+    def route(
+        self, scores: Tensor, state: ReLUState, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """scores: (batch, time, experts) float32."""
+        tokens = scores[..., 0].numel()
+        target = tokens * self.experts_per_token / self.num_experts
+        gates, assignment = scores.relu(), scores > 0
+        observation = observe(scores, assignment, gates, target=target)
+        loss = None
+        if training:
+            mean_gate = gates.flatten(0, -2).sum(0) / max(tokens, 1)
+            weight = observation.load / max(target, 1e-30) if self.l1_balanced else 1.0
+            loss = state.log_lambda.exp() * (weight * mean_gate).sum()
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
+
+    @torch.no_grad()
+    def update(self, state: ReLUState, observation: Observation) -> ReLUState:
+        excess = observation.load.sum() - self.experts_per_token * observation.tokens  # 0 without tokens
+        return ReLUState(state.log_lambda + math.log1p(self.l1_rate) * excess.sign())
+
+    @property
+    def label(self) -> str:
+        return "ReMoE" if self.l1_balanced else "ReMoE unbalanced"
+
+    def scope(self, training: bool) -> Scope:
+        return "token"
+
+    def pool_scope(self) -> Scope | None:
+        return "batch" if self.l1_balanced else None
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        """Return the tokens over which load is measured."""
+        return Window(batch if self.l1_balanced else step, None)
+
+    def thresholds(self, state: ReLUState) -> Tensor:
+        return state.log_lambda.new_zeros(self.num_experts)
+
+    def describe(self, state: ReLUState) -> dict[str, Tensor]:
+        return {"lambda": state.log_lambda.exp()}
+
+    @classmethod
+    def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a first λ from which it grows to 0.001 within a tenth of the run; not below the published one."""
+        rate = options.get("l1_rate", cls.l1_rate)
+        growth = (1 + rate) ** (steps / 10) if is_number(rate, at_least=0) and steps < 10_000 else math.inf
+        return {"l1_start": max(cls.l1_start, float(f"{0.001 / growth:.3g}"))}
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        return {
+            "balanced": cls(6),
+            "a fraction": cls(6, 1.5),
+            "unbalanced": cls(6, 2, l1_balanced=False),
+            "strong": cls(6, 0.5, l1_start=0.1, l1_rate=1.0),
+        }
