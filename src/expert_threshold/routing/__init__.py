@@ -12,6 +12,7 @@ from .relu import ReLU, ReLUState
 from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
 from .token_choice import BiasState, TokenChoice
+from .top_p import TopP, TopPState
 
 __all__ = [
     "DENSE",
@@ -33,6 +34,8 @@ __all__ = [
     "Rule",
     "Scope",
     "TokenChoice",
+    "TopP",
+    "TopPState",
     "Window",
     "all_finite",
     "bounds",

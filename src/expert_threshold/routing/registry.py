@@ -17,6 +17,7 @@ from .quantile_balancing import QuantileBalancing
 from .relu import ReLU
 from .rule import Rule
 from .token_choice import TokenChoice
+from .top_p import TopP
 
 GROUP = "expert_threshold.rules"
 DENSE = "dense"
@@ -71,6 +72,7 @@ RULES = _Registry(
         "expert_threshold": ExpertThreshold,
         "quantile_balancing": QuantileBalancing,
         "relu": ReLU,
+        "top_p": TopP,
     }
 )
 
