@@ -17,6 +17,8 @@ from expert_threshold.model import cross_entropy
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
 from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
+TINY = torch.finfo(torch.float32).tiny  # below it processors differ in what they keep
+
 D_MODEL = 8
 softcaps = pytest.mark.parametrize("softcap", [None, 15.0])
 
@@ -53,7 +55,7 @@ def assert_equals_whole(
     for gradient, wanted in zip(
         torch.autograd.grad(found.mean, (x, weight), torch.tensor(upstream)), expected, strict=True
     ):
-        torch.testing.assert_close(gradient, wanted, atol=1e-5 * abs(upstream), rtol=1e-4)
+        torch.testing.assert_close(gradient, wanted, atol=1e-5 * abs(upstream) + TINY, rtol=1e-4)
 
 
 @softcaps

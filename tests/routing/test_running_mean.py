@@ -12,6 +12,7 @@ from torch import Tensor
 
 from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff, dial
 from expert_threshold.routing.pools import begin_run
+from expert_threshold.testing import same
 
 EXPERTS = 3
 
@@ -139,7 +140,7 @@ def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
         routing = threshold.route(scores, state, training=True)
         if step < warmup_steps:
             expected = choice.route(scores, state, training=True)
-            assert all(torch.equal(a, b) for a, b in zip(routing.observation, expected.observation, strict=True))
+            assert same(routing.observation, expected.observation)
         else:
             expected = threshold.route(scores, state, training=False)
             assert not torch.equal(expected.assignment, choice.route(scores, state, training=True).assignment)
