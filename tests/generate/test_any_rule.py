@@ -1,0 +1,111 @@
+"""Rules that are not ours: slots that copy, and looks at earlier tokens, in a forward, with a cache and decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expert_threshold.generate.decoder import Decoder
+from expert_threshold.moe import MoE
+from expert_threshold.routing import Observation, Routing, Rule, observe
+from expert_threshold.testing import check_rule
+from small_run import small_model
+
+
+class Nothing(NamedTuple):
+    """A rule's state that has no field."""
+
+
+@dataclass(frozen=True)
+class WithACopySlot(Rule):
+    """Every token takes its best slot, of the experts and of one more that passes x on times its share."""
+
+    num_experts: int = 4
+    experts_per_token: float = 0.8
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts + 1
+
+    def init(self) -> Nothing:
+        return Nothing()
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        shares = scores.softmax(-1)
+        best = torch.nn.functional.one_hot(scores.argmax(-1), self.num_scores).bool()
+        gates, assignment = shares[..., :-1], best[..., :-1]
+        return Routing(
+            scores=scores,
+            gates=gates,
+            assignment=assignment,
+            observation=observe(scores, assignment, gates),
+            passthrough=shares[..., -1] * best[..., -1],
+        )
+
+    def update(self, state: Any, observation: Observation) -> Nothing:
+        return Nothing()
+
+
+@dataclass(frozen=True)
+class LooksBack(WithACopySlot):
+    """A token goes to every expert whose score exceeds the mean of the scores so far in its sequence."""
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        count = torch.arange(1, scores.shape[1] + 1, device=scores.device)[:, None]
+        assignment = (scores > scores.detach().cumsum(1) / count) & (count > 1)
+        gates = scores.sigmoid()
+        return Routing(
+            scores=scores, gates=gates, assignment=assignment, observation=observe(scores, assignment, gates)
+        )
+
+
+RULES = [WithACopySlot(), LooksBack()]
+rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+
+
+@rules
+def test_it_keeps_the_contract_with_no_question_answered(rule: Rule) -> None:
+    check_rule(rule, ranks=False)
+
+
+def test_what_passes_through_is_added_to_the_experts_sum() -> None:
+    moe = MoE(8, 12, WithACopySlot(), shared_experts=0)
+    x = torch.randn(2, 16, 8)
+    routing = moe.router(x)
+    copies = ~routing.assignment.any(-1)
+    assert copies.any()
+    assert not copies.all()
+    y, _ = moe(x)
+    torch.testing.assert_close(y[copies], x[copies] * routing.scores.softmax(-1)[copies][:, -1:])
+    y.sum().backward()
+    assert moe.router.weight.grad is not None
+    assert moe.router.weight.grad[-1].any()  # the slot's own row learns
+
+
+@rules
+@torch.no_grad()
+def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) -> None:
+    model = small_model(rule)
+    tokens = torch.randint(270, (2, 24), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens).logits
+    cache = model.new_cache(2, 24)
+    pieces = [model(part, cache=cache).logits for part in (tokens[:, :9], tokens[:, 9:10], tokens[:, 10:])]
+    torch.testing.assert_close(torch.cat(pieces, 1), expected)
+    decoder = Decoder(model, 3, 24)
+    for row in (0, 2):  # the row between them is open and has no token
+        decoder.open(row)
+    decoder.open(1)
+    for row in (0, 2):
+        decoder.read(row, tokens[row // 2, :9].tolist())
+    for place in range(9, 24):
+        decoded = decoder.step({0: int(tokens[0, place]), 2: int(tokens[1, place])})
+    torch.testing.assert_close(decoded.logits, expected[:, -1])
