@@ -86,11 +86,11 @@ def plan() -> None:
 
 def help_and_nonsense() -> None:
     text = " ".join(et("train --rule min_p --help").replace("│", " ").split())
-    assert "--p-rate FLOAT Step u of log p, as a share of the error of the log of the mean fanout. (min_p)" in text
+    assert "--p-rate FLOAT Step u of log p, as a share of the error of the log of the mean fanout." in text
     refused(f"train {MIN_P} --p-rate 7", "p_rate=7.0 must lie in [0, 1]")
     refused(f"train {MIN_P} --p-rate much", "--p-rate much: expected a number")
     refused(f"train {MIN_P} --decay 0.5", "rule min_p has no such option")
-    refused(f"train {WHAT} --rule token_choice --p-rate 0.5", "use min_p")
+    refused(f"train {WHAT} --rule token_choice --p-rate 0.5", "min_p")
 
 
 def train() -> None:

@@ -343,7 +343,7 @@ def test_training_says_what_it_does_and_what_to_type_next(
     assert prompt in text.read_text()  # after a run on prose it was 'def '
     assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
     assert f"report: {out / 'report.html'}" in shown.out
-    assert "<h1>Expert threshold, " in (out / "report.html").read_text(encoding="utf-8")
+    assert "<h1>Expert threshold (ET" in (out / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_report_that_fails_loses_nothing_but_itself(

@@ -195,8 +195,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(
         output = forward(model, *args)
         count += 1
         if count == 3:
-            for field in ("score_sum", "cutoff_sum"):
-                getattr(output.observations[0], field)[1] = value
+            output.observations[0].score_sum[1] = value
         return output
 
     monkeypatch.setattr(GPT, "forward", spoiled)
@@ -209,7 +208,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(
     assert trainer.not_finite == ""
     interval = trainer.take_interval()
     assert interval is not None
-    assert all(value.isfinite().all() for value in interval.seen.observations[0])
+    assert all(value.isfinite().all() for value in interval.seen.observations[0].tensors().values())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -264,8 +263,13 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
     assert interval is not None
     [seen] = interval.seen.observations
     line = train_record(trainer.model, interval)["layers"]["1"]
-    for name in ("usage", "raw_usage", "batch_cutoff", "starvation"):
-        assert line[name] == pytest.approx(getattr(seen, name).tolist(), rel=1e-5), name
+    for name, value in (
+        ("usage", seen.usage),
+        ("batch_cutoff", seen.batch_cutoff),
+        ("raw_usage", seen.raw_load / seen.tokens),
+        ("starvation", seen.filled / seen.target),
+    ):
+        assert line[name] == pytest.approx(value.tolist(), rel=1e-5), name
         assert len(set(line[name])) > 1, name  # experts differ, so that no other's number would pass
     for name in ("cutoff", "cutoff_distance", "saturation", "score_std", "gate_std"):
         assert line[name] == pytest.approx(interval.means[f"1.{name}"].tolist(), rel=1e-5), name

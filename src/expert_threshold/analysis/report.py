@@ -227,7 +227,7 @@ def _entry(
 def header(run: Run) -> str:
     """What was trained, and what it came to."""
     parameters = parameter_counts(run.model)
-    title = f"{_name(run).capitalize()}, {short(parameters['total'])} parameters"
+    title = f"{_name(run)[0].upper()}{_name(run)[1:]}, {short(parameters['total'])} parameters"
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(run, parameters))
     return (

@@ -70,9 +70,15 @@ def _description() -> str:
     )
 
 
-ALL = "all"
+PAPER, ALL = "paper", "all"
 OPTIONS = [
-    Option("rules", str, ALL, "The methods to compare, as A,B; options of rules go to those that leave them open."),
+    Option(
+        "rules",
+        str,
+        PAPER,
+        "The methods to compare, as A,B; paper is the paper's, all is every rule's as well. Options of rules go to "
+        "those that leave them open.",
+    ),
     Option("seeds", int, 1, "Train each method so many times, with seed 0, 1, and so on."),
     Option("out", str, "runs/compare-PRESET", "The folder to make, or of the comparison to go on with."),
 ]
@@ -93,7 +99,7 @@ OTHER_FOLDER = "restore it from a copy, or name another --out"
 def run(arguments: Sequence[str]) -> None:
     """Train what is not trained yet, and show the table."""
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=_decided())
-    chosen = chosen_methods(given.pop("rules", ALL))
+    chosen = chosen_methods(given.pop("rules", PAPER))
     seeds = given.pop("seeds", 1)
     if seeds < 1:
         raise ValueError(f"--seeds {seeds}: must be at least 1")
@@ -120,7 +126,7 @@ def run(arguments: Sequence[str]) -> None:
 def chosen_methods(text: str) -> list[str]:
     """The methods that --rules names, in the order of `methods`. Raises ValueError as `parse_names` does."""
     known = methods()
-    names = list(known) if text == ALL else parse_names("--rules", text, known)
+    names = list({PAPER: METHODS, ALL: known}.get(text, ())) or parse_names("--rules", text, known)
     return [method for method in known if method in names]
 
 

@@ -182,7 +182,10 @@ class Decoder:
             self.lengths[row] += 1
         if taken is None:
             return Decoded.of(self._logits(x), routed)
-        return Decoded.of(self._logits(x[taken]), [Routed(*(part[taken] for part in r)) for r in routed])
+        kept = [
+            Routed(r.scores[taken], r.assignment[taken], None if r.gates is None else r.gates[taken]) for r in routed
+        ]
+        return Decoded.of(self._logits(x[taken]), kept)
 
     def _mask(self, positions: Tensor, seen: int) -> Tensor:
         """0 where a token at a position sees a place in its row, −∞ elsewhere: (tokens, seen)."""

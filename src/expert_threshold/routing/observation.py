@@ -49,7 +49,8 @@ class Observation(NamedTuple):
         """Return the inverse of `tensors`. Raises KeyError where a sum of the core is missing."""
         own = {name.removeprefix("sums."): value for name, value in named.items() if name.startswith("sums.")}
         fields: list[Any] = [named[name] for name in cls._fields[:-1]]
-        return cls(*fields, own)
+        fields.append(own)
+        return cls(*fields)
 
     @property
     def usage(self) -> Tensor:
