@@ -267,8 +267,12 @@ def small_model(checkpointing: bool) -> GPT:
 
 
 def train(model: GPT, micro_batch: Callable[[int], Tensor], reduce: Callable[[], None]) -> list[float]:
-    """Three steps; returns the losses."""
-    config = OptimConfig(ns_dtype="float32", adamw_warmup_steps=0)
+    """Three steps; returns the losses.
+
+    With the default ε Adam divides a gradient by its own size, which turns the rounding of a tiny one into a step of any
+    sign; ε of the gradients' size bounds that to lr · rounding / ε.
+    """
+    config = OptimConfig(ns_dtype="float32", adamw_warmup_steps=0, eps=0.1)
     optimizers = make_optimizers(model.named_parameters(), config, 16)
     losses = []
     for step in range(3):
@@ -310,7 +314,7 @@ def check_training(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
         found = torch.tensor(train(split, lambda step: batch(step).chunk(ranks)[rank], reduce))
         dist.all_reduce(found, group=world)
         torch.testing.assert_close(found / ranks, torch.tensor(expected), atol=1e-6, rtol=1e-5)
-        assert_same(gathered(dict(split.named_parameters()), split), dict(whole.named_parameters()), atol=1e-4)
+        assert_same(gathered(dict(split.named_parameters()), split), dict(whole.named_parameters()), atol=2e-6)
 
 
 def check_fully_sharded(rank: int, ranks: int) -> None:
