@@ -1,6 +1,6 @@
 """Takes the rule `min_p` of another distribution through commands, in one process: FOLDER STEP…
 
-Those from `resume` to `transformers`, and `analyze`, are of the run that `train` makes.
+Those from `resume` to `lm_eval`, and `analyze`, are of the run that `train` makes.
 """
 
 from __future__ import annotations
@@ -238,6 +238,35 @@ def transformers() -> None:
     assert result.returncode == 0, result.stderr
 
 
+def lm_eval() -> None:
+    """A task of two choices, read from files alone, through lm-evaluation-harness."""
+    folder = FOLDER / "tasks"
+    folder.mkdir()
+    rows = [{"question": f"the cat {i}", "choices": ["sat on", "the mat"], "gold": i % 2} for i in range(4)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "choices.yaml").write_text(
+        textwrap.dedent(
+            f"""
+            task: choices
+            dataset_path: json
+            dataset_kwargs:
+              data_files: {{test: "{folder / "rows.jsonl"}"}}
+              cache_dir: "{FOLDER / "cache"}"
+            test_split: test
+            output_type: multiple_choice
+            doc_to_text: "{{{{question}}}}"
+            doc_to_choice: "{{{{choices}}}}"
+            doc_to_target: "{{{{gold}}}}"
+            metric_list:
+              - metric: acc
+            """
+        )
+    )
+    et(f"evaluate {RUN} --no-validation --harness choices --harness-path {folder} --dtype float32")
+    accuracy = json.loads((RUN / "evaluation.json").read_text())["harness"]["choices"]["acc"]["value"]
+    assert accuracy in (0, 0.25, 0.5, 0.75, 1)
+
+
 def ranks() -> None:
     """Two data-parallel ranks, experts split over them, and everything split over them: what one rank computes."""
     alone = FOLDER / "alone"
@@ -266,7 +295,7 @@ def analyze() -> None:
 
 STEPS: list[Callable[[], None]] = [
     plan, help_and_nonsense, train, resume, begin_from, compare, evaluate, calibrate, generate, serve,
-    export_and_import, transformers, ranks, compiled, analyze,
+    export_and_import, transformers, lm_eval, ranks, compiled, analyze,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ EXAMPLE = ROOT / "examples" / "new_rule"
 SERVING = ["serve"] if find_spec("uvicorn") and find_spec("starlette") else []
 FIGURES = ["analyze"] if find_spec("matplotlib") else []
 BRIDGE = ["transformers"] if find_spec("transformers") else []
+HARNESS = ["lm_eval"] if find_spec("lm_eval") else []
 COMMANDS = [
     "plan", "help_and_nonsense", "train", "resume", "begin_from", "compare", "evaluate", "calibrate", "generate",
-    *SERVING, "export_and_import", *BRIDGE, *FIGURES,
+    *SERVING, "export_and_import", *BRIDGE, *HARNESS, *FIGURES,
 ]  # fmt: skip
 
 

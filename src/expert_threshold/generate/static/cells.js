@@ -56,12 +56,13 @@ export class Cells {
     this.cells[next].focus();
   }
 
-  /** content(layer, expert) → { bar, line, chosen, label }, bar and line from 0 to 1. */
+  /** content(layer, expert) → { bar, line, chosen, label }, bar and line from 0 to 1; no line where it is null. */
   fill(content) {
     for (const cell of this.cells) {
       const { bar, line, chosen, label } = content(...place(cell));
       cell.style.setProperty("--bar", bar);
-      cell.style.setProperty("--line", line);
+      cell.querySelector(".line").hidden = line === null;
+      cell.style.setProperty("--line", line ?? 0);
       cell.classList.toggle("chosen", chosen);
       cell.setAttribute("aria-label", label);
     }

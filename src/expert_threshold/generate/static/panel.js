@@ -302,7 +302,7 @@ export class Panel {
       const [low, high] = this.ranges[layer];
       const share = (value) => Math.min(Math.max((value - low) / (high - low || 1), 0), 1);
       const label = `layer ${layer}, expert ${expert}: ${this.#verdict(layer, expert)}`;
-      return { bar: share(score), line: share(cutoff), chosen, label };
+      return { bar: share(score), line: cutoff === null ? null : share(cutoff), chosen, label };
     });
     this.inspector.replaceChildren(...this.#heading(token), ...(this.run.experts ? this.#routing() : []));
   }
@@ -365,7 +365,7 @@ export class Panel {
     const rows = this.routers.flatMap((layer) =>
       Array.from({ length: this.run.experts }, (_, expert) => {
         const { score, cutoff, gate, chosen } = this.#at(layer, expert);
-        const cells = [layer, expert, number(score), number(cutoff), chosen ? number(gate) : "", chosen ? "yes" : ""];
+        const cells = [layer, expert, number(score), cutoff === null ? "" : number(cutoff), chosen ? number(gate) : "", chosen ? "yes" : ""];
         return make("tr", chosen ? { class: "itself" } : {}, ...cells.map((cell) => make("td", {}, `${cell}`)));
       }),
     );
@@ -382,14 +382,14 @@ export class Panel {
     return this.run.layers.some(({ cutoffs }) => cutoffs);
   }
 
-  /** The opened token at an expert. cutoff: what its score is compared with, or the lowest that was chosen. */
+  /** The opened token at an expert. cutoff: what its score is compared with, or the lowest that was chosen, if any was. */
   #at(layer, expert) {
     const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
     const { cutoffs, biases } = this.now.layers[layer];
     const place = experts.indexOf(expert);
     return {
       score: scores[expert],
-      cutoff: cutoffs ? cutoffs[expert] : border - (biases ? biases[expert] : 0),
+      cutoff: cutoffs ? cutoffs[expert] : border === null ? null : border - (biases ? biases[expert] : 0),
       gate: gates[place], // of the chosen alone
       chosen: place >= 0,
     };
@@ -399,7 +399,8 @@ export class Panel {
     const { score, cutoff, gate, chosen } = this.#at(layer, expert);
     const other = this.#hasCutoffs() ? "cutoff" : "border";
     const outcome = chosen ? `chosen, gate ${number(gate)}` : "not chosen";
-    return `score ${number(score)}, ${other} ${number(cutoff)}, ${outcome}`;
+    const compared = cutoff === null ? "" : `, ${other} ${number(cutoff)}`;
+    return `score ${number(score)}${compared}, ${outcome}`;
   }
 }
 
