@@ -76,6 +76,17 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
+def close(a: Any, b: Any) -> bool:
+    """Return True if two records hold the same but for the rounding of one function: a processor computes the last
+    numbers of a row otherwise than those that fill its registers.
+    """
+    a_leaves, b_leaves = pytree.tree_leaves(a), pytree.tree_leaves(b)
+    return len(a_leaves) == len(b_leaves) and all(
+        x is y or (x.dtype == y.dtype and x.shape == y.shape and torch.allclose(x, y, rtol=2**-20, atol=2**-40))
+        for x, y in zip(a_leaves, b_leaves, strict=True)
+    )
+
+
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise AssertionError(message)
@@ -196,10 +207,10 @@ def _inference_is_causal_and_of_each_sequence_alone(rule: Rule) -> None:
             before = (slice(None), slice(position))
             _require(same(_of(after, *before), _of(whole, *before)), f"what follows token {position} changed it")
             short = rule.route(scores[:, :position], state, training=False)
-            _require(same(_decided(short), _of(whole, *before)), f"the first {position} tokens alone go elsewhere")
+            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens alone go elsewhere")
         for row in range(BATCH):
             alone = rule.route(scores[row : row + 1], state, training=False)
-            _require(same(_decided(alone), _of(whole, slice(row, row + 1))), "others in the batch changed a sequence")
+            _require(close(_decided(alone), _of(whole, slice(row, row + 1))), "others in the batch changed a sequence")
 
 
 @_property
