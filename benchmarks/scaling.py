@@ -41,11 +41,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.data import Loader, open_source
 from expert_threshold.data.tokens import Tokens
+from expert_threshold.distributed import Parallel, Rendezvous, local_batch, parallelize, process_groups
 from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
-from expert_threshold.train.layout import lay_out
-from expert_threshold.train.meeting import meet
-from expert_threshold.train.parallel import Parallel, joined, portion_of
+from expert_threshold.train.device import pick_device
 from expert_threshold.train.trainer import Trainer
 
 Row = dict[str, Any]
@@ -128,15 +127,19 @@ def configuration(preset: str, batch_size: int, layout: str, ranks: int, dtype: 
 
 
 def rank_main(arguments: argparse.Namespace) -> None:
-    """One rank: trains for some steps with each batch; the first rank prints what was sent, and seconds, as JSON."""
+    """One rank: trains for some steps with each batch; the main rank prints what was sent, and seconds, as JSON."""
     torch.set_num_threads(1)
     sizes, ranks = arguments.batch_sizes, int(os.environ["WORLD_SIZE"])
     runs = [configuration(arguments.preset, size, arguments.layout, ranks, arguments.dtype) for size in sizes]
     tokens = text_as_bytes()
-    with joined(meet(), runs[0].train) as parallel:
+    config = runs[0].train
+    with process_groups(
+        Rendezvous.from_env(), pick_device(config.device), expert_parallel=config.expert_parallel, shard=config.shard,
+        timeout=config.timeout,
+    ) as parallel:  # fmt: skip
         for run in runs:
             result = steps_of(run, tokens, parallel, arguments.steps)
-            if parallel.leads:
+            if parallel.is_main:
                 print(json.dumps(result), flush=True)
 
 
@@ -144,14 +147,14 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     """Bytes that a rank sends in the third step, the mean over ranks, and the time of so many steps after it."""
     torch.manual_seed(0)
     model = GPT(run.model, compute_dtype(run.train.dtype)).train()
-    shares = lay_out(model, run.optim, run.train, parallel)
-    optimizers = make_optimizers(shares.named.items(), run.optim, run.model.d_model)
-    portion = portion_of(run.train, run.model.rule, parallel.ranks)
+    shards = parallelize(model, run.optim, parallel)
+    optimizers = make_optimizers(shards.parameters.items(), run.optim, run.model.d_model)
+    local = local_batch(run.train.batch_size, run.train.accumulation, run.model.rule, parallel.world_size)
     loader = Loader(
-        tokens, portion.batch_size, run.model.context, 0, parallel.rank, parallel.ranks, group=parallel.world
+        tokens, local.batch_size, run.model.context, 0, parallel.rank, parallel.world_size, group=parallel.world
     )
-    trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, portion=portion, shares=shares)
-    remote = count_rows(model, parallel.ranks, parallel.rank)
+    trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, local=local, shards=shards)
+    remote = count_rows(model, parallel.world_size, parallel.rank)
     trainer.advance()
     trainer.advance()
     remote.clear()
@@ -169,7 +172,7 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     totals = torch.tensor([*(counter.bytes[kind] for kind in kinds), rows], dtype=torch.float64)
     if parallel.world is not None:
         dist.all_reduce(totals, group=parallel.world)
-    *by_kind, rows = (totals / parallel.ranks).tolist()
+    *by_kind, rows = (totals / parallel.world_size).tolist()
     return {
         "bytes": dict(zip(kinds, by_kind, strict=True)),
         "other": counter.bytes["other"],
@@ -177,7 +180,7 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
         "rows": rows,
         "seconds": statistics.median(seconds) if seconds else None,
         "processor_seconds": statistics.median(processor) if processor else None,
-        "tokens": portion.batch_size * portion.accumulation * run.model.context,
+        "tokens": local.batch_size * local.accumulation * run.model.context,
     }
 
 

@@ -15,11 +15,11 @@ import torch
 from torch.distributed import FileStore
 
 from expert_threshold.data import DataConfig
+from expert_threshold.distributed import Rendezvous
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, train
-from expert_threshold.train.meeting import Meeting
 from ranks import leave
 from train.conftest import tiny
 
@@ -64,14 +64,14 @@ def text() -> str:
 
 
 def run(
-    path: Path, corpus: Path, rule: Rule | None, config: TrainConfig, meeting: Meeting | None, **options: Any
+    path: Path, corpus: Path, rule: Rule | None, config: TrainConfig, rendezvous: Rendezvous | None, **options: Any
 ) -> RunFolder:
     """Train there from the beginning or, if it exists, from its last checkpoint."""
     folder = RunFolder(path)
     resume = (path / "config.json").exists()
-    if meeting is None or meeting.rank == 0:
+    if rendezvous is None or rendezvous.rank == 0:
         path.mkdir(exist_ok=True)
-    train(folder, tiny(rule), DataConfig(str(corpus)), OPTIM, config, resume=resume, meeting=meeting, **options)
+    train(folder, tiny(rule), DataConfig(str(corpus)), OPTIM, config, resume=resume, rendezvous=rendezvous, **options)
     return folder
 
 
@@ -123,9 +123,9 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
     for number, (last, ranks, options) in enumerate(LAYOUTS):
         if rank < ranks:
             store = FileStore(str(folder / f"layout{number}"), ranks)
-            meeting = Meeting(store, rank, ranks, rank, ranks) if ranks > 1 else None
+            rendezvous = Rendezvous(store, rank, ranks, rank, ranks) if ranks > 1 else None
             here = replace(config, sample_every=last if last < config.steps else None, **options)
-            run(folder / "layouts", corpus, rule, here, meeting, sample=stop)
+            run(folder / "layouts", corpus, rule, here, rendezvous, sample=stop)
         if rank == 0:
             turns.set(str(number), "")
         turns.wait([str(number)])
@@ -140,10 +140,10 @@ def main() -> None:
     corpus = folder / "corpus.jsonl"
     count = 0
 
-    def meeting() -> Meeting:
+    def rendezvous() -> Rendezvous:
         nonlocal count
         count += 1
-        return Meeting(FileStore(str(folder / f"store{count}"), ranks), rank, ranks, rank, ranks)
+        return Rendezvous(FileStore(str(folder / f"store{count}"), ranks), rank, ranks, rank, ranks)
 
     cases = {name: (rule, CONFIG, CONFIG) for name, rule in global_rules().items()}
     # Where a rank's micro-batch is the pool, one process gets micro-batches of that size.
@@ -159,7 +159,7 @@ def main() -> None:
         change_layouts(folder, corpus, rank)
         cases = {name: cases[name] for name in ("expert_threshold", "loss_free")}
     for name, (rule, config, _) in cases.items():
-        run(folder / name, corpus, rule, config, meeting())
+        run(folder / name, corpus, rule, config, rendezvous())
     for name, (rule, _, config) in list(cases.items())[rank::ranks]:
         one = run(folder / f"{name}_alone", corpus, rule, config, None)
         assert_same(RunFolder(folder / name), one, 2e-5)

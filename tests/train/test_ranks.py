@@ -91,7 +91,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
     result = torchrun("--max-restarts", "1", *failing("killed", 1, 5, tmp_path))
     assert result.returncode == 0, result.stderr
     assert said(result) == [
-        f"et train: rank 1 of 2 ended or no longer answered; to go on: et train --resume {tmp_path / 'run'}"
+        f"et train: rank 1 of 2 exited or stopped responding; to go on: et train --resume {tmp_path / 'run'}"
     ]
     folder = RunFolder.open(tmp_path / "run")
     assert folder.checkpoints() == [3, 6, 8]
@@ -102,7 +102,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("hung", r"rank 1 of 2 ended or no longer answered; to go on: et train --resume .*/run"),
+        ("hung", r"rank 1 of 2 exited or stopped responding; to go on: et train --resume .*/run"),
         ("raising", r"rank 1: ZeroDivisionError: by zero"),
         ("full", r"rank 1: .*_of_rank_1.safetensors: File too large; .*"),
     ],
@@ -127,7 +127,7 @@ KEPT = 'trap : TERM; "$0" -m expert_threshold "$@"; code=$?; echo $code > "$CODE
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ("--batch-size 3", "batch_size=3 sequences do not divide by 2 ranks; .*"),
+        ("--batch-size 3", "batch_size=3 is not divisible by 2 ranks; .*"),
         pytest.param(
             "--num-experts 3 --expert-parallel 2",
             "num_experts=3 cannot be split over 2 ranks; .*",

@@ -21,6 +21,7 @@ from ..analysis.report import write_report
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
 from ..data import Tokenizer
+from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
 from ..generate import generate, printable
 from ..install import et
 from ..model import GPT
@@ -31,9 +32,7 @@ from ..train import TrainResult, train
 from ..train.checks import FREE_ON_RESUME, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
-from ..train.meeting import Fault, Meeting, from_first, meet
 from ..train.pace import tokens_within
-from ..train.parallel import is_lost_rank, launch, mesh_sizes
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_out_of_memory, is_users, one_line
 from .options import Option
@@ -72,82 +71,84 @@ SAMPLE_TOKENS = 96
 
 def run(arguments: Sequence[str]) -> None:
     """Train as the arguments say, as one rank if a launcher has started several."""
-    meeting = meet()
-    if meeting is None:
+    rendezvous = Rendezvous.from_env()
+    if rendezvous is None:
         _run(arguments, None, [])
         return
     folders: list[RunFolder] = []
-    # The launcher asks all ranks to end as soon as one has: not without having said what is wrong.
+    # The launcher terminates all ranks as soon as one exits; they first agree on what to report.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = 0
     try:
-        _run(arguments, meeting, folders)
+        _run(arguments, rendezvous, folders)
     except SystemExit:
         raise
     except BaseException as error:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         remedy = f"to go on: {et()} train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
-        code = meeting.end(_fault(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True))
+        code = rendezvous.report_failure(
+            _failure(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True)
+        )
     sys.stdout.flush()
-    os._exit(code)  # threads of connections, broken ones too, must neither keep this process nor abort its end
+    os._exit(code)  # connection threads, broken ones too, must neither keep this process alive nor abort its exit
 
 
-def _fault(error: BaseException) -> Fault | None:
-    """Of this rank; None where it has lost another one, or was told to stop."""
+def _failure(error: BaseException) -> Failure | None:
+    """Returns this rank's own failure; None where it lost another rank or was told to stop."""
     if isinstance(error, KeyboardInterrupt | LostSaveError) or is_lost_rank(error):
         return None
     if is_users(error):
-        return Fault(one_line(error), USAGE_ERROR)
+        return Failure(one_line(error), USAGE_ERROR)
     traceback.print_exception(error)
-    return Fault(" ".join(f"{type(error).__name__}: {error}".split()), 1)
+    return Failure(" ".join(f"{type(error).__name__}: {error}".split()), 1)
 
 
-def _run(arguments: Sequence[str], meeting: Meeting | None, folders: list[RunFolder]) -> None:
-    """folders: gets the run's, once it is known."""
+def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
+    """folders: receives the run's folder once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
     processes = given.pop("nproc", None)
-    if processes not in (None, 1) and meeting is None:  # a rank alone has nobody to meet
+    if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
         _launch(arguments, given, processes)
         return
     keep_freed_memory()
-    leads = meeting is None or meeting.rank == 0
-    console = Console(quiet=not leads)
+    is_main = rendezvous is None or rendezvous.rank == 0
+    console = Console(quiet=not is_main)
     out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
-    again = from_first(meeting, lambda: _is_started_anew(out, meeting))
+    again = from_main(rendezvous, lambda: _is_started_anew(out, rendezvous))
     if "resume" in given or again:
         folder = RunFolder.open(out)
         folders.append(folder)
-        ranks = 1 if meeting is None else meeting.ranks
+        ranks = 1 if rendezvous is None else rendezvous.world_size
         config = _resumed(folder, given, ranks) if "resume" in given else RunConfig.from_dict(folder.config)
-        console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
-        result = train_run(folder, config, console, resume=True, meeting=meeting)
+        console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
+        result = train_run(folder, config, console, resume=True, rendezvous=rendezvous)
     else:
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
         continues = given.get("continue_warmup", False)
-        folder = RunFolder(Path(from_first(meeting, lambda: str(RunFolder.create(out).path))))
+        folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
-        if meeting is not None:
-            meeting.note(_made(out))
+        if rendezvous is not None:
+            rendezvous.mark(_made(out))
         try:
             minutes = given.get("minutes")
             if minutes is not None:
-                config = _within_minutes(given, config, console, meeting)
-            console.print(introduce(config, meeting), highlight=False, soft_wrap=True)
+                config = _within_minutes(given, config, console, rendezvous)
+            console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
             begun = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
-            result = train_run(folder, config, console, meeting=meeting, **begun)
+            result = train_run(folder, config, console, rendezvous=rendezvous, **begun)
         except BaseException:
-            if leads:
+            if is_main:
                 with contextlib.suppress(OSError):
                     folder.path.rmdir()  # goes only if nothing was written yet
             raise
-    if result.finished and leads:
+    if result.finished and is_main:
         console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
 
 
-def _is_started_anew(out: str, meeting: Meeting | None) -> bool:
-    """Whether the launcher has started the ranks again after a failure, and the run has begun: then it goes on."""
-    return meeting is not None and meeting.is_noted(_made(out)) and Path(out, "config.json").is_file()
+def _is_started_anew(out: str, rendezvous: Rendezvous | None) -> bool:
+    """Returns True if the launcher restarted the ranks after a failure and the run has begun, so that it resumes."""
+    return rendezvous is not None and rendezvous.is_marked(_made(out)) and Path(out, "config.json").is_file()
 
 
 def _made(out: str) -> str:
@@ -160,7 +161,7 @@ def _default_out(given: dict[str, Any]) -> str:
 
 
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
-    """The same command in so many processes, refused before they start where that can be known."""
+    """Run the same command in several processes; raises ValueError beforehand for options that they would refuse."""
     if processes < 1:
         raise ValueError(f"nproc={processes} must be at least 1")
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
@@ -171,10 +172,12 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
         raise SystemExit(code)
 
 
-def _within_minutes(given: dict[str, Any], config: RunConfig, console: Console, meeting: Meeting | None) -> RunConfig:
+def _within_minutes(
+    given: dict[str, Any], config: RunConfig, console: Console, rendezvous: Rendezvous | None
+) -> RunConfig:
     """The configuration with the tokens that can be trained on in the time. Raises ValueError for nonsense."""
     minutes = given["minutes"]
-    if meeting is not None:
+    if rendezvous is not None:
         raise ValueError(f"minutes={minutes}: the speed of several ranks is not measured first; give --steps")
     for other in ("steps", "tokens"):
         if given.get(other) is not None:
@@ -200,8 +203,8 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
             "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
             "or a smaller model"
         ) from error
-    meeting = options.get("meeting")
-    if meeting is not None and meeting.rank > 0:
+    rendezvous = options.get("rendezvous")
+    if rendezvous is not None and rendezvous.rank > 0:
         return result
     try:
         write_report(folder)
@@ -229,9 +232,9 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     return replace(config, train=replace(config.train, **changes))
 
 
-def introduce(config: RunConfig, meeting: Meeting | None = None) -> str:
+def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
     """What is about to be trained, on what. Raises ValueError if the device is not there."""
-    ranks = "" if meeting is None else f", {counted(meeting.ranks, 'rank')}"
+    ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
     experts = "" if rule is None else f" among {rule.num_experts} experts, {rule.experts_per_token:g} per token"

@@ -10,6 +10,7 @@ import torch
 
 from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
+from ..distributed import local_batch, mesh_sizes
 from ..model import GPTConfig
 from ..moe.dispatch import require_dispatch
 from ..moe.dispatch.expert_parallel import require_even_split
@@ -17,7 +18,6 @@ from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
 from .device import pick_device
-from .parallel import mesh_sizes, portion_of
 from .track import require_tracker
 
 # What may differ when a run is resumed, since it does not change what is learned.
@@ -50,9 +50,9 @@ def require_few(threads: int) -> None:
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
-    portion = portion_of(config, model.rule, ranks)
+    local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
-        sequences = config.batch_size if portion.one_mean else portion.batch_size
+        sequences = config.batch_size if local.joint_mean else local.batch_size
         with torch.device("meta"):  # shapes alone decide, whatever their size
             scores = torch.zeros(sequences, model.context, model.rule.num_experts)
             model.rule.route(scores, model.rule.init(), training=True)

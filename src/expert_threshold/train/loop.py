@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from ..data import DataConfig, Tokenizer, Tokens
+from ..distributed import Parallel, Rendezvous, Status, all_reduce_status, from_main, process_groups
 from ..evaluation import ModelScorer, Results, ask_core, evaluate
 from ..install import et
 from ..model import GPT, GPTConfig
@@ -20,16 +21,14 @@ from ..runs import RunFolder, load_model
 from ..runs.files import damage_told, replace_file
 from .budget import Between, Budget, Decision
 from .config import TrainConfig
-from .device import objects_at_rest
+from .device import objects_at_rest, pick_device
 from .interrupt import Interrupt
 from .log import Display, Title, clock
-from .meeting import Meeting, from_first
-from .parallel import Parallel, joined
 from .prepare import Prepared, prepare
 from .records import core_record, train_record, validation_record
 from .saving import Saver
 from .track import Tracker, flatten, tracking
-from .trainer import SKIPS_IN_A_ROW, Ballot, random_state, restore_random_state, vote
+from .trainer import SKIPS_IN_A_ROW, random_state, restore_random_state
 
 Sample = Callable[[GPT, Tokenizer, int], str]
 """Text written by the model after a step; what makes it is handed in."""
@@ -62,15 +61,14 @@ def train(
     sample: Sample | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
-    meeting: Meeting | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> TrainResult:
     """Train in a folder that was created for it or, with `resume`, go on from its last checkpoint.
 
     init_from: a run whose weights, cutoffs or biases, and tokenizer to begin with; with continue_warmup its steps count
     towards the rule's warmup, too. minutes: the time the run is given, by which its steps are decided again and again;
     see `budget`. sample: writes text every `sample_every` steps. console: where progress is shown; None is nowhere.
-    title: opens its lines about steps. meeting: the ranks that train together, each calling this alike; the first alone
-    prints and writes what all know.
+    title: opens its lines about steps. rendezvous: the ranks that train together, each calling this alike.
     On SIGINT and SIGTERM it ends the step, saves and returns. Raises ValueError for options that do not fit each other,
     the run or the machine, and after ten steps in a row that were skipped; OSError where the disk is full.
     Earlier checkpoints are never harmed.
@@ -83,22 +81,26 @@ def train(
         raise ValueError(f"init_from={init_from} begins another run; leave it out to resume {folder.path}")
     if continue_warmup and init_from is None:
         raise ValueError("continue_warmup goes on with the warmup of another run; name that with --init-from")
-    leads = meeting is None or meeting.rank == 0
+    leads = rendezvous is None or rendezvous.rank == 0
     display = Display(console if leads else None, title)
     with (
-        _locked(folder, meeting),
-        Interrupt(quiet=meeting is not None) as interrupt,
+        _locked(folder, rendezvous),
+        Interrupt(quiet=rendezvous is not None) as interrupt,
         display,
-        joined(meeting, config) as parallel,
+        process_groups(
+            rendezvous,
+            pick_device(config.device),
+            expert_parallel=config.expert_parallel,
+            shard=config.shard,
+            timeout=config.timeout,
+        ) as parallel,
     ):
-        prepared = prepare(
-            folder, model, data, optim, config, resume, init_from, continue_warmup, display, parallel
-        )
+        prepared = prepare(folder, model, data, optim, config, resume, init_from, continue_warmup, display, parallel)
         if minutes is not None and not resume:
             prepared.record["time"] = {"minutes": minutes, "decisions": []}
         step = prepared.trainer.step
         with tracking(config.track if leads else "none", folder, prepared.record, step) as tracker:
-            parallel.from_first(lambda: _begin(folder, prepared, step))
+            parallel.from_main(lambda: _begin(folder, prepared, step))
             run = _Run(folder, prepared, config, sample, display, tracker, parallel)
             run.tell_skipped_text(prepared.skipped)
             interrupt.deferred = True
@@ -110,10 +112,10 @@ def train(
 
 
 @contextmanager
-def _locked(folder: RunFolder, meeting: Meeting | None) -> Iterator[None]:
+def _locked(folder: RunFolder, rendezvous: Rendezvous | None) -> Iterator[None]:
     """The folder, held by the first rank for all; refused on all where it is on that one."""
     with ExitStack() as stack:
-        from_first(meeting, lambda: stack.enter_context(folder.lock()))
+        from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
         yield
 
 
@@ -174,7 +176,7 @@ class _Run:
         self.sample = sample
         self.display = display
         self.tracker = tracker
-        validated, asked, dead = parallel.from_first(lambda: _done(folder))
+        validated, asked, dead = parallel.from_main(lambda: _done(folder))
         self.validated: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validated}
         self.asked = set(asked)
         self.dead = set(map(tuple, dead))
@@ -240,7 +242,7 @@ class _Run:
         trainer, budget = self.trainer, self.trainer.budget
         if budget.seconds is None:
             return
-        decided = self.parallel.from_first(lambda: budget.decide(trainer.step, trainer.elapsed, self.between))
+        decided = self.parallel.from_main(lambda: budget.decide(trainer.step, trainer.elapsed, self.between))
         if decided is None:
             return
         before, decision = self.steps, Decision(*decided)
@@ -254,7 +256,7 @@ class _Run:
             )
         self.record["train"] |= {"steps": decision.steps}
         self.record["time"] |= {"decisions": [list(each) for each in budget.decisions]}
-        if self.parallel.leads:
+        if self.parallel.is_main:
             self.folder.write_config(self.record)
 
     def close(self) -> None:
@@ -262,10 +264,9 @@ class _Run:
         self.trainer.loader.close()
         self.saver.close()
 
-    def vote(self, ballot: Ballot) -> Ballot:
+    def vote(self, ballot: Status) -> Status:
         """All ranks' votes, outside of a step."""
-        group = self.parallel.world
-        return ballot if group is None else vote(ballot, group, self.parallel.device)
+        return all_reduce_status(ballot, self.parallel.world, self.parallel.device)
 
     def is_stopped(self, interrupt: Interrupt) -> bool:
         """Whether a signal has asked for it; of several ranks, any one in time for the last step's votes."""
@@ -360,10 +361,10 @@ class _Run:
             self.saver.finish(self.vote)  # the first rank reads it
         if self.is_sample_pending():
             with self.timed("sample"):
-                self.parallel.from_first(self.write_sample)
+                self.parallel.from_main(self.write_sample)
         if self.is_core_pending():
             before = now()
-            answered = self.parallel.from_first(lambda: self.ask_core(interrupt))
+            answered = self.parallel.from_main(lambda: self.ask_core(interrupt))
             self.begun += now() - before  # questions are no part of the time that a run is given
             if answered:
                 self.asked.add(trainer.step)
@@ -426,14 +427,14 @@ class _Run:
         return self.is_due(self.config.eval_every) and self.trainer.step not in self.validated
 
     def is_sample_pending(self) -> bool:
-        return self.is_due(self.config.sample_every) and not self.parallel.from_first(self.sample_path.exists)
+        return self.is_due(self.config.sample_every) and not self.parallel.from_main(self.sample_path.exists)
 
     @property
     def sample_path(self) -> Path:
         return self.folder.samples / f"step_{self.trainer.step:06d}.txt"
 
     def write(self, split: str, record: dict[str, Any]) -> None:
-        if not self.parallel.leads:
+        if not self.parallel.is_main:
             return
         self.folder.metrics.append({"step": self.trainer.step, "split": split} | record)
         if self.tracker is not None:

@@ -18,6 +18,7 @@ from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, p
 from ..data.public import core_bundle
 from ..data.sources import absolute
 from ..data.tokens import Parts
+from ..distributed import LocalBatch, Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
 from ..model import GPT, GPTConfig
@@ -28,9 +29,7 @@ from .checks import require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import kernels_off, kernels_run, pick_dtype
-from .layout import lay_out
 from .log import Display
-from .parallel import Parallel, Portion, portion_of
 from .trainer import Trainer, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
@@ -59,7 +58,7 @@ def prepare(
     parallel: Parallel,
 ) -> Prepared:
     """A trainer before its first step or, with `resume`, after the last saved. Raises ValueError as `train` does."""
-    require_trainable(model, config, parallel.ranks)
+    require_trainable(model, config, parallel.world_size)
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -70,7 +69,7 @@ def prepare(
     else:
         record["init_from"] = None if init_from is None else str(init_from.resolve())
         record["continue_warmup"] = continue_warmup
-    record["compiled"] = pick_compile(model, config, device, parallel.ranks, display.say)
+    record["compiled"] = pick_compile(model, config, device, parallel.world_size, display.say)
     dtype = pick_dtype(config.dtype, device)
     record["kernels"] = kernels_run(device, dtype)
     if (off := kernels_off(device, dtype)) is not None:
@@ -90,14 +89,12 @@ def prepare(
     new = saved is None and source is None
     tokenizer = _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
     validation = _validation(corpus, tokenizer, config, model.context, display)
-    portion = portion_of(config, model.rule, parallel.ranks)
-    loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, portion)
-    shares = lay_out(gpt, optim, config, parallel)
-    optimizers = make_optimizers(shares.named.items(), optim, model.d_model)
+    local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
+    loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, local)
+    shards = parallelize(gpt, optim, parallel)
+    optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
     forward = compiled(gpt) if record["compiled"] else None
-    trainer = Trainer(
-        gpt, optimizers, loader, config, parallel=parallel, portion=portion, shares=shares, forward=forward
-    )
+    trainer = Trainer(gpt, optimizers, loader, config, parallel=parallel, local=local, shards=shards, forward=forward)
     if saved is not None:
         trainer.restore(saved)
     return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
@@ -107,7 +104,7 @@ def _beginning(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
     """What to go on from: this run's last checkpoint, or another run's weights and tokenizer; None of both for none."""
-    step = parallel.from_first(folder.latest_checkpoint) if resume else None
+    step = parallel.from_main(folder.latest_checkpoint) if resume else None
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
@@ -157,7 +154,7 @@ def _loader(
     context: int,
     display: Display,
     parallel: Parallel,
-    portion: Portion,
+    local: LocalBatch,
 ) -> Loader:
     tokens: Tokens | Parts
     if corpus.parts is not None:
@@ -167,12 +164,12 @@ def _loader(
     threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
     return Loader(
         tokens,
-        portion.batch_size,
+        local.batch_size,
         context,
         config.seed,
         parallel.rank,
-        parallel.ranks,
-        threads=max(1, threads // parallel.local_ranks),
+        parallel.world_size,
+        threads=max(1, threads // parallel.local_world_size),
         group=parallel.world,
         skip_damaged=data.skip_damaged,
     )
@@ -222,7 +219,7 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
             train().save(path)
             return path.read_text(encoding="utf-8")
 
-        path.write_text(parallel.from_first(trained), encoding="utf-8")
+        path.write_text(parallel.from_main(trained), encoding="utf-8")
         return Tokenizer.load(path)
 
 

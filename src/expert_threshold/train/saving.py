@@ -15,9 +15,8 @@ import numpy.typing as npt
 import torch
 
 from ..data.stream import gather
+from ..distributed import Parallel, Status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
-from .parallel import Parallel
-from .trainer import Ballot
 
 POLL = 0.02  # seconds between two looks at what others have written
 
@@ -50,32 +49,32 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            path = parallel.from_first(lambda: _text(folder.begin_checkpoint(saved.step)))
+            path = parallel.from_main(lambda: _text(folder.begin_checkpoint(saved.step)))
             if path is None:
                 return
             self._temporary = Path(path)
             self._files = self._pool.submit(folder.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
 
-    def ballot(self, stop: bool = False) -> Ballot:
+    def ballot(self, stop: bool = False) -> Status:
         """What to tell the others."""
         files, commit = self._files, self._commit
         failed = any(future is not None and future.done() and future.exception() for future in (files, commit))
         written = files is not None and files.done() and not failed
-        return Ballot(int(stop), int(self._saved is not None), int(written), int(failed))
+        return Status(int(stop), int(self._saved is not None), int(written), int(failed))
 
-    def heed(self, votes: Ballot) -> None:
+    def heed(self, votes: Status) -> None:
         """Go on as all ranks' votes say. Raises what went wrong with writing, on every rank."""
         if votes.failed:
             self._raise()
-        if self._parallel.world is not None and votes.written == self._parallel.ranks:
+        if self._parallel.world is not None and votes.written == self._parallel.world_size:
             assert self._files is not None
             assert self._saved is not None
             files: Fingerprints = {}
             for text in gather(_bytes(self._files.result()), self._parallel.world):
                 files |= json.loads(text.tobytes())
             self._files = None
-            if self._parallel.leads:
+            if self._parallel.is_main:
                 _, _, state = self._saved
                 self._commit = self._pool.submit(
                     self._folder.commit_checkpoint, self._saved.step, files, state, self._keep
@@ -85,21 +84,21 @@ class Saver:
         if self._commit is not None and self._commit.done():
             self._commit, self._saved = None, None
 
-    def finish(self, vote: Callable[[Ballot], Ballot]) -> None:
+    def finish(self, vote: Callable[[Status], Status]) -> None:
         """Wait until what is being saved is there whole, on all ranks together. Raises as `heed` does."""
         if self._parallel.world is None:
             if self._commit is not None:
                 self._commit.exception()
             self.heed(self.ballot())
             return
-        while (votes := vote(self.ballot())).busy:
+        while (votes := vote(self.ballot())).saving:
             self.heed(votes)
             time.sleep(POLL)
 
     def close(self) -> None:
         """Wait for the thread; what other ranks had to commit together with this one is given up."""
         self._pool.shutdown()
-        if self._temporary is not None and self._parallel.leads:
+        if self._temporary is not None and self._parallel.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _raise(self) -> None:

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..data import Loader, Position
+from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status, Unsharded
 from ..model import GPT, Observation, Output
 from ..moe import all_finite, scores_not_finite, summed_over_ranks
-from ..optim import Optimizers, Shares, Slice, Unshared
+from ..optim import Optimizers
 from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
 from .budget import Budget
 from .config import TrainConfig
-from .parallel import Parallel, Portion
 from .step_means import Values, add_steps, of_layer, step_values
 
 SKIPS_IN_A_ROW = 10
@@ -68,19 +68,10 @@ class Interval(NamedTuple):
     tokens_per_second: float
 
 
-class Ballot(NamedTuple):
-    """What a rank tells the others at every step, and how many of them said so."""
-
-    stop: int = 0  # a signal has asked for it
-    busy: int = 0  # with saving a checkpoint
-    written: int = 0  # its files are
-    failed: int = 0  # they cannot be
-
-
 class Trainer:
     """A model in training. `step` counts the steps made, skipped ones included; `seconds` are those spent on them.
 
-    loader: of this rank. portion: of this rank, all by default. shares: what this rank moves, all by default.
+    loader: of this rank. local: this rank's batch, all by default. shards: what this rank moves, all by default.
     forward: the model's, compiled maybe; as it is by default.
     """
 
@@ -92,8 +83,8 @@ class Trainer:
         config: TrainConfig,
         *,
         parallel: Parallel = Parallel(),  # noqa: B008  a frozen record
-        portion: Portion | None = None,
-        shares: Shares | None = None,
+        local: LocalBatch | None = None,
+        shards: OptimizerShards | None = None,
         forward: Callable[..., Output] | None = None,
     ) -> None:
         self.model = model
@@ -102,10 +93,10 @@ class Trainer:
         self.loader = loader
         self.config = config
         self.parallel = parallel
-        self.portion = portion or Portion(config.batch_size, config.accumulation)
-        self.shares = shares or Unshared(dict(model.named_parameters()))
-        self.ballot: Callable[[], Ballot] = Ballot
-        self.votes = Ballot()  # of all ranks, at the last step
+        self.local = local or LocalBatch(config.batch_size, config.accumulation)
+        self.shards = shards or Unsharded(dict(model.named_parameters()))
+        self.ballot: Callable[[], Status] = Status
+        self.votes = Status()  # of all ranks, at the last step
         self.device = model.embed.weight.device
         self.budget = Budget(config.steps)
         self.step = 0
@@ -128,7 +119,7 @@ class Trainer:
         """
         start = time.perf_counter()
         seen = self._micro_batches()
-        self.shares.collect()
+        self.shards.reduce_gradients()
         norm = self.optimizers.grad_norm()
         if self.parallel.world is None:
             self.votes = self.ballot()
@@ -138,13 +129,13 @@ class Trainer:
         made = bool(finite)  # waits for the device: the one time in a step, but that several ranks read their votes
         if made:
             budget = self.budget
-            self.optimizers.step(self.step, budget.scheduled, norm, self.shares.publish, budget.place(self.step))
+            self.optimizers.step(self.step, budget.scheduled, norm, self.shards.gather_updated, budget.place(self.step))
             values = step_values(self.model, seen.observations)
             self.model.update_rules(seen.observations)
             self._values = values if self._seen is None else add_steps(self._values, values)
             self._seen = seen if self._seen is None else self._seen + seen
         self.not_finite = "" if made else self._not_finite(seen)
-        self.shares.finish()
+        self.shards.finish_step()
         self.step += 1
         self.skipped += not made
         self.skipped_in_a_row = 0 if made else self.skipped_in_a_row + 1
@@ -166,11 +157,11 @@ class Trainer:
 
     def _micro_batches(self) -> Seen:
         """The gradients of this rank's micro-batches, added up."""
-        last = self.portion.accumulation - 1
+        last = self.local.accumulation - 1
         seen: Seen | None = None
         for number in range(last + 1):
             if number == last:
-                self.shares.last_backward()
+                self.shards.begin_last_backward()
             new = self._micro_batch()
             seen = new if seen is None else seen + new
         assert seen is not None
@@ -179,19 +170,13 @@ class Trainer:
     def _micro_batch(self) -> Seen:
         """Add the gradients of the next batch, its share of the step's mean loss, to those there are."""
         batch = next(self.loader)
-        tokens = batch.targets.numel() * self.parallel.ranks
+        tokens = batch.targets.numel() * self.parallel.world_size
         self.tokens += tokens
         self._interval_tokens += tokens
         output = self.forward(batch.tokens.to(self.device), batch.targets.to(self.device))
-        ranks = self.portion.sharers
-        loss, cross_entropy = output.loss, output.cross_entropy
-        assert loss is not None
-        assert cross_entropy is not None
-        if self.portion.one_mean:  # over the targets of all who share the micro-batch, however many are this rank's
-            weight = int((batch.targets >= 0).sum()) * ranks / max(self.loader.targets, 1)
-            if weight != 1:
-                loss, cross_entropy = loss + (weight - 1) * cross_entropy, weight * cross_entropy
-        (loss / (self.portion.accumulation * self.parallel.ranks)).backward()
+        ranks = self.local.ranks
+        loss, cross_entropy = self.local.losses(output, batch.targets, self.loader)
+        (loss / (self.local.accumulation * self.parallel.world_size)).backward()
         loss = loss.detach() / ranks
         return Seen(torch.ones_like(loss) / ranks, loss, cross_entropy.detach() / ranks, output.observations)
 
@@ -218,7 +203,7 @@ class Trainer:
         seen = {} if self._seen is None else self._seen.tensors()
         seen |= {f"{_STEPS}{name}": value for name, value in self._values.items()}
         moments = _parts(
-            {name: (tensor, self.shares.slices[parameter_of(name)]) for name, tensor in optimizer.tensors.items()}
+            {name: (tensor, self.shards.slices[parameter_of(name)]) for name, tensor in optimizer.tensors.items()}
         )
         alike: dict[str, Mapping[str, Tensor | Part]] = {
             # Of one micro-batch some share memory, as loss and cross-entropy do, which safetensors refuses.
@@ -227,7 +212,7 @@ class Trainer:
         }
         return Checkpoint(
             self.step,
-            {"model": self._weights(), "optimizer": moments} | (alike if self.parallel.leads else {}),
+            {"model": self._weights(), "optimizer": moments} | (alike if self.parallel.is_main else {}),
             {
                 "position": asdict(self.loader.position),
                 "optimizer": optimizer.counters,
@@ -243,11 +228,11 @@ class Trainer:
 
     def _weights(self) -> dict[str, Tensor | Part]:
         """What this rank owns of the parameters; on the first rank what none owns, too: buffers."""
-        owned = self.shares.owned()
+        owned = self.shards.owned_weights()
         return _parts(owned) | {
             name: tensor
             for name, tensor in self.model.state_dict().items()
-            if self.parallel.leads and name not in owned
+            if self.parallel.is_main and name not in owned
         }
 
     def restore(self, saved: Checkpoint) -> None:
@@ -280,7 +265,7 @@ class Trainer:
 
     def _mine(self, name: str, saved: Tensor, mine: Mapping[str, Tensor]) -> Tensor:
         """Of the whole of a moment what this rank has; as it is where it does not fit, which is refused elsewhere."""
-        where: Slice | None = self.shares.slices.get(parameter_of(name))
+        where: Slice | None = self.shards.slices.get(parameter_of(name))
         if where is None or tuple(saved.shape) != where.shape or name not in mine:
             return saved
         return where.of(saved).reshape(mine[name].shape)
@@ -290,7 +275,7 @@ def _parts(places: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Par
     """As they are saved: those that there are, rows in the shape of the whole, and where they lie."""
     parts: dict[str, Tensor | Part] = {}
     for name, (tensor, where) in places.items():
-        if where.is_whole:
+        if where.is_full:
             parts[name] = tensor.view(where.shape)
         elif where.stop > where.start:
             parts[name] = Part(tensor.view(where.stop - where.start, *where.shape[1:]), where.start, where.shape)
@@ -311,18 +296,11 @@ def parameter_of(moment: str) -> str:
     return moment.split(".", 1)[1].rsplit(".", 1)[0]
 
 
-def vote(ballot: Ballot, group: dist.ProcessGroup, device: torch.device) -> Ballot:
-    """How many ranks said so."""
-    votes = torch.tensor(ballot, device=device)
-    dist.all_reduce(votes, group=group)
-    return Ballot(*votes.tolist())
-
-
-def over_ranks(seen: Seen, norm: Tensor, ballot: Ballot, group: dist.ProcessGroup) -> tuple[Seen, Tensor, Ballot]:
+def over_ranks(seen: Seen, norm: Tensor, ballot: Status, group: dist.ProcessGroup) -> tuple[Seen, Tensor, Status]:
     """Sums of all ranks, and the norm of all their gradients; one all-reduce of a few numbers."""
     named = seen.tensors() | {"norm": norm.double().square(), "ballot": torch.tensor(ballot, device=norm.device)}
     total = dict(zip(named, summed_over_ranks(list(named.values()), group), strict=True))
-    votes = Ballot(*map(int, total.pop("ballot").tolist()))
+    votes = Status(*map(int, total.pop("ballot").tolist()))
     return Seen.from_tensors(total, len(seen.observations)), total["norm"].sqrt().to(norm.dtype), votes
 
 

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
 from expert_threshold.cli import main
-from expert_threshold.train.parallel import launch
+from expert_threshold.distributed import launch
 from small_run import write_text
 
 

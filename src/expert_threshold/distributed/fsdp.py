@@ -1,7 +1,9 @@
-"""The optimizers' work over parameters that are split over ranks, as FSDP2's `fully_shard` leaves them.
+"""Optimizer shards for parameters that FSDP2's `fully_shard` has split over ranks.
 
-Stacks of matrices, and what AdamW moves, are split between matrices or rows: each rank moves what it has. A single
-matrix is split within, and Muon needs it whole: its owner is sent the gradient's rows, and sends back the update's.
+Stacks of matrices, and what AdamW steps, are split between matrices or rows: each rank steps its own. A single matrix
+is split between its rows, and Muon needs all of them: the rank that owns the matrix receives the gradient's rows and
+sends back those of the update. Muon on DTensors directly would all-gather every matrix on every rank and orthogonalize
+it there, `world_size` times.
 """
 
 from __future__ import annotations
@@ -14,25 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .shares import Slice
+from .optimizer_shards import Slice
 
 
 class Shard(NamedTuple):
-    """A parameter split along its first dimension. divisible: its places are moved each by itself."""
+    """A parameter split along its first dimension. by_row: its optimizer steps each row independently."""
 
     name: str
     parameter: nn.Parameter  # a DTensor
-    divisible: bool
-    slice: Slice  # this rank's part of the whole parameter
-    group: dist.ProcessGroup  # over which it is split
+    by_row: bool
+    slice: Slice  # this rank's part of the full parameter
+    group: dist.ProcessGroup  # the ranks it is split over
 
     @property
     def weight(self) -> Tensor:
-        """This rank's part, which shares memory with the parameter."""
+        """This rank's rows, sharing memory with the parameter."""
         return _local(self.parameter.detach())
 
     def gradient(self) -> Tensor:
-        """The sum over ranks, of which `fully_shard` made the mean."""
+        """Returns the sum over ranks of this rank's rows; `fully_shard` leaves the mean."""
         assert self.parameter.grad is not None, f"{self.name} has no gradient"
         return _local(self.parameter.grad) * self.group.size()
 
@@ -43,7 +45,11 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """Matrices of one shape, the i-th owned by rank i modulo ranks. An owner's copy is zero but for a step's update."""
+    """Matrices of one shape; rank i % ranks owns the i-th.
+
+    updates: (matrices, out, in), of those owned here. Optimizers step these zeros in place of the weights, so that
+    afterwards they hold the update.
+    """
 
     def __init__(self, shards: list[Shard]) -> None:
         self.shards = shards
@@ -52,13 +58,13 @@ class _Matrices:
         self.rows = _rows(shards[0].slice.shape[0], self.ranks)
         mine = len(shards[self.rank :: self.ranks])
         self.updates = shards[0].weight.new_zeros(mine, *shards[0].slice.shape)
-        self.unmoved: set[str] = set()
+        self.waiting: set[str] = set()  # matrices that this step has yet to update
 
     def by_owner(self) -> list[list[Shard]]:
         return [self.shards[rank :: self.ranks] for rank in range(self.ranks)]
 
     def gather(self) -> Tensor:
-        """The whole gradients of the matrices owned here, (matrices, out, in)."""
+        """Returns the full gradients of the matrices owned here, (matrices, out, in)."""
         own = self.rows[self.rank]
         sent = [torch.stack([shard.gradient() for shard in shards]) if shards else None for shards in self.by_owner()]
         columns = self.updates.shape[-1]
@@ -71,7 +77,7 @@ class _Matrices:
         )
 
     def scatter(self) -> None:
-        """Add each update's rows to the weights of the ranks that have them."""
+        """Add the rows of each update to the weights of the ranks that hold them."""
         columns = self.updates.shape[-1]
         parts = self.updates.split(self.rows, dim=1)
         own = self.rows[self.rank]
@@ -89,22 +95,22 @@ class _Matrices:
 
 
 def _rows(count: int, ranks: int) -> list[int]:
-    """Of each rank, as DTensor splits a dimension: as many each, and the last ones what is left."""
+    """Returns the rows of each rank as DTensor splits a dimension: equal chunks, the last ones smaller or empty."""
     most = -(-count // ranks)
     return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
 
 
-class Sharded:
-    """Shares of ranks that have each a part of every parameter."""
+class FSDP:
+    """Optimizer shards for ranks that each hold a part of every parameter."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         self._shards = {shard.name: shard for shard in shards}
-        self.named: dict[str, Tensor] = {}
+        self.parameters: dict[str, Tensor] = {}
         self.slices: dict[str, Slice] = {}
         by_shape: dict[object, list[Shard]] = {}
         for name, shard in self._shards.items():
-            if shard.divisible:
-                self.named[name], self.slices[name] = shard.weight, shard.slice
+            if shard.by_row:
+                self.parameters[name], self.slices[name] = shard.weight, shard.slice
             else:
                 by_shape.setdefault((shard.slice.shape, shard.group), []).append(shard)
         self._matrices = [_Matrices(shards) for shards in by_shape.values()]
@@ -113,38 +119,38 @@ class Sharded:
             for number, shard in enumerate(matrices.shards):
                 owned = number % matrices.ranks == matrices.rank
                 place = number // matrices.ranks
-                self.named[shard.name] = matrices.updates[place : place + 1] if owned else matrices.updates[:0]
+                self.parameters[shard.name] = matrices.updates[place : place + 1] if owned else matrices.updates[:0]
                 self.slices[shard.name] = Slice(0, shard.slice.shape[0] if owned else 0, shard.slice.shape)
                 self._matrices_of[shard.name] = matrices
 
-    def owned(self) -> dict[str, tuple[Tensor, Slice]]:
+    def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
         return {name: (shard.weight, shard.slice) for name, shard in self._shards.items()}
 
-    def last_backward(self) -> None:
+    def begin_last_backward(self) -> None:
         pass
 
-    def collect(self) -> None:
+    def reduce_gradients(self) -> None:
         for name, shard in self._shards.items():
-            if shard.divisible:
-                self.named[name].grad = shard.gradient()
+            if shard.by_row:
+                self.parameters[name].grad = shard.gradient()
         for matrices in self._matrices:
             gradients = matrices.gather()
-            matrices.unmoved = {shard.name for shard in matrices.shards}
+            matrices.waiting = {shard.name for shard in matrices.shards}
             for number, shard in enumerate(matrices.shards):
                 place = number // matrices.ranks
                 owned = number % matrices.ranks == matrices.rank
-                self.named[shard.name].grad = gradients[place : place + 1] if owned else gradients[:0]
+                self.parameters[shard.name].grad = gradients[place : place + 1] if owned else gradients[:0]
 
     @torch.no_grad()
-    def publish(self, names: Collection[str]) -> None:
+    def gather_updated(self, names: Collection[str]) -> None:
         for name in names:
             matrices = self._matrices_of.get(name)
             if matrices is not None:
-                matrices.unmoved.discard(name)
-                if not matrices.unmoved:
+                matrices.waiting.discard(name)
+                if not matrices.waiting:
                     matrices.scatter()
 
-    def finish(self) -> None:
+    def finish_step(self) -> None:
         for name, shard in self._shards.items():
             shard.parameter.grad = None
-            self.named[name].grad = None
+            self.parameters[name].grad = None

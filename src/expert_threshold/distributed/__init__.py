@@ -1,0 +1,32 @@
+"""All that knows of ranks, expert parallelism's dispatch aside: rendezvous, process groups, sharded optimizers.
+
+One rank is one process with one device. Nothing in the model or in the optimizers knows of this package: it is applied
+to them from outside.
+"""
+
+from .launch import is_lost_rank, launch
+from .local_batch import LocalBatch, local_batch
+from .mesh import Parallel, mesh_sizes, process_groups
+from .optimizer_shards import OptimizerShards, Slice, Unsharded
+from .parallelize import parallelize
+from .rendezvous import Failure, Rendezvous, from_main
+from .status import Status, all_reduce_status
+
+__all__ = [
+    "Failure",
+    "LocalBatch",
+    "OptimizerShards",
+    "Parallel",
+    "Rendezvous",
+    "Slice",
+    "Status",
+    "Unsharded",
+    "all_reduce_status",
+    "from_main",
+    "is_lost_rank",
+    "launch",
+    "local_batch",
+    "mesh_sizes",
+    "parallelize",
+    "process_groups",
+]

@@ -1,0 +1,48 @@
+"""Launches one process per rank, and recognises the loss of one."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+# torch raises plain RuntimeErrors for most of these, with no type or code to match on.
+LOST = re.compile("gloo|nccl|connection|timed out|socket|broken pipe|recv|heartbeat", re.IGNORECASE)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Returns True for the errors that a collective raises when another rank has exited or does not answer."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Run `et ARGUMENTS` in `processes` local processes through torchrun's launcher; returns the exit code.
+
+    The launcher forwards SIGINT and SIGTERM and waits for the ranks.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Ranks report their own failures. Setting a level here would not do: torch sets one on each child logger.
+    launcher = logging.getLogger("torch.distributed.elastic")
+    launcher.addHandler(logging.NullHandler())
+    launcher.propagate = False
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="none", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0,
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)("-m", __package__.split(".")[0], *arguments)
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values()]
+        return max(codes) if max(codes) > 0 else 1  # a rank that died of a signal has a negative code
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0

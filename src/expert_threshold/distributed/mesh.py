@@ -1,0 +1,123 @@
+"""Process groups and device meshes, created here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main
+
+DP, EP = "dp", "ep"
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """This process's place among the ranks that train one model; the default is a single process without groups.
+
+    Every rank sees different data; a layer's experts are split over the `ep` dimension of the mesh (dp, ep).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1  # ranks on this machine
+    device: torch.device = CPU
+    world: dist.ProcessGroup | None = None  # all ranks; takes CPU tensors too
+    flat: DeviceMesh | None = None  # all ranks in one dimension
+    mesh: DeviceMesh | None = None  # (dp, ep)
+    rendezvous: Rendezvous | None = None
+    shard: bool = False  # FSDP2 splits parameters, gradients and optimizer state over all ranks
+
+    @property
+    def is_main(self) -> bool:
+        """True for the rank that prints and writes what all ranks have in common."""
+        return self.rank == 0
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        """Returns the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order."""
+        return from_main(self.rendezvous, make)
+
+    @property
+    def ep(self) -> dist.ProcessGroup | None:
+        """The ranks that hold a layer's experts between them; None where each holds all of them."""
+        return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
+
+    @property
+    def splits_model(self) -> bool:
+        """True where no rank holds the whole model."""
+        return self.shard or self.ep is not None
+
+
+def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
+    """Returns the sizes of the dimensions (dp, ep). Raises ValueError if ep does not divide the ranks."""
+    if world_size % expert_parallel:
+        raise ValueError(
+            f"expert_parallel={expert_parallel} does not divide the {world_size} ranks; launch a multiple of "
+            f"{expert_parallel}, or give --expert-parallel 1"
+        )
+    return world_size // expert_parallel, expert_parallel
+
+
+def local_device(device: torch.device, local_rank: int, local_world_size: int) -> torch.device:
+    """Returns this rank's device of that type. Raises ValueError if there are fewer than ranks on this machine."""
+    if device.type == "cuda":
+        if local_world_size > torch.cuda.device_count():
+            raise ValueError(
+                f"{local_world_size} ranks on this machine but {torch.cuda.device_count()} GPUs; launch one rank per "
+                "GPU"
+            )
+        return torch.device("cuda", local_rank)
+    if device.type != "cpu":
+        raise ValueError(f"device={device}: several ranks take cpu or cuda; use --device cpu")
+    return device
+
+
+@contextmanager
+def process_groups(
+    rendezvous: Rendezvous | None, device: torch.device, *, expert_parallel: int = 1, shard: bool = False, timeout: int
+) -> Iterator[Parallel]:
+    """Initialise the process groups of all ranks for the length of the context; none without a rendezvous.
+
+    Collectives fail after `timeout` seconds without an answer. Raises ValueError for a mesh or devices that do not fit
+    the ranks.
+    """
+    if rendezvous is None:
+        mesh_sizes(1, expert_parallel)
+        yield Parallel(device=device)
+        return
+    rendezvous.heartbeat_timeout = max(timeout, MIN_HEARTBEAT_TIMEOUT)
+    sizes = mesh_sizes(rendezvous.world_size, expert_parallel)
+    device = local_device(device, rendezvous.local_rank, rendezvous.local_world_size)
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend,
+        store=rendezvous.group_store,
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    flat = init_device_mesh(device.type, (rendezvous.world_size,), mesh_dim_names=("all",))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
+    yield Parallel(
+        rendezvous.rank,
+        rendezvous.world_size,
+        rendezvous.local_world_size,
+        device,
+        dist.group.WORLD,
+        flat,
+        mesh,
+        rendezvous,
+        shard,
+    )
+    # Not in a `finally`: after an error other ranks may still wait for this one, and only its exit tells them.
+    dist.destroy_process_group()

@@ -1,0 +1,212 @@
+"""What ranks tell each other outside collectives: values computed by the main rank, and which rank failed and why.
+
+Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
+rank. torch's `broadcast_object_list` would unpickle what it receives and time out while the main rank works for longer
+than `--timeout`; torchelastic's `@record` prints a traceback per rank, where one line from one rank is enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's report before they exit
+JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to start
+HEARTBEAT = 5.0  # seconds between heartbeats of the main rank while it works alone
+MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # seconds without one after which it may count as lost
+
+
+class Failure(NamedTuple):
+    """Why a rank exits, in one line, and its exit code."""
+
+    text: str
+    code: int
+
+
+class Rendezvous:
+    """The ranks that were launched together, and their store. Values travel as JSON; nothing is unpickled.
+
+    store: a store of this start alone. launch_store: one that also outlives the launcher's restarts; `store` by
+    default.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        local_world_size: int,
+        launch_store: Store | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = local_rank
+        self.local_world_size = local_world_size
+        self.group_store = PrefixStore("groups", store)
+        self._store = PrefixStore("ranks", store)
+        self._launch_store = PrefixStore("launch", launch_store or store)
+        self._count = 0
+        self.heartbeat_timeout = 600.0  # seconds, until `process_groups` sets it
+
+    @classmethod
+    def from_env(cls) -> Rendezvous | None:
+        """Join the ranks that were launched together with this one; returns None for a single process.
+
+        torch's `is_torchelastic_launched` would overlook launchers other than torchrun that set the same variables.
+        """
+        if not (int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ and "MASTER_ADDR" in os.environ):
+            return None
+        store, rank, world_size = next(iter(rendezvous("env://", timeout=JOIN_TIMEOUT)))
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        this_start = PrefixStore(_name_of_start(store, rank, world_size), store)
+        return cls(this_start, rank, world_size, local_rank, local_world_size, store)
+
+    def mark(self, key: str) -> None:
+        """Set a mark that ranks see even after the launcher has restarted them."""
+        self._launch_store.set(key, "")
+
+    def is_marked(self, key: str) -> bool:
+        """Returns True once any rank has called `mark(key)`, before or after a restart."""
+        return self._launch_store.check([key])
+
+    def from_main(self, make: Callable[[], Any]) -> Any:
+        """Returns the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order.
+
+        `make` may take any length of time, since the main rank sends heartbeats meanwhile. If it raises ValueError or
+        OSError, every other rank raises ValueError with the same text. Raises DistError after `heartbeat_timeout`
+        seconds without a heartbeat.
+        """
+        self._count += 1
+        key = f"value/{self._count}"
+        if self.rank == 0:
+            try:
+                with self._heartbeats():
+                    value = make()
+            except (ValueError, OSError) as error:
+                self._store.set(key, json.dumps({"error": str(error)}))
+                raise
+            self._store.set(key, json.dumps({"value": value}))
+            return value
+        self._wait_for(key)
+        answer = json.loads(self._store.get(key))
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["value"]
+
+    @contextlib.contextmanager
+    def _heartbeats(self) -> Iterator[None]:
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(HEARTBEAT):
+                self._store.add("heartbeats", 1)
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _wait_for(self, key: str) -> None:
+        seen, since = -1, time.monotonic()
+        while True:
+            try:
+                return self._store.wait([key], timedelta(seconds=min(HEARTBEAT, self.heartbeat_timeout)))
+            except DistStoreError:  # not set yet
+                heartbeats = self._store.add("heartbeats", 0)
+            if heartbeats != seen:
+                seen, since = heartbeats, time.monotonic()
+            elif time.monotonic() - since > self.heartbeat_timeout:
+                raise DistError(f"rank 0 sent no heartbeat for {self.heartbeat_timeout:g} seconds")
+
+    def report_failure(self, failure: Failure | None, remedy: str, say: Callable[[str], None]) -> int:
+        """Have exactly one rank say why this launch ends, the main rank if it failed itself; returns the exit code.
+
+        failure: this rank's own; None where it only lost another rank. remedy: what to do about a lost rank.
+        """
+        if failure is not None:
+            self._store.set(f"failure/{self.rank}", json.dumps(failure))
+            if self.rank == 0:
+                self._say_once(failure.text, say)
+            elif not self._is_said(REPORT_TIMEOUT):
+                self._say_once(f"rank {self.rank}: {failure.text}", say)
+            self._wait_for_others_to_exit()
+            return failure.code
+        self._store.set(f"alive/{self.rank}", "")
+        said = self._is_said(REPORT_TIMEOUT)
+        failed = self._ranks_with("failure")
+        if failed:
+            first = Failure(*json.loads(self._store.get(f"failure/{failed[0]}")))
+            if not said:
+                self._say_once(f"rank {failed[0]}: {first.text}", say)
+            return first.code
+        if not said:
+            lost = sorted(set(range(self.world_size)) - set(self._ranks_with("alive")))
+            names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(map(str, lost))} of {self.world_size}"
+            self._say_once(f"{names} exited or stopped responding; {remedy}" if lost else "interrupted", say)
+        return 1
+
+    def _say_once(self, text: str, say: Callable[[str], None]) -> None:
+        if self._store.add("speakers", 1) == 1:
+            say(text)
+            self._store.set("said", "")
+
+    def _is_said(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not (said := self._store.check(["said"])) and time.monotonic() < end:
+            time.sleep(0.05)
+        return said
+
+    def _wait_for_others_to_exit(self) -> None:
+        """Wait briefly: the launcher kills all other ranks as soon as one exits, even in the middle of their report."""
+        self._store.add("exiting", 1)
+        end = time.monotonic() + REPORT_TIMEOUT / 5
+        while self._store.add("exiting", 0) < self.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+
+    def _ranks_with(self, key: str) -> list[int]:
+        return [rank for rank in range(self.world_size) if self._store.check([f"{key}/{rank}"])]
+
+
+def _name_of_start(store: Store, rank: int, world_size: int) -> str:
+    """Agree on a name for this start, the same on all ranks and different after every restart.
+
+    The launcher's store keeps the keys of earlier starts, among them addresses of processes that are gone, and the
+    launcher's restart count differs between nodes. So the main rank answers each rank of this start by a fresh name.
+    """
+    mine = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"hello/{rank}", mine)
+        store.wait([f"start/{mine}"], JOIN_TIMEOUT)
+        name = store.get(f"start/{mine}").decode()
+        store.add(f"joined/{name}", 1)
+        return str(name)
+    end = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+    while store.add(f"joined/{mine}", 0) < world_size - 1:
+        for other in range(1, world_size):
+            if store.check([f"hello/{other}"]):  # possibly from an earlier start; then nobody reads the answer
+                store.set(f"start/{store.get(f'hello/{other}').decode()}", mine)
+        if time.monotonic() > end:
+            raise ValueError(f"not all of the {world_size} ranks started within {JOIN_TIMEOUT}; start them again")
+        time.sleep(0.05)
+    return mine
+
+
+def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
+    """Returns `Rendezvous.from_main(make)`; in a single process, `make()`."""
+    return make() if rendezvous is None else rendezvous.from_main(make)

@@ -1,0 +1,171 @@
+"""ZeRO-1: every rank has all parameters and gradients; each rank's optimizers step the rows that it owns.
+
+The gradients of a bucket are reduce-scattered to their owners while backward still computes others, each owner steps
+its rows with the optimizers of a single process, and the rows are all-gathered while the next are stepped. A row is
+what an optimizer steps independently: a matrix under Muon, a vector under AdamW. torch's `ZeroRedundancyOptimizer`
+assigns whole parameters to ranks, so that one stack of experts cannot be divided, broadcasts them only after the
+whole step, and needs DDP to reduce every gradient to every rank first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .optimizer_shards import Slice, with_slices
+
+BUCKET_BYTES = 32 << 20  # large enough to use a link's bandwidth, small enough for the first to leave early
+
+# torch 2.13 renames both.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Replica(NamedTuple):
+    """A parameter that every rank of a group holds. by_row: its optimizer steps each row independently."""
+
+    name: str
+    parameter: nn.Parameter
+    by_row: bool
+    slice: Slice  # of the full parameter; this rank's experts, where they are split over ranks
+    group: dist.ProcessGroup
+
+    @property
+    def rows(self) -> Tensor:
+        """A view of shape (rows, …); a matrix that is stepped as a whole is one row."""
+        data = self.parameter.data
+        return data if self.by_row else data[None]
+
+
+class _Bucket:
+    """Parameters with rows of one shape, whose storage it provides: they and their gradients are views of two buffers.
+
+    Rank i of the group owns the i-th run of rows; all runs are equally long, and the last are padded with zeros.
+    """
+
+    def __init__(self, replicas: list[Replica]) -> None:
+        self.replicas = replicas
+        self.group = replicas[0].group
+        rank, ranks = self.group.rank(), self.group.size()
+        first = replicas[0].rows
+        run = -(-sum(len(replica.rows) for replica in replicas) // ranks)
+        self.weights = first.new_zeros(run * ranks, *first.shape[1:])
+        self.gradients = torch.zeros_like(self.weights)
+        self.mine = slice(rank * run, (rank + 1) * run)
+        self.my_gradients = torch.zeros_like(self.weights[self.mine])
+        self.work: dist.Work | None = None
+        self.waiting: set[str] = set()  # parameters that this step has yet to update
+        self.owned: dict[str, slice] = {}  # this rank's rows, as indices of the buffers
+        self.slices: dict[str, Slice] = {}
+        begin = 0
+        for replica in replicas:
+            end = begin + len(replica.rows)
+            start, stop = (min(max(edge, begin), end) for edge in (self.mine.start, self.mine.stop))
+            self.owned[replica.name] = slice(start, stop)
+            self.slices[replica.name] = _slice(replica, start - begin, stop - begin)
+            parameter, shape = replica.parameter, replica.parameter.shape
+            parameter.data = self.weights[begin:end].copy_(replica.rows).view(shape)
+            parameter.grad = self.gradients[begin:end].view(shape)
+            begin = end
+
+    def reduce(self) -> None:
+        self.work = _reduce_scatter(self.my_gradients, self.gradients, group=self.group, async_op=True)
+
+    def gather(self) -> None:
+        self.work = _all_gather(self.weights, self.weights[self.mine], group=self.group, async_op=True)
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+def _slice(replica: Replica, start: int, stop: int) -> Slice:
+    """Returns the slice of the full parameter that rows `start` to `stop` of the replica are."""
+    if not replica.by_row:
+        return Slice(0, len(replica.parameter) if start < stop else 0, replica.slice.shape)
+    return Slice(replica.slice.start + start, replica.slice.start + stop, replica.slice.shape)
+
+
+class ZeRO1:
+    """Optimizer shards for replicated parameters; split experts are sharded over the ranks that hold the same ones.
+
+    The parameters become views of buffers: create this once they are on their device, before anything refers to them.
+    """
+
+    def __init__(self, replicas: Iterable[Replica]) -> None:
+        self.buckets = [_Bucket(bucket) for bucket in _filled(replicas)]
+        self.parameters: dict[str, Tensor] = {}
+        self.slices: dict[str, Slice] = {}
+        self._bucket_of: dict[str, _Bucket] = {}
+        self._is_last_backward = False
+        self._missing: list[int] = []
+        self._reduced = 0
+        for number, bucket in enumerate(self.buckets):
+            self.slices |= bucket.slices
+            self.parameters |= {name: bucket.weights[rows] for name, rows in bucket.owned.items()}
+            self._bucket_of |= dict.fromkeys(bucket.owned, bucket)
+            for replica in bucket.replicas:
+                replica.parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._on_gradient(number))
+
+    def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
+        return with_slices(self)
+
+    def begin_last_backward(self) -> None:
+        self._is_last_backward, self._reduced = True, 0
+        self._missing = [len(bucket.replicas) for bucket in self.buckets]
+
+    def _on_gradient(self, number: int) -> None:
+        """Reduce every complete bucket, in the same order on all ranks."""
+        if not self._is_last_backward:
+            return
+        self._missing[number] -= 1
+        while self._reduced < len(self.buckets) and self._missing[self._reduced] == 0:
+            self.buckets[self._reduced].reduce()
+            self._reduced += 1
+
+    def reduce_gradients(self) -> None:
+        for bucket in self.buckets[self._reduced :]:  # held back by parameters that the loss does not depend on
+            bucket.reduce()
+        self._is_last_backward, self._reduced = False, 0
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.waiting = set(bucket.owned)
+            for name, rows in bucket.owned.items():
+                first = rows.start - bucket.mine.start
+                self.parameters[name].grad = bucket.my_gradients[first : first + rows.stop - rows.start]
+
+    def gather_updated(self, names: Collection[str]) -> None:
+        for name in names:
+            bucket = self._bucket_of[name]
+            bucket.waiting.discard(name)
+            if not bucket.waiting:
+                bucket.gather()
+
+    def finish_step(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait()
+            bucket.gradients.zero_()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def _filled(replicas: Iterable[Replica]) -> list[list[Replica]]:
+    """Returns the buckets in the order in which backward completes them, roughly that of the parameters reversed."""
+    closed: list[list[tuple[int, Replica]]] = []
+    filling: dict[object, list[tuple[int, Replica]]] = {}
+    for entry in enumerate(reversed(list(replicas))):
+        replica = entry[1]
+        kind = (replica.rows.shape[1:], replica.parameter.dtype, replica.group)
+        bucket = filling.setdefault(kind, [])
+        bucket.append(entry)
+        size = sum(other.parameter.nbytes for _, other in bucket)
+        even = sum(len(other.rows) for _, other in bucket) % replica.group.size() == 0
+        if size >= BUCKET_BYTES and (even or size >= 4 * BUCKET_BYTES):
+            closed.append(filling.pop(kind))
+    closed += filling.values()
+    return [[replica for _, replica in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1][0])]
