@@ -44,8 +44,9 @@ from expert_threshold.data.tokens import Tokens
 from expert_threshold.distributed import Parallel, Rendezvous, local_batch, parallelize, process_groups
 from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
+from expert_threshold.train import train_step
 from expert_threshold.train.device import pick_device
-from expert_threshold.train.trainer import Trainer
+from expert_threshold.train.state import TrainState
 
 Row = dict[str, Any]
 
@@ -153,19 +154,19 @@ def steps_of(run: RunConfig, tokens: Tokens, parallel: Parallel, steps: int) -> 
     loader = Loader(
         tokens, local.batch_size, run.model.context, 0, parallel.rank, parallel.world_size, group=parallel.world
     )
-    trainer = Trainer(model, optimizers, loader, run.train, parallel=parallel, local=local, shards=shards)
+    state = TrainState(model, optimizers, loader, run.train, parallel=parallel, local=local, shards=shards)
     remote = count_rows(model, parallel.world_size, parallel.rank)
-    trainer.advance()
-    trainer.advance()
+    train_step(state)
+    train_step(state)
     remote.clear()
     counter = Sent()
     with counter:
-        trainer.advance()
+        train_step(state)
     rows = sum(remote) / max(len(model.moe_layers()), 1)
     seconds, processor = [], []
     for _ in range(steps):
         start, spent = time.perf_counter(), time.process_time()
-        trainer.advance()
+        train_step(state)
         seconds.append(time.perf_counter() - start)
         processor.append(time.process_time() - spent)
     kinds = sorted(set(KINDS.values()))

@@ -47,6 +47,7 @@ from expert_threshold.generate import Step
 from expert_threshold.moe import DISPATCHES
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
+from expert_threshold.train import train_step
 from expert_threshold.train.budget import SHARE_OF_STEPS
 
 RUN_OPTIONS = [option for group in run_groups(resolve()).values() for option in group]
@@ -131,9 +132,9 @@ def run(small: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_of_some_minutes_has_the_steps_that_fit(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda trainer: trainer.advance() and 0.5)
+    monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda state: train_step(state) and 0.5)
     monkeypatch.setattr("expert_threshold.train.pace.SECONDS", 0)
-    monkeypatch.setattr("expert_threshold.train.loop.now", lambda: 0.0)  # no time goes by: nothing is decided again
+    monkeypatch.setattr("expert_threshold.train.timer.now", lambda: 0.0)  # no time goes by: nothing is decided again
     monkeypatch.setattr("expert_threshold.train.budget.ENOUGH", 1000)
     assert et("train", *small, "--minutes", 0.1, "--out", tmp_path / "run") == 0
     config = RunFolder.open(tmp_path / "run").config

@@ -38,7 +38,8 @@ from expert_threshold.data import Batch, Loader
 from expert_threshold.install import install
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.trainer import Trainer
+from expert_threshold.train import loop
+from expert_threshold.train.state import TrainState
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
@@ -211,16 +212,16 @@ def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in that step, counted over all runs."""
-    advance, made = Trainer.advance, 0
+    train_step, made = loop.train_step, 0
 
-    def interrupted(trainer: Trainer) -> bool:
+    def interrupted(state: TrainState, status: Any) -> bool:
         nonlocal made
         made += 1
         if made == step:
             signal.raise_signal(signal.SIGINT)
-        return advance(trainer)
+        return train_step(state, status)
 
-    monkeypatch.setattr(Trainer, "advance", interrupted)
+    monkeypatch.setattr(loop, "train_step", interrupted)
 
 
 def test_an_interrupted_comparison_goes_on_and_equals_one_that_never_stopped(

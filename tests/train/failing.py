@@ -7,16 +7,18 @@ import resource
 import signal
 import sys
 import threading
+from typing import Any
 
 from expert_threshold.cli import main
-from expert_threshold.train.trainer import Trainer
+from expert_threshold.train import loop
+from expert_threshold.train.state import TrainState
 
 WHAT, RANK, STEP = sys.argv[1], sys.argv[2], int(sys.argv[3])
-advance = Trainer.advance
+train_step = loop.train_step
 
 
-def failing(trainer: Trainer) -> bool:
-    if trainer.step == STEP and os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def failing(state: TrainState, status: Any) -> bool:
+    if state.step == STEP and os.environ["RANK"] == RANK and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         if WHAT == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if WHAT == "hung":
@@ -26,8 +28,8 @@ def failing(trainer: Trainer) -> bool:
         if WHAT == "full":
             resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000))
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    return advance(trainer)
+    return train_step(state, status)
 
 
-Trainer.advance = failing  # type: ignore[method-assign]
+loop.train_step = failing
 sys.exit(main(sys.argv[4:]))

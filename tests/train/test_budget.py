@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from expert_threshold.optim.groups import SCHEDULES
 from expert_threshold.runs import RunFolder
+from expert_threshold.train import loop
 from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Between, Budget
-from expert_threshold.train.trainer import Trainer
+from expert_threshold.train.state import TrainState
 
 from .conftest import Start
 
@@ -126,17 +127,17 @@ def test_a_resumed_run_makes_the_decisions_that_were_made() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """In the place of the loop's: steps of 0.1 seconds, twice as fast from the tenth on."""
-    clock, advance = Clock(), Trainer.advance
+    """Replaces the timer's: steps of 0.1 seconds, twice as fast from the tenth on."""
+    clock, train_step = Clock(), loop.train_step
 
-    def advanced(trainer: Trainer) -> bool:
-        clock.time += 0.1 if trainer.step < 10 else 0.05
-        if trainer.step == clock.stop_at:
+    def timed(state: TrainState, status: Any) -> bool:
+        clock.time += 0.1 if state.step < 10 else 0.05
+        if state.step == clock.stop_at:
             signal.raise_signal(signal.SIGINT)
-        return advance(trainer)
+        return train_step(state, status)
 
-    monkeypatch.setattr(Trainer, "advance", advanced)
-    monkeypatch.setattr("expert_threshold.train.loop.now", lambda: clock.time)
+    monkeypatch.setattr(loop, "train_step", timed)
+    monkeypatch.setattr("expert_threshold.train.timer.now", lambda: clock.time)
     return clock
 
 

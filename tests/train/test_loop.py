@@ -26,9 +26,9 @@ from expert_threshold.model import GPT, GPTConfig, Output, gpt
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
-from expert_threshold.train import TrainConfig, TrainResult
+from expert_threshold.train import TrainConfig, TrainResult, loop
 from expert_threshold.train.checks import require_pools_fit
-from expert_threshold.train.trainer import Trainer
+from expert_threshold.train.state import TrainState
 
 from .conftest import RULES, Start, tiny
 
@@ -130,7 +130,7 @@ def test_saving_comes_before_validating(start: Start, tmp_path: Path, monkeypatc
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("expert_threshold.train.loop.evaluate", fail)
+    monkeypatch.setattr("expert_threshold.train.evaluations.evaluate", fail)
     with pytest.raises(RuntimeError):
         start()
     assert RunFolder.open(tmp_path / "run").checkpoints() == [4]
@@ -278,7 +278,7 @@ def test_a_new_run_has_a_warmup_of_its_own_unless_it_continues_one(
 
 
 def test_a_warmup_can_only_be_continued_of_another_run(start: Start) -> None:
-    with pytest.raises(ValueError, match="continue_warmup goes on with the warmup of another run; name that"):
+    with pytest.raises(ValueError, match="continue_warmup continues the warmup of another run; name that run"):
         start(continue_warmup=True)
 
 
@@ -462,20 +462,20 @@ def test_a_router_row_of_nan_is_told_by_layer_and_expert_and_moves_nothing(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: Any
 ) -> None:
     """An expert whose scores are NaN gets no token, so that the loss is finite."""
-    advance = Trainer.advance
+    train_step = loop.train_step
 
-    def spoiled(trainer: Trainer) -> bool:
-        [(_, moe)] = trainer.model.moe_layers()
+    def spoiled(state: TrainState, status: Any) -> bool:
+        [(_, moe)] = state.model.moe_layers()
         row = moe.router.weight.data[2]
         whole = row.clone()
-        if trainer.step == 3:
+        if state.step == 3:
             row.fill_(math.nan)
-        made = advance(trainer)
-        if trainer.step == 4:
+        made = train_step(state, status)
+        if state.step == 4:
             row.copy_(whole)
         return made
 
-    monkeypatch.setattr(Trainer, "advance", spoiled)
+    monkeypatch.setattr(loop, "train_step", spoiled)
     start(model=tiny(ExpertThreshold(4, warmup_steps=0)), console=plain.console)
     (event,) = metrics(tmp_path / "run", "event")
     assert (event["step"], event["event"]) == (4, "skipped_step")

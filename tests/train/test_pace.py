@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from expert_threshold.config import resolve
-from expert_threshold.train import pace
+from expert_threshold.train import pace, train_step
 from expert_threshold.train.budget import SHARE_OF_STEPS
 
 
 def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolve("tiny", changes={"train": {"batch_size": 4, "accumulation": 2, "steps": 20}})
-    monkeypatch.setattr(pace, "_seconds_of_step", lambda trainer: trainer.advance() and 0.5)
+    monkeypatch.setattr(pace, "_seconds_of_step", lambda state: train_step(state) and 0.5)
     torch.manual_seed(0)
     random = torch.get_rng_state()
     tokens = pace.tokens_within(100, config.model, config.optim, config.train)

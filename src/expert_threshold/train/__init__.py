@@ -1,6 +1,7 @@
-"""Training: the loop, what it saves, and what it says."""
+"""Training: `loop.py` is the loop; the other files prepare, evaluate, log and save for it."""
 
 from .config import TrainConfig
-from .loop import Sample, TrainResult, train
+from .evaluations import Sample
+from .loop import TrainResult, train, train_step
 
-__all__ = ["Sample", "TrainConfig", "TrainResult", "train"]
+__all__ = ["Sample", "TrainConfig", "TrainResult", "train", "train_step"]

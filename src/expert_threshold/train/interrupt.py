@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Stops a run at a signal, after the step in progress."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import threading
 from types import FrameType
 from typing import Any
 
+from .state import TrainState
+
 NOTICE = b"\nfinishing this step and saving; once more quits at once\n"
 
 
 class Interrupt:
-    """While entered, SIGINT and SIGTERM raise KeyboardInterrupt; with `deferred` set the first only sets `requested`.
+    """A context in which SIGINT and SIGTERM raise KeyboardInterrupt; once `deferred`, the first only sets `requested`.
 
-    quiet: say nothing.
-
-    Python tells the main thread alone of signals; in another one nothing is installed.
+    quiet: print no notice. Python delivers signals to the main thread only; in other threads nothing is installed.
     """
 
     def __init__(self, quiet: bool = False) -> None:
@@ -35,9 +35,13 @@ class Interrupt:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def stops(self, state: TrainState) -> bool:
+        """Returns True once the run is to stop; all ranks agree on the step, by the status of the last one."""
+        return self.requested if state.parallel.world is None else state.status.stop > 0
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested or not self.deferred:
             raise KeyboardInterrupt
         self.requested = True
         if not self.quiet:
-            os.write(2, NOTICE)  # print is not to be called in the middle of a print
+            os.write(2, NOTICE)  # a handler may not print in the middle of a print

@@ -16,7 +16,8 @@ from .budget import SHARE_OF_STEPS
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import objects_at_rest, pick_device, pick_dtype
-from .trainer import Trainer
+from .loop import train_step
+from .state import TrainState
 
 WARMUP_STEPS, SECONDS = 3, 5.0
 
@@ -37,17 +38,17 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         # auto decides by the steps that come out
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
-        trainer = Trainer(gpt, optimizers, cast(Loader, batches), config, forward=forward)
-        times: list[float] = [_seconds_of_step(trainer)]
+        state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
+        times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS
         with objects_at_rest():
-            while trainer.step <= WARMUP_STEPS or (time.perf_counter() < end and trainer.step < config.steps):
-                times.append(_seconds_of_step(trainer))
+            while state.step <= WARMUP_STEPS or (time.perf_counter() < end and state.step < config.steps):
+                times.append(_seconds_of_step(state))
     steps = SHARE_OF_STEPS * seconds / statistics.median(times[WARMUP_STEPS:])
     return max(round(steps), 1) * config.batch_size * config.accumulation * model.context
 
 
-def _seconds_of_step(trainer: Trainer) -> float:
-    before = trainer.seconds
-    trainer.advance()
-    return trainer.seconds - before
+def _seconds_of_step(state: TrainState) -> float:
+    before = state.seconds
+    train_step(state)
+    return state.seconds - before

@@ -25,19 +25,20 @@ from ..model import GPT, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..runs import Checkpoint, RunFolder
 from ..runs.files import damage_told
+from .budget import Budget
 from .checks import require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import kernels_off, kernels_run, pick_dtype
 from .log import Display
-from .trainer import Trainer, load_weights
+from .state import TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
 """Of the text, from its beginning, that a tokenizer is trained on."""
 
 
 class Prepared(NamedTuple):
-    trainer: Trainer
+    state: TrainState
     tokenizer: Tokenizer
     validation: Tokens | None  # None where there is no validation
     core: Sequence[Task]  # none where CORE is not asked
@@ -54,10 +55,11 @@ def prepare(
     resume: bool,
     init_from: Path | None,
     continue_warmup: bool,
+    minutes: float | None,
     display: Display,
     parallel: Parallel,
 ) -> Prepared:
-    """A trainer before its first step or, with `resume`, after the last saved. Raises ValueError as `train` does."""
+    """Returns a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does."""
     require_trainable(model, config, parallel.world_size)
     device = parallel.device
     if config.threads is not None:
@@ -69,6 +71,8 @@ def prepare(
     else:
         record["init_from"] = None if init_from is None else str(init_from.resolve())
         record["continue_warmup"] = continue_warmup
+        if minutes is not None:
+            record["time"] = {"minutes": minutes, "decisions": []}
     record["compiled"] = pick_compile(model, config, device, parallel.world_size, display.say)
     dtype = pick_dtype(config.dtype, device)
     record["kernels"] = kernels_run(device, dtype)
@@ -93,11 +97,22 @@ def prepare(
     loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, local)
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
+    budget = _budget(folder, config, record)
     forward = compiled(gpt) if record["compiled"] else None
-    trainer = Trainer(gpt, optimizers, loader, config, parallel=parallel, local=local, shards=shards, forward=forward)
+    state = TrainState(
+        gpt, optimizers, loader, config, parallel=parallel, local=local, shards=shards, forward=forward, budget=budget
+    )
     if saved is not None:
-        trainer.restore(saved)
-    return Prepared(trainer, tokenizer, validation, core, record, corpus.skipped)
+        state.restore(saved)
+    return Prepared(state, tokenizer, validation, core, record, corpus.skipped)
+
+
+def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> Budget:
+    """Returns the steps of the run, and its time with what was decided so far if it has one."""
+    if "time" not in record:
+        return Budget(config.steps)
+    with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
+        return Budget(config.steps, 60 * record["time"]["minutes"], record["time"]["decisions"])
 
 
 def _beginning(

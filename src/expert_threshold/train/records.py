@@ -10,7 +10,7 @@ from torch import Tensor
 from ..evaluation import Validation
 from ..model import GPT, Observation
 from .step_means import Values, of_layer
-from .trainer import Interval
+from .sums import Interval
 
 Record = dict[str, Any]
 
@@ -20,14 +20,14 @@ def train_record(model: GPT, interval: Interval) -> Record:
 
     So the mean of the lines, weighted by their steps, is that of the run, however many steps a line has.
     """
-    seen = interval.seen
+    sums = interval.sums
     layers = {
         str(layer): layer_record(observation, of_layer(interval.means, layer))
-        for (layer, _), observation in zip(model.moe_layers(), seen.observations, strict=True)
+        for (layer, _), observation in zip(model.moe_layers(), sums.observations, strict=True)
     }
     return {
-        "loss": float(seen.loss / seen.micro_batches),
-        "cross_entropy": float(seen.cross_entropy / seen.micro_batches),
+        "loss": float(sums.loss / sums.micro_batches),
+        "cross_entropy": float(sums.cross_entropy / sums.micro_batches),
         "steps": interval.steps,
         "layers": layers,
     }

@@ -1,11 +1,10 @@
-"""Checkpoints written beside training, which waits for no more than the copy to the host's memory."""
+"""Checkpoints written in the background: training waits only for the copy to host memory."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,23 @@ import numpy.typing as npt
 import torch
 
 from ..data.stream import gather
-from ..distributed import Parallel, Status
+from ..distributed import Parallel, Status, all_reduce_status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
 
-POLL = 0.02  # seconds between two looks at what others have written
+POLL = 0.02  # seconds between two looks at what other ranks have written
 
 
 class LostSaveError(Exception):
-    """Another rank cannot save, and says why."""
+    """Another rank could not save; that rank reports why."""
 
 
 class Saver:
-    """Of one run. All ranks write their files at once; when each has told that its are whole, the first commits them.
+    """Writes the checkpoints of a run, one at a time; keeps the newest `keep` of them, or all.
 
-    Ranks tell each other by the votes of every step, so that all learn of it in the same one.
+    All ranks write their files at once. Their status travels with the all-reduce of every step, so that all learn in
+    the same step that every file is complete; then the main rank commits the checkpoint. torch.distributed.checkpoint
+    would pickle its metadata and depend on the layout over ranks; a run folder has safetensors and JSON that any
+    number of ranks can load.
     """
 
     def __init__(self, folder: RunFolder, parallel: Parallel, keep: int | None) -> None:
@@ -36,13 +38,14 @@ class Saver:
         self._parallel = parallel
         self._keep = keep
         self._pool = ThreadPoolExecutor(1, "save")
-        self._saved: Checkpoint | None = None  # what is being saved, a copy
+        self._saved: Checkpoint | None = None  # a copy, while it is being written
         self._temporary: Path | None = None
         self._files: Future[Fingerprints] | None = None
         self._commit: Future[None] | None = None
 
-    def begin(self, checkpoint: Checkpoint) -> None:
-        """Take a copy and begin to write it. All ranks together; none may be at work on an earlier one any more."""
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Copy the checkpoint and start to write it, after the one before is complete; all ranks together."""
+        self.finish()
         assert self._saved is None
         parallel, folder = self._parallel, self._folder
         saved = Checkpoint(checkpoint.step, _copies(checkpoint.tensors), checkpoint.state)
@@ -50,24 +53,27 @@ class Saver:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
             path = parallel.from_main(lambda: _text(folder.begin_checkpoint(saved.step)))
-            if path is None:
+            if path is None:  # this step is saved already
                 return
             self._temporary = Path(path)
             self._files = self._pool.submit(folder.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
 
-    def ballot(self, stop: bool = False) -> Status:
-        """What to tell the others."""
+    def status(self, stop: bool = False) -> Status:
+        """Returns this rank's status. stop: a signal asked the run to stop."""
         files, commit = self._files, self._commit
         failed = any(future is not None and future.done() and future.exception() for future in (files, commit))
         written = files is not None and files.done() and not failed
         return Status(int(stop), int(self._saved is not None), int(written), int(failed))
 
-    def heed(self, votes: Status) -> None:
-        """Go on as all ranks' votes say. Raises what went wrong with writing, on every rank."""
-        if votes.failed:
+    def commit_if_written(self, status: Status) -> None:
+        """Commit the checkpoint once the status of all ranks says that every file of it is complete.
+
+        Raises on every rank if one could not write: its own error there, LostSaveError on the others.
+        """
+        if status.failed:
             self._raise()
-        if self._parallel.world is not None and votes.written == self._parallel.world_size:
+        if self._parallel.world is not None and status.written == self._parallel.world_size:
             assert self._files is not None
             assert self._saved is not None
             files: Fingerprints = {}
@@ -84,19 +90,19 @@ class Saver:
         if self._commit is not None and self._commit.done():
             self._commit, self._saved = None, None
 
-    def finish(self, vote: Callable[[Status], Status]) -> None:
-        """Wait until what is being saved is there whole, on all ranks together. Raises as `heed` does."""
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete, on all ranks together. Raises as `commit_if_written` does."""
         if self._parallel.world is None:
             if self._commit is not None:
                 self._commit.exception()
-            self.heed(self.ballot())
+            self.commit_if_written(self.status())
             return
-        while (votes := vote(self.ballot())).saving:
-            self.heed(votes)
+        while (status := all_reduce_status(self.status(), self._parallel.world, self._parallel.device)).saving:
+            self.commit_if_written(status)
             time.sleep(POLL)
 
     def close(self) -> None:
-        """Wait for the thread; what other ranks had to commit together with this one is given up."""
+        """Wait for the thread; a checkpoint that is not committed yet is dropped where other ranks share it."""
         self._pool.shutdown()
         if self._temporary is not None and self._parallel.is_main:
             shutil.rmtree(self._temporary, ignore_errors=True)
@@ -120,7 +126,7 @@ def _text(path: Path | None) -> str | None:
 
 
 def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """On the host, sharing no memory with what training changes."""
+    """Returns copies in host memory that share nothing with the tensors in training."""
 
     def copy(value: torch.Tensor | Part) -> torch.Tensor | Part:
         if isinstance(value, Part):

@@ -16,10 +16,10 @@ from expert_threshold.data import Batch, Loader, Tokens
 from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
-from expert_threshold.train import TrainConfig
+from expert_threshold.train import TrainConfig, train_step
 from expert_threshold.train.records import train_record
+from expert_threshold.train.state import TrainState
 from expert_threshold.train.track import flatten
-from expert_threshold.train.trainer import Trainer
 
 RULES: list[Rule | None] = [
     None,
@@ -38,7 +38,7 @@ def model_config(rule: Rule | None) -> GPTConfig:
     )  # fmt: skip
 
 
-def make_trainer(rule: Rule | None, optim: OptimConfig = OptimConfig(), **options: int) -> Trainer:  # noqa: B008
+def make_state(rule: Rule | None, optim: OptimConfig = OptimConfig(), **options: int) -> TrainState:  # noqa: B008
     torch.manual_seed(0)
     model = GPT(model_config(rule)).train()
     with torch.no_grad():
@@ -47,14 +47,14 @@ def make_trainer(rule: Rule | None, optim: OptimConfig = OptimConfig(), **option
     ids = np.random.default_rng(0).integers(0, VOCAB, 1000).astype(np.uint16)
     tokens = Tokens(ids, np.array([0, 400, 1000]), 1000)
     loader = Loader(tokens, config.batch_size, CONTEXT, seed=0)
-    return Trainer(model, make_optimizers(model.named_parameters(), optim, 32), loader, config)
+    return TrainState(model, make_optimizers(model.named_parameters(), optim, 32), loader, config)
 
 
-def everything(trainer: Trainer) -> dict[str, Tensor]:
+def everything(state: TrainState) -> dict[str, Tensor]:
     """All tensors that a step may move: weights, rule states, moments; the counts of steps too."""
-    moments, counts = trainer.optimizers.state_dict()
+    moments, counts = state.optimizers.state_dict()
     counters = {f"count.{name}": torch.tensor(count) for name, count in counts.items()}
-    return {name: t.clone() for name, t in (trainer.model.state_dict() | moments | counters).items()}
+    return {name: t.clone() for name, t in (state.model.state_dict() | moments | counters).items()}
 
 
 def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -64,23 +64,23 @@ def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert a[name].numpy().tobytes() == b[name].numpy().tobytes(), name
 
 
-def gradients(trainer: Trainer) -> dict[str, Tensor]:
+def gradients(state: TrainState) -> dict[str, Tensor]:
     """Of the first step, which is not made."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:
-        found.update({name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None})
+        found.update({name: p.grad.clone() for name, p in state.model.named_parameters() if p.grad is not None})
 
-    trainer.optimizers.step = keep  # type: ignore[method-assign]
-    assert trainer.advance()
+    state.optimizers.step = keep  # type: ignore[method-assign]
+    assert train_step(state)
     return found
 
 
 @pytest.mark.parametrize("rule", [None, TokenChoice(4, 1)], ids=str)
 def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -> None:
     """Of rules without pools; pools are formed within a micro-batch."""
-    large = gradients(make_trainer(rule, batch_size=4, accumulation=1))
-    small = gradients(make_trainer(rule, batch_size=1, accumulation=4))
+    large = gradients(make_state(rule, batch_size=4, accumulation=1))
+    small = gradients(make_state(rule, batch_size=1, accumulation=4))
     assert large.keys() == small.keys()
     for name in large:
         torch.testing.assert_close(small[name], large[name], rtol=1e-4, atol=1e-6)
@@ -89,7 +89,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -
 
 @pytest.mark.parametrize("rule", RULES[1:], ids=str)
 def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make_trainer(rule, batch_size=2, accumulation=3)
+    state = make_state(rule, batch_size=2, accumulation=3)
     seen = []
     forward = GPT.forward
 
@@ -99,11 +99,11 @@ def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, mo
         return output
 
     monkeypatch.setattr(GPT, "forward", record)
-    [(_, moe)] = trainer.model.moe_layers()
+    [(_, moe)] = state.model.moe_layers()
     for _ in range(2):
         before = type(moe.router.state)(*(t.clone() for t in moe.router.state))
         seen.clear()
-        trainer.advance()
+        train_step(state)
         assert len(seen) == 3
         for got, expected in zip(moe.router.state, rule.update(before, seen[0] + seen[1] + seen[2]), strict=True):
             assert torch.equal(got, expected)
@@ -111,21 +111,21 @@ def test_rules_move_once_per_step_by_the_sum_of_its_micro_batches(rule: Rule, mo
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_one_batch_can_be_learned_by_heart(rule: Rule | None) -> None:
-    trainer = make_trainer(rule, OptimConfig(adamw_warmup_steps=0, head_lr=0.02))
-    batch = next(trainer.loader)
+    state = make_state(rule, OptimConfig(adamw_warmup_steps=0, head_lr=0.02))
+    batch = next(state.loader)
 
     class Same(Iterator[Batch]):
         def __next__(self) -> Batch:
             return batch
 
-    trainer.loader = Same()  # type: ignore[assignment]
+    state.loader = Same()  # type: ignore[assignment]
     for _ in range(60):
-        trainer.advance()
-    trainer.take_interval()
-    trainer.advance()
-    interval = trainer.take_interval()
+        train_step(state)
+    state.take_interval()
+    train_step(state)
+    interval = state.take_interval()
     assert interval is not None
-    assert interval.seen.cross_entropy / interval.seen.micro_batches < 0.1 < math.log(VOCAB)
+    assert interval.sums.cross_entropy / interval.sums.micro_batches < 0.1 < math.log(VOCAB)
 
 
 class Spoil:
@@ -151,33 +151,33 @@ class Spoil:
 def test_a_loss_that_is_not_finite_changes_nothing(
     rule: Rule | None, micro_batch: int, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make_trainer(rule, accumulation=2)
+    state = make_state(rule, accumulation=2)
     Spoil(monkeypatch, {2 + micro_batch}, value)
-    assert trainer.advance()
-    before, position = everything(trainer), trainer.loader.position
-    assert not trainer.advance()
-    assert_same_bytes(everything(trainer), before)
-    assert all(p.grad is None for p in trainer.model.parameters())
-    assert (trainer.step, trainer.skipped, trainer.skipped_in_a_row) == (2, 1, 1)
-    assert trainer.loader.position != position
-    assert trainer.advance()
-    assert (trainer.step, trainer.skipped, trainer.skipped_in_a_row) == (3, 1, 0)
-    interval = trainer.take_interval()
+    assert train_step(state)
+    before, position = everything(state), state.loader.position
+    assert not train_step(state)
+    assert_same_bytes(everything(state), before)
+    assert all(p.grad is None for p in state.model.parameters())
+    assert (state.step, state.skipped, state.skipped_in_a_row) == (2, 1, 1)
+    assert state.loader.position != position
+    assert train_step(state)
+    assert (state.step, state.skipped, state.skipped_in_a_row) == (3, 1, 0)
+    interval = state.take_interval()
     assert interval is not None
-    assert interval.seen.loss.isfinite()
-    assert interval.seen.micro_batches == 4
+    assert interval.sums.loss.isfinite()
+    assert interval.sums.micro_batches == 4
     with pytest.raises(AssertionError):  # the comparison can fail
-        assert_same_bytes(everything(trainer), before)
+        assert_same_bytes(everything(state), before)
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_gradient_that_is_not_finite_skips_the_step(clip: float | None) -> None:
-    trainer = make_trainer(RULES[-1], OptimConfig(clip=clip))
-    trainer.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
-    before = everything(trainer)
-    assert not trainer.advance()
-    assert trainer.not_finite == "a gradient is not finite"
-    assert_same_bytes(everything(trainer), before)
+    state = make_state(RULES[-1], OptimConfig(clip=clip))
+    state.model.embed.weight.register_hook(lambda gradient: gradient * math.inf)
+    before = everything(state)
+    assert not train_step(state)
+    assert state.not_finite == "a gradient is not finite"
+    assert_same_bytes(everything(state), before)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -186,7 +186,7 @@ def test_an_observation_that_is_not_finite_changes_nothing(
     rule: Rule, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would make the cutoff NaN for good, though loss and gradients are finite."""
-    trainer = make_trainer(rule, accumulation=2)
+    state = make_state(rule, accumulation=2)
     forward = GPT.forward
     count = 0
 
@@ -199,70 +199,70 @@ def test_an_observation_that_is_not_finite_changes_nothing(
         return output
 
     monkeypatch.setattr(GPT, "forward", spoiled)
-    assert trainer.advance()
-    before = everything(trainer)
-    assert not trainer.advance()
-    assert trainer.not_finite == "the scores of expert 1 in layer 1 are not finite"
-    assert_same_bytes(everything(trainer), before)
-    assert trainer.advance()
-    assert trainer.not_finite == ""
-    interval = trainer.take_interval()
+    assert train_step(state)
+    before = everything(state)
+    assert not train_step(state)
+    assert state.not_finite == "the scores of expert 1 in layer 1 are not finite"
+    assert_same_bytes(everything(state), before)
+    assert train_step(state)
+    assert state.not_finite == ""
+    interval = state.take_interval()
     assert interval is not None
-    assert all(value.isfinite().all() for value in interval.seen.observations[0].tensors().values())
+    assert all(value.isfinite().all() for value in interval.sums.observations[0].tensors().values())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_activation_checkpointing_changes_neither_weights_nor_rules(rule: Rule | None) -> None:
-    plain, recomputed = make_trainer(rule, accumulation=2), make_trainer(rule, accumulation=2)
+    plain, recomputed = make_state(rule, accumulation=2), make_state(rule, accumulation=2)
     recomputed.model.activation_checkpointing = True
-    for trainer in (plain, recomputed):
+    for state in (plain, recomputed):
         for _ in range(3):
-            trainer.advance()
+            train_step(state)
     assert_same_bytes(everything(plain), everything(recomputed))
 
 
 @pytest.mark.parametrize("rule", [None, RULES[-1]], ids=str)
 def test_nothing_piles_up_between_steps(rule: Rule | None) -> None:
-    trainer = make_trainer(rule, accumulation=2)
+    state = make_state(rule, accumulation=2)
 
     def alive() -> int:
         gc.collect()
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
-    trainer.advance()
-    trainer.advance()
+    train_step(state)
+    train_step(state)
     before = alive()
     for _ in range(5):
-        trainer.advance()
+        train_step(state)
     assert alive() <= before
-    interval = trainer.take_interval()
+    interval = state.take_interval()
     assert interval is not None
-    assert not any(tensor.requires_grad for tensor in interval.seen.tensors().values())
+    assert not any(tensor.requires_grad for tensor in interval.sums.tensors().values())
 
 
 def test_an_interval_sums_all_steps_since_the_last() -> None:
-    trainer = make_trainer(RULES[-1], accumulation=2)
-    assert trainer.take_interval() is None
+    state = make_state(RULES[-1], accumulation=2)
+    assert state.take_interval() is None
     for steps in (3, 1):
         for _ in range(steps):
-            trainer.advance()
-        interval = trainer.take_interval()
+            train_step(state)
+        interval = state.take_interval()
         assert interval is not None
-        assert interval.seen.micro_batches == 2 * steps
-        assert interval.seen.observations[0].tokens == 2 * steps * 4 * CONTEXT
+        assert interval.sums.micro_batches == 2 * steps
+        assert interval.sums.observations[0].tokens == 2 * steps * 4 * CONTEXT
         assert interval.tokens_per_second > 0
-    assert trainer.take_interval() is None
-    assert trainer.tokens == 4 * 2 * 4 * CONTEXT
+    assert state.take_interval() is None
+    assert state.tokens == 4 * 2 * 4 * CONTEXT
 
 
 def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
-    trainer = make_trainer(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5))
+    state = make_state(ExpertThreshold(4, 1, warmup_steps=0, capacity_slack=0.1, decay=0.5))
     for _ in range(3):
-        trainer.advance()
-    interval = trainer.take_interval()
+        train_step(state)
+    interval = state.take_interval()
     assert interval is not None
-    [seen] = interval.seen.observations
-    line = train_record(trainer.model, interval)["layers"]["1"]
+    [seen] = interval.sums.observations
+    line = train_record(state.model, interval)["layers"]["1"]
     for name, value in (
         ("usage", seen.usage),
         ("batch_cutoff", seen.batch_cutoff),
@@ -281,14 +281,14 @@ def test_a_line_of_metrics_has_the_numbers_of_each_layer_and_expert() -> None:
 
 def lines_every(rule: Rule | None, every: int, steps: int = 30) -> list[dict[str, Any]]:
     """The lines of metrics of one and the same trajectory."""
-    trainer = make_trainer(rule, accumulation=2)
+    state = make_state(rule, accumulation=2)
     lines = []
     for step in range(1, steps + 1):
-        trainer.advance()
+        train_step(state)
         if step % every == 0:
-            interval = trainer.take_interval()
+            interval = state.take_interval()
             assert interval is not None
-            lines.append(train_record(trainer.model, interval))
+            lines.append(train_record(state.model, interval))
     return lines
 
 
@@ -311,15 +311,15 @@ def test_the_mean_of_the_lines_is_the_same_however_many_steps_a_line_has(rule: R
 
 def test_cutoffs_of_a_line_are_those_that_its_steps_were_routed_by() -> None:
     """They were those after its last step, whose distance to the mean of its batches hung on the length of the line."""
-    trainer = make_trainer(ExpertThreshold(4, 1, warmup_steps=0, decay=0.9))
-    [(_, moe)] = trainer.model.moe_layers()
+    state = make_state(ExpertThreshold(4, 1, warmup_steps=0, decay=0.9))
+    [(_, moe)] = state.model.moe_layers()
     for _ in range(3):
         cutoff = moe.router.thresholds()
         assert cutoff is not None
-        trainer.advance()
-        interval = trainer.take_interval()
+        train_step(state)
+        interval = state.take_interval()
         assert interval is not None
-        [seen] = interval.seen.observations
-        line = train_record(trainer.model, interval)["layers"]["1"]
+        [seen] = interval.sums.observations
+        line = train_record(state.model, interval)["layers"]["1"]
         assert line["cutoff"] == pytest.approx(cutoff.tolist(), rel=1e-5, abs=1e-6)
         assert line["cutoff_distance"] == pytest.approx((seen.batch_cutoff - cutoff).abs().tolist(), rel=1e-4, abs=1e-6)

@@ -1,0 +1,80 @@
+"""What a training step measured, summed over micro-batches, ranks and steps."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..distributed import Status
+from ..model import GPT, Observation
+from ..moe import scores_not_finite, summed_over_ranks
+from .step_means import Values, of_layer
+
+
+class Sums(NamedTuple):
+    """Sums over micro-batches, without gradient, on the model's device."""
+
+    micro_batches: Tensor  # () float32
+    loss: Tensor  # () with the rules' auxiliary losses
+    cross_entropy: Tensor  # ()
+    observations: tuple[Observation, ...]
+
+    @classmethod
+    def of(cls, loss: Tensor, cross_entropy: Tensor, observations: tuple[Observation, ...], ranks: int) -> Sums:
+        """Returns the sums of one micro-batch; each of the `ranks` that share it counts for 1 / ranks."""
+        loss = loss.detach() / ranks
+        return cls(torch.ones_like(loss) / ranks, loss, cross_entropy.detach() / ranks, observations)
+
+    def __add__(self, other: Sums) -> Sums:  # type: ignore[override]
+        return Sums(
+            self.micro_batches + other.micro_batches,
+            self.loss + other.loss,
+            self.cross_entropy + other.cross_entropy,
+            tuple(a + b for a, b in zip(self.observations, other.observations, strict=True)),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
+        named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
+        for layer, observation in enumerate(self.observations):
+            named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
+        return named
+
+    @classmethod
+    def from_tensors(cls, named: dict[str, Tensor], layers: int) -> Sums:
+        observations = tuple(Observation.from_tensors(of_layer(named, layer)) for layer in range(layers))
+        return cls(named["micro_batches"], named["loss"], named["cross_entropy"], observations)
+
+
+class Interval(NamedTuple):
+    """The steps between two lines of metrics, without skipped ones."""
+
+    steps: int
+    sums: Sums  # over these steps, on the CPU
+    means: Values  # over these steps, on the CPU
+    tokens_per_second: float
+
+
+def all_reduce(
+    sums: Sums, norm: Tensor, status: Status, group: dist.ProcessGroup | None
+) -> tuple[Sums, Tensor, Status]:
+    """Returns the sums, the gradient norm and the status of all ranks, by one all-reduce of a few numbers."""
+    if group is None:
+        return sums, norm, status
+    named = sums.tensors() | {"norm": norm.double().square(), "status": torch.tensor(status, device=norm.device)}
+    total = dict(zip(named, summed_over_ranks(list(named.values()), group), strict=True))
+    status = Status(*map(int, total.pop("status").tolist()))
+    return Sums.from_tensors(total, len(sums.observations)), total["norm"].sqrt().to(norm.dtype), status
+
+
+def what_is_not_finite(model: GPT, sums: Sums) -> str:
+    """Returns a clause that names what is not finite; for scores, the experts of the first such layer: NaN spreads."""
+    layers = zip(model.moe_layers(), sums.observations, strict=True)
+    clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
+    scores = next(filter(None, clauses), None)
+    if sums.loss.isfinite():
+        return scores or "a gradient is not finite"
+    return "the loss is not finite" + ("" if scores is None else f" and {scores}")
