@@ -137,7 +137,7 @@ def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
     [
         ({"core_bundle": "nowhere"}, "nowhere: no eval bundle, core.yaml is missing.*et data core"),
         ({"core_bundle": "bundle", "core_max_per_task": 1}, "max_per_task=1: copy shows 1 solved examples"),
-        ({"core_max_per_task": 5}, "core_max_per_task=5 is of no use where CORE is not asked"),
+        ({"core_max_per_task": 5}, "core_max_per_task=5 has no effect without CORE"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_the_first_step(

@@ -1,7 +1,7 @@
-"""Which parameter gets which optimizer, learning rate and schedule (the paper's appendix, Training Setup Details).
+"""Assigns optimizers, learning rates and schedules to parameters (the paper's appendix, Training Setup Details).
 
-A new optimizer is a file with a `torch.optim.Optimizer` that has `initial_state`, and a row of OPTIMIZERS; which
-parameters get it is said in GROUPS.
+To add an optimizer, write a `torch.optim.Optimizer` with `initial_state` and add a row to OPTIMIZERS; GROUPS assigns
+parameters to it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .muon import Muon
 
 
 def linear(step: float, steps: int, end: float) -> float:
-    """The peak's fraction at `step` of `steps`: a straight line from 1 to `end`."""
+    """Returns the fraction of the peak at `step` of `steps`: a straight line from 1 to `end`."""
     return 1 + (end - 1) * step / steps
 
 
 def warmup_stable_decay(step: float, steps: int, end: float) -> float:
-    """The peak's fraction at `step` of `steps`: 1, then over the last fifth a straight line to `end`."""
+    """Returns the fraction of the peak at `step` of `steps`: 1, then a straight line to `end` over the last fifth."""
     return end + (1 - end) * min(1.0, 5 * (steps - step) / steps)
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """(step + 1) / warmup_steps, at most 1: the first step moves already."""
+    """Returns (step + 1) / warmup_steps, at most 1; the first step is not zero."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
@@ -38,7 +38,7 @@ SCHEDULES: dict[str, Callable[[float, int, float], float]] = {
     "linear": linear,
     "warmup_stable_decay": warmup_stable_decay,
 }
-LARGEST = 1e30  # of learning rates and the like: scaled, it is a float32 still
+LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
 NS_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -120,36 +120,38 @@ def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
 
 
 def momentum_at(step: int, config: OptimConfig) -> float:
-    """Muon's momentum at `step`: a straight line from momentum_start at 0 to momentum at momentum_warmup_steps."""
+    """Returns Muon's momentum at `step`: linear from momentum_start at 0 to momentum at momentum_warmup_steps."""
     risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
     return (1 - risen) * config.momentum_start + risen * config.momentum
 
 
 class Optimizer(Protocol):
-    """A `torch.optim.Optimizer` that can tell its state beforehand, so that a run can save and resume it."""
+    """A `torch.optim.Optimizer` that knows its initial state, so that a run can save and restore it at any step."""
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
 
     def step(self) -> float | None:
-        """Move every parameter that has a gradient, by the options in `param_groups`."""
+        """Update every parameter that has a gradient, by the options in `param_groups`."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns a parameter's state before its first step: scalars, and tensors of its shape, which ranks share out
-        as they do the parameter."""
+        """Returns a parameter's state before its first step.
+
+        Its tensors are scalars or of the parameter's shape; the latter are sharded over ranks like the parameter.
+        """
 
 
 class Kind(NamedTuple):
-    """An optimizer, and how a run uses it."""
+    """An optimizer and how a run uses it."""
 
     make: Callable[[ParamsT, OptimConfig], Optimizer]
-    whole_matrices: bool  # it moves matrices whole; else each number by itself
-    scaled: Callable[[OptimConfig], bool]  # its learning rates, by λ
+    whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
+    scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
-    options: Callable[[int, OptimConfig], dict[str, Any]]  # of its parameter groups that change with the step
+    options: Callable[[int, OptimConfig], dict[str, Any]]  # options of its parameter groups at a step
 
 
-OPTIMIZERS: dict[str, Kind] = {  # in the order of their steps: what a quick one moved travels while others are at work
+OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are communicated while slow ones compute
     "adamw": Kind(
         lambda params, config: AdamW(params, betas=config.betas, eps=config.eps),
         whole_matrices=False,
@@ -168,14 +170,14 @@ OPTIMIZERS: dict[str, Kind] = {  # in the order of their steps: what a quick one
 
 
 class Row(NamedTuple):
-    """A group of parameters: which, by name and shape, and what a configuration gives them."""
+    """A group of parameters, chosen by name and shape, and the options that a configuration gives it."""
 
     takes: Callable[[str, Tensor], bool]
     optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
 
 
-GROUPS: dict[str, Row] = {  # the last that takes a parameter has it
+GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes it
     "matrix": Row(lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr),
     "embed": Row(
         lambda name, parameter: "embed" in name.split("."), lambda config: "adamw", lambda config: config.embed_lr
@@ -191,7 +193,7 @@ GROUPS: dict[str, Row] = {  # the last that takes a parameter has it
 }
 
 
-# The optimizer of the authors' release, which differs from the paper's tables. The routers are in the head's group.
+# The optimizer of the authors' release, which differs from the paper's tables. Routers are in the head's group.
 RELEASE = OptimConfig(
     router_lr=0.004,
     router_optimizer="adamw",
@@ -205,28 +207,28 @@ RELEASE = OptimConfig(
 
 
 class Group(NamedTuple):
-    """Parameters that share a kind of optimizer and a learning rate; `peak` is that of the schedule, λ included."""
+    """Parameters that share a kind of optimizer and a learning rate; `peak` is the schedule's peak, λ included."""
 
     kind: str
     peak: float
     parameters: dict[str, Tensor]
-    optimizers: list[Optimizer]  # one for each matrix shape: what it moved travels while the next is at work
+    optimizers: list[Optimizer]  # one per matrix shape: its updates are communicated during the next one's
 
 
 class OptimizerState(NamedTuple):
-    """All that a run needs to go on, bit for bit: tensors and scalars, such as AdamW's step counts, by flat name."""
+    """The state from which a run resumes bit for bit: tensors, and scalars such as step counts, by flat name."""
 
     tensors: dict[str, Tensor]
     counters: dict[str, float]
 
 
 class Optimizers:
-    """All optimizers of a model, stepped together; steps count from 0. Groups: those of GROUPS that have parameters."""
+    """All optimizers of a model, stepped together; steps count from 0. groups: the non-empty groups of GROUPS."""
 
     def __init__(self, groups: Mapping[str, Group], config: OptimConfig) -> None:
         self.groups = dict(groups)
         self.config = config
-        for group in self.groups.values():  # a checkpoint can be made, and one be checked, before the first step
+        for group in self.groups.values():  # so that a checkpoint can be saved or loaded before the first step
             for optimizer in group.optimizers:
                 for _, parameter in _members(optimizer):
                     optimizer.state[parameter].update(optimizer.initial_state(parameter))
@@ -237,9 +239,9 @@ class Optimizers:
         return [parameter for group in self.groups.values() for parameter in group.parameters.values()]
 
     def learning_rates(self, step: int, steps: int, place: float | None = None) -> dict[str, float]:
-        """The learning rate of each group at `step` of `steps`, before Muon's scaling by a matrix's shape.
+        """Returns the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
 
-        place: where the step is on the schedule of so many steps, if not at its own number.
+        place: the place on the schedule of `steps` steps, if it is not `step` itself.
         """
         place = step if place is None else place
         assert 0 <= place <= steps
@@ -257,10 +259,10 @@ class Optimizers:
         moved: Callable[[Collection[str]], None] = lambda names: None,
         place: float | None = None,
     ) -> None:
-        """Clip if asked to, then move every parameter that has a gradient by the schedule's `step` of `steps`.
+        """Clip gradients if `clip` is set, then update every parameter that has one, at `step` of `steps`.
 
-        grad_norm: of the gradients of all ranks; None where there are no others. moved: told the names of parameters
-        as soon as they have moved. place: as `learning_rates` has it.
+        grad_norm: the norm of all ranks' gradients; None in a single process. moved: called with the names of
+        parameters as soon as they are updated. place: as in `learning_rates`.
         """
         if self.config.clip is not None:
             norm = self.grad_norm() if grad_norm is None else grad_norm
@@ -276,25 +278,25 @@ class Optimizers:
                     moved([name for name, _ in _members(optimizer)])
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def grad_norm(self) -> Tensor:
-        """The global Euclidean norm of the gradients, a scalar; 0 where there are none."""
+        """Returns the global Euclidean norm of the gradients, a scalar; 0 if there are none."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state but for scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
+        """Returns the state without scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
         return {name: tensor for name, tensor in self._state() if tensor.ndim}
 
     def state_dict(self) -> OptimizerState:
-        """The state, its tensors not copied."""
+        """Returns the state; its tensors are not copied."""
         return OptimizerState(self.tensors(), {name: count.item() for name, count in self._state() if not count.ndim})
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], counters: Mapping[str, float]) -> None:
-        """Copy a saved state in. ValueError names the first entry that does not fit; then nothing has changed."""
+        """Load a saved state. Raises ValueError, with nothing changed, that names the first entry that does not fit."""
         mine, my_counters = self.state_dict()
         _require_same_names(mine, tensors)
         _require_same_names(my_counters, counters)
@@ -331,9 +333,9 @@ def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> 
 
 
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:
-    """Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, either for the routers.
+    """Returns Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, either for routers.
 
-    Call it once the parameters are on their device. ValueError for a parameter that fits nowhere, as a vector would.
+    Call it once the parameters are on their device. Raises ValueError for a parameter of no group, such as a vector.
     """
     members: dict[str, dict[str, Tensor]] = {group: {} for group in GROUPS}
     for name, parameter in named_parameters:
@@ -354,7 +356,7 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Whether the parameter's optimizer moves matrices whole, as Muon does; AdamW moves each number by itself."""
+    """Returns True if the parameter's optimizer needs full matrices, as Muon does; AdamW is elementwise."""
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 

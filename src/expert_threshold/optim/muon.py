@@ -1,4 +1,4 @@
-"""Muon: momentum made orthogonal by a Newton-Schulz iteration, for the model's matrices."""
+"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ..native import muon as kernels
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-# Elements of a Newton-Schulz batch: enough to fill a GPU; few enough to stay in a CPU's cache, because the temporaries
-# of a larger one would come from memory again for every product.
+# Elements of a Newton-Schulz batch: enough to fill a GPU; few enough for a CPU's cache, since larger temporaries would
+# be read from memory again for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it, else float32.
+    """Returns bfloat16 if the hardware multiplies it, else float32.
 
-    CUDA devices do from compute capability 8.0 on (Ampere), all of ROCm's do, and CPUs with AVX-512 BF16, so all with
-    AMX too.
+    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, CPUs with AVX-512 BF16, which all that
+    have AMX have.
     """
     if device.type == "cuda":
         fast = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -59,8 +59,10 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
 
 
 class _Piece(NamedTuple):
-    """Some of a parameter's matrices, with their gradients and momenta; each (matrices, rows, columns); views, but for
-    the gradients of other strides."""
+    """Some of a parameter's matrices with their gradients and momenta, each (matrices, rows, columns).
+
+    All are views, except for gradients with other strides, which are copied.
+    """
 
     weight: Tensor
     grad: Tensor
@@ -68,11 +70,11 @@ class _Piece(NamedTuple):
 
 
 class Muon(Optimizer):
-    """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape move in batches.
+    """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
 
-    params: each (…, out, in); leading dimensions stack matrices, as of experts, each updated by itself as under
-    `torch.optim.Muon` without weight decay. ns_dtype: of the Newton-Schulz products; None is `fast_dtype`'s. Raises
-    ValueError for a vector.
+    params: each (…, out, in); leading dimensions stack matrices, such as experts', each updated on its own as by
+    `torch.optim.Muon` without weight decay, which takes no stacks. ns_dtype: dtype of the Newton-Schulz products; None
+    is that of `fast_dtype`. Raises ValueError for a vector.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Move these parameters, too. Raises ValueError for an option that cannot train or a vector."""
+        """Add parameters. Raises ValueError for an invalid option or a vector."""
         super().add_param_group(param_group)
         try:
             _require_movable(self.param_groups[-1])
@@ -110,7 +112,7 @@ class Muon(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient.
 
-        closure: computes the loss anew, and the gradients; the loss is returned.
+        closure: recomputes the loss and the gradients; its loss is returned.
         """
         loss = None
         if closure is not None:
@@ -127,8 +129,10 @@ class Muon(Optimizer):
         return loss
 
     def _piece(self, weight: Tensor) -> _Piece:
-        """All of the parameter. Raises RuntimeError for a stack of matrices that no stride leads through: a copy would
-        move in vain."""
+        """Returns the whole parameter as one piece.
+
+        Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns): a copy would not be updated.
+        """
         assert weight.grad is not None
         state = self.state[weight]
         if not state:
@@ -154,7 +158,7 @@ def _require_movable(group: Mapping[str, Any]) -> None:
 
 
 def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
-    """Move what is of one matrix shape by the options of its parameter group."""
+    """Update pieces of one matrix shape by the options of their parameter group."""
     rows, columns = pieces[0].weight.shape[-2:]
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
@@ -185,12 +189,12 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one matrix shape, cut and joined up to the batch's size."""
+    """Yields batches of pieces of one matrix shape, split where one is larger than a batch."""
     pieces: list[_Piece] = []
     for whole in wholes:
         pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))
     batch: list[_Piece] = []
-    for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # single matrices fill a batch together
+    for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # so that single matrices share a batch
         if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):
             yield batch
             batch = []
@@ -200,5 +204,5 @@ def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _batch_size(weight: Tensor) -> int:
-    """How many matrices of the weight's shape make a batch."""
+    """Returns how many matrices of the weight's shape make a batch."""
     return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())

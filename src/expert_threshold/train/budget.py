@@ -1,9 +1,9 @@
-"""The steps of a run that is given a time: decided from the speed measured first, and again while the time is used.
+"""The number of steps of a run with a time budget: first decided from measured speed, then revised as time passes.
 
-The learning rate is a function of progress, which goes from 0 to 1 in a straight line over the steps; after another
-decision it goes on in a straight line to 1 at the new end. So the schedule has no jump, and is the one of a run of so
-many steps, nearly, where the speed is steady. Warmups stay those of the first decision. All decisions are
-kept in config.json: a run that is resumed has the same steps at the same rates.
+The learning rate is a function of progress, which rises linearly from 0 to 1 over the steps; after a revision it
+continues linearly to 1 at the new end. The schedule therefore never jumps, and at a steady speed it is nearly that of
+a run whose number of steps was known from the start. Warmups stay those of the first decision. All decisions are kept
+in config.json, so that a resumed run takes the same steps at the same learning rates.
 """
 
 from __future__ import annotations
@@ -13,34 +13,36 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SHARE_OF_STEPS = 0.85
-"""Of the time, before anything is known of how long validation, samples and checkpoints take."""
+"""The share of the time planned for steps before validation, samples and checkpoints have been timed."""
 POINTS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98)
-"""Shares of the time, and of the steps, at which their number is decided again."""
+"""Shares of the time, and of the steps, at which the number of steps is revised."""
 COLD, ENOUGH = 3, 5
-"""Steps of a session that are no measure of its speed; steps that are one, or else the last fifth of them."""
+"""The first steps of a session, which are not timed; how many timed steps it takes to judge its speed."""
 AIM, TOLERANCE = 0.97, 0.05
-"""The share of the time that a decision aims at. While a run is going to miss it by no more than that share of the time
-that is left, its steps stay as they are."""
+"""The share of the time that a decision aims to use; the share of the remaining time by which a run may miss that
+before its number of steps is changed."""
 
 
 class Between(NamedTuple):
-    """What is done between steps, and at the end."""
+    """Work that is done between steps, and at the end."""
 
-    every: int | None  # so many steps; None is only at the end
-    guess: float = 0.0  # how long it takes, in steps, until that is measured
+    every: int | None  # this many steps; None is only at the end
+    guess: float = 0.0  # its duration in steps, until it is measured
 
 
 class Decision(NamedTuple):
-    step: int  # after so many
-    steps: int  # the run has, from then on
-    seconds: float  # of the time were gone
+    """From `step` on, and `seconds` into its time, the run has `steps` steps in all."""
+
+    step: int
+    steps: int
+    seconds: float
 
 
 class Budget:
-    """How many steps a run has, and where on its schedule each of them is.
+    """The number of steps of a run, and the place of each on the learning-rate schedule.
 
-    seconds: the time it is given, for steps and what is done between them; None is as many steps as were decided.
-    decisions: earlier ones, of a run that is resumed.
+    seconds: the time for steps and the work between them; None keeps the number of steps fixed. decisions: those made
+    before the run was resumed.
     """
 
     def __init__(self, steps: int, seconds: float | None = None, decisions: Sequence[Sequence[float]] = ()) -> None:
@@ -48,20 +50,20 @@ class Budget:
         made = [Decision(int(step), int(of), float(gone)) for step, of, gone in decisions]
         self.decisions = made or [Decision(0, steps, 0.0)]
         self._cold = COLD
-        self._steps: list[float] = []  # seconds of each, of this session
+        self._steps: list[float] = []  # seconds of each timed step of this session
         self._others: dict[str, list[float]] = {}
 
     @property
     def scheduled(self) -> int:
-        """The steps that the schedule was made for, those of the first decision; `place` is in these."""
+        """The number of steps in the first decision, which the schedule was made for; the unit of `place`."""
         return self.decisions[0].steps
 
     def steps_at(self, step: int) -> int:
-        """The steps of the run, as decided until `step`."""
+        """Returns the number of steps of the run, as decided by `step`."""
         return next(decision.steps for decision in reversed(self.decisions) if decision.step <= step)
 
     def place(self, step: int) -> float:
-        """Progress at `step`, from 0 to `scheduled`; the step itself where nothing was decided since."""
+        """Returns the progress at `step`, from 0 to `scheduled`; the step itself if no decision followed the first."""
         place, left, begin, end = 0.0, float(self.scheduled), 0, self.scheduled
         for decision in self.decisions[1:]:
             if decision.step < step and decision.steps != end:
@@ -70,7 +72,7 @@ class Budget:
         return place + left * (step - begin) / (end - begin)
 
     def took(self, seconds: float, what: str | None = None) -> None:
-        """A step took so long or, named, something between two steps."""
+        """Record the duration of a step or, by its name, of some work between steps."""
         if what is not None:
             self._others.setdefault(what, []).append(seconds)
         elif self._cold:
@@ -79,9 +81,9 @@ class Budget:
             self._steps.append(seconds)
 
     def decide(self, step: int, gone: float, between: Mapping[str, Between]) -> Decision | None:
-        """The next decision, if one is due after `step`. gone: seconds so far."""
+        """Returns the next decision if one is due after `step`. gone: seconds so far."""
         last = self.decisions[-1]
-        if self.seconds is None or not last.step < step < last.steps:  # ended, or resumed from before the last one
+        if self.seconds is None or not last.step < step < last.steps:  # at the end, or replaying earlier steps
             return None
         pace = _mean(self._steps[-max(ENOUGH, len(self._steps) // 5) :])
         cost = {
@@ -103,7 +105,7 @@ class Budget:
         return Decision(step, step + max(1, int(left / rate)), gone)
 
     def take(self, decision: Decision) -> None:
-        """From now on."""
+        """Adopt a decision."""
         self.decisions.append(decision)
 
 

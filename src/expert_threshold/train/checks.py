@@ -1,4 +1,4 @@
-"""What is refused before any work, so that nobody waits for it."""
+"""Checks of options that run before any long work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .config import TrainConfig
 from .device import pick_device
 from .track import require_tracker
 
-# What may differ when a run is resumed, since it does not change what is learned.
+# Options that may change when a run is resumed, because they do not change what it learns.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "compile", "log_every", "eval_every", "eval_tokens", "sample_every",
     "checkpoint_every", "keep_checkpoints", "track", "threads", "tokenizer_threads", "core_bundle", "core_every",
@@ -29,7 +29,7 @@ FREE_ON_RESUME = {
 
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Raise ValueError for options that no text can be trained with, or not on this machine or so many ranks."""
+    """Raise ValueError for options that cannot train any text, or not on this machine or this number of ranks."""
     require_dispatch(model.dispatch, pick_device(config.device))
     if config.threads is not None:
         require_few(config.threads)
@@ -42,24 +42,25 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
 
 
 def require_few(threads: int) -> None:
-    """Raise ValueError for more threads than this machine runs; the system kills a process of far too many."""
+    """Raise ValueError for far more threads than cores; the system kills a process that has too many."""
     most = max(64, 4 * (os.cpu_count() or 1))
     if threads > most:
         raise ValueError(f"threads={threads} is more than this machine can use; give --threads of at most {most}")
 
 
 def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
-    """Let the rule refuse the micro-batch now, with ValueError: k = 0, or a pool that does not divide it."""
+    """Raise ValueError if the rule refuses the micro-batch: k = 0, or a pool that does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
         sequences = config.batch_size if local.joint_mean else local.batch_size
-        with torch.device("meta"):  # shapes alone decide, whatever their size
+        with torch.device("meta"):  # only shapes matter, so nothing is allocated
             scores = torch.zeros(sequences, model.context, model.rule.num_experts)
             model.rule.route(scores, model.rule.init(), training=True)
 
 
 def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
-    began = {  # of the data the hash is compared; options that are newer than the run have their defaults
+    """Raise ValueError for an option that differs from the run's own and changes what it learns."""
+    began = {  # data is compared by its hash; options newer than the run have their defaults
         "model": GPTConfig.from_dict(folder.section("model")).to_dict(),
         "optim": asdict(OptimConfig()) | folder.section("optim"),
         "train": asdict(TrainConfig()) | folder.section("train"),
@@ -72,17 +73,18 @@ def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
             before = saved.get(name)
             if value != before:
                 raise ValueError(
-                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it as it was, "
+                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it unchanged, "
                     f"or start another run with --init-from {folder.path}"
                 )
 
 
 def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives it back, which has no tuples."""
+    """Returns the options as JSON returns them, with lists for tuples."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
+    """Raise ValueError if the text is not the one that the run began with."""
     before = folder.section("corpus").get("hash")
     if corpus.hash != before:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Whether the model of a run is compiled."""
+"""Decides whether to compile the model of a run, and compiles it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch._dynamo
 from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
 
-# FLOPs of a run from which on compiling takes clearly less time than it saves: on a CPU up to a minute, for a tenth of
-# the time of steps, a fifth where there are no kernels of ours (docs/log.md); on a GPU not measured.
+# FLOPs of a run above which compiling clearly saves time. On a CPU it takes up to a minute and saves a tenth of the
+# steps' time, a fifth without our kernels (docs/log.md); on a GPU it was not measured.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
-GRAPHS = 64  # that torch keeps in a process, at least: `et compare` trains many models in one
+GRAPHS = 64  # the least number of graphs that torch keeps per process: `et compare` trains many models in one
 
 
 def pick_compile(
     model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int, say: Callable[[str], None]
 ) -> bool:
-    """Whether to compile; `auto` does where it pays and works. Raises ValueError where it is on and cannot be.
+    """Returns True to compile: for `on`, and for `auto` if it pays and works. Raises ValueError if `on` cannot work.
 
-    say: told what takes long.
+    say: prints a line before anything slow.
     """
     if config.compile == "off" or (config.compile == "auto" and (ranks > 1 or not _pays(model, config, device))):
         return False
@@ -35,12 +35,12 @@ def pick_compile(
     elif config.compile == "on":
         raise ValueError(f"compile='on' does not work on this machine ({reason}); give --compile off")
     else:
-        say(f"it does not work on this machine ({reason}): going on without")
+        say(f"it does not work on this machine ({reason}); training without it")
     return reason is None
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Its forward and backward as one graph, for batches of one shape; weights are the model's."""
+    """Returns the model's forward, compiled with its backward as one graph for batches of one shape."""
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
     return forward
@@ -49,16 +49,16 @@ def compiled(model: GPT) -> Callable[..., Output]:
 def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
     tokens = config.batch_size * model.context
     if device.type != "cpu" and model.rule is not None and model.rule.max_pairs(tokens, training=True) is None:
-        return False  # buffers would be made for every token at every expert
+        return False  # buffers would have to hold every token for every expert
     flops = config.steps * config.accumulation * tokens * flops_per_token(model)
     return flops >= PAYS.get(device.type, float("inf"))
 
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Why nothing can be compiled for the device; None if it can. Takes seconds the first time."""
+    """Returns why nothing compiles for the device, None if it does. Takes seconds the first time."""
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
-    except Exception as error:  # whatever a compiler that is absent or broken leads to
+    except Exception as error:  # an absent or broken compiler can raise anything
         return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return None

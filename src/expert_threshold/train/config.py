@@ -1,4 +1,4 @@
-"""How long, how fast and on what a run trains."""
+"""The options of the training loop."""
 
 from __future__ import annotations
 

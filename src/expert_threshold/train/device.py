@@ -1,4 +1,4 @@
-"""The machine a run is on: device, compute dtype, and the allocator's habits."""
+"""The machine that a run is on: its device, its compute dtype and its memory allocator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..optim.muon import fast_dtype
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; 'auto' is CUDA where there is one, else the CPU. Raises ValueError if it is absent."""
+    """Returns the device of that name; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The compute dtype of that name; 'auto' is bfloat16 where the hardware multiplies it, else float32."""
+    """Returns the compute dtype of that name; 'auto' is bfloat16 if the hardware multiplies it, else float32."""
     dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
@@ -38,12 +38,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels of `native` compute a model in `dtype` there, where they can; built if need be."""
+    """Returns True if the kernels of `native` run for that device and dtype; builds them if necessary."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
 def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
-    """One line that says why a run on a processor goes without kernels; None where it does not, or is on a GPU."""
+    """Returns a line that says why a run on a CPU has no kernels; None if it has them, or runs on a GPU."""
     if device.type != "cpu" or kernels_run(device, dtype):
         return None
     by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
@@ -52,7 +52,7 @@ def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """What decides how fast a run on `device` is: the processor, its cores, torch's threads, the GPU if it is one."""
+    """Returns what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -65,15 +65,15 @@ def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
     }
 
 
-HEAP_BYTES = 4 << 30  # of addresses, not of memory
+HEAP_BYTES = 4 << 30  # of address space, not of memory
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory instead of returning it, so that large tensors are not page-faulted anew each time.
 
-    The heap is grown once by an untouched block in huge pages, where tensors then lie: a step of quickstart has no page
-    fault left, instead of thousands at 5 µs in its first dozens of steps. For the whole process; does nothing where
-    malloc is not glibc's.
+    The heap is grown once by an untouched block of huge pages, in which tensors are then allocated: steps of quickstart
+    have no page faults, instead of thousands of 5 µs each in the first dozens of steps. Affects the whole process; does
+    nothing if malloc is not glibc's.
     """
     if sys.platform != "linux":
         return
@@ -87,9 +87,9 @@ def keep_freed_memory() -> None:
     mallopt(trim_threshold, -1)
     malloc.restype, malloc.argtypes, free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
     block = malloc(HEAP_BYTES)
-    if block is None:  # the system promises no more than it has
+    if block is None:  # the system does not overcommit
         return
-    huge_page, hugepages = 2 << 20, 14  # MADV_HUGEPAGE of mman.h; advice, which may be refused
+    huge_page, hugepages = 2 << 20, 14  # MADV_HUGEPAGE of mman.h; a hint, which may be refused
     start = -(-block // huge_page) * huge_page
     madvise(ctypes.c_void_p(start), ctypes.c_size_t(HEAP_BYTES - 2 * huge_page), hugepages)
     free(block)
@@ -97,12 +97,11 @@ def keep_freed_memory() -> None:
 
 @contextmanager
 def objects_at_rest() -> Iterator[None]:
-    """What exists now is not searched for garbage while the context lasts.
+    """Exclude the objects that exist now from garbage collection within the context.
 
-    After a corpus was read and a tokenizer made there are millions of objects, and each search through them costs what
-    a small step does.
+    A corpus and a tokenizer leave millions of objects, and each collection over them takes as long as a small step.
     """
-    if gc.get_freeze_count():  # by who embeds us; unfreezing would undo that
+    if gc.get_freeze_count():  # a host program froze objects; unfreezing would undo that
         yield
         return
     gc.collect()

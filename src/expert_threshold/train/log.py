@@ -1,4 +1,4 @@
-"""What a run says while it trains: a live line on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-LIVE_INTERVAL = 0.2  # seconds between two pictures of the live line
-PLAIN_INTERVAL = 5.0  # seconds between two plain lines about a long task
+LIVE_INTERVAL = 0.2  # seconds between updates of the live line
+PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Which run of several a line is about, told the seconds left in this one; None where they are not known."""
+"""Returns the start of a line, as which of several runs it is about; takes the seconds left, None if unknown."""
 
 
 class Display:
-    """Shows on `console` how far a run is; None shows nothing."""
+    """Shows a run's progress on `console`; with None it shows nothing."""
 
     def __init__(self, console: Console | None, title: Title = lambda left: "") -> None:
         self._console = console
@@ -42,14 +42,14 @@ class Display:
             self._live.stop()
 
     def say(self, text: str) -> None:
-        """One line that stays."""
+        """Print one permanent line."""
         if self._console is not None:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """A function that wants to be told how much of a long task is done, and of how much."""
+        """Returns a function to call with the done and the total amount of a long task, which shows its progress."""
         self._shown = time.monotonic()
-        first: tuple[int, float] | None = None  # what may have been there before, as of a download that goes on
+        first: tuple[int, float] | None = None  # a resumed download, for one, does not start at 0
 
         def progress(done: int, total: int) -> None:
             nonlocal first
@@ -65,41 +65,41 @@ class Display:
         return progress
 
     def begin(self, step: int, steps: int) -> None:
-        """Steps are made from here on."""
+        """Start the clock of the steps."""
         self._first, self._steps, self._start = step, steps, time.monotonic()
 
     def steps(self, steps: int) -> None:
-        """There will be so many in all."""
+        """Change the total number of steps."""
         self._steps = steps
 
     def step(self, step: int) -> None:
-        """A step was made."""
+        """Show that a step was made."""
         left = self._left(step)
         # What a narrow terminal cuts off comes last.
         line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
         self._draw("\n".join(filter(None, [self._title(left), line])), step, self._steps)
 
     def record(self, step: int, record: dict[str, Any]) -> None:
-        """The means since the last record are known."""
+        """Show the means since the last record."""
         self._summary = summary(record)
         if self._live is None:
             left = self._left(step)
             self._say_of_step(step, left, f"{self._summary}  {clock(left)} left")
 
     def measured(self, step: int, text: str) -> None:
-        """The model was evaluated."""
+        """Show the result of an evaluation."""
         self._say_of_step(step, None, text)
 
     def _say_of_step(self, step: int, left: float | None, text: str) -> None:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
 
     def _left(self, step: int) -> float:
-        """Seconds left at the pace of this session so far, validating and saving included."""
+        """Returns the seconds left at the pace of this session so far, validation and saving included."""
         pace = (time.monotonic() - self._start) / (step - self._first)
         return pace * (self._steps - step)
 
     def _draw(self, text: str, done: int, total: int) -> None:
-        """Move the live line, but no more often than one can see."""
+        """Update the live line, but no more often than the eye can follow."""
         if self._live is not None and (self._is_time(LIVE_INTERVAL) or done >= total):
             assert self._task is not None
             self._live.update(self._task, completed=done, total=total, description=text, refresh=True)
@@ -113,7 +113,7 @@ class Display:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Loss, speed, the worst layer's load spread and the mean fanout, those that there are: means over steps."""
+    """Returns the loss, the speed, the worst layer's load spread and the mean fanout in one line."""
     parts = [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     layers = record["layers"].values()
     if layers:
@@ -123,7 +123,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """h:mm:ss, or m:ss below an hour."""
+    """Returns h:mm:ss, or m:ss below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

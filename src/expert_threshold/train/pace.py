@@ -1,4 +1,4 @@
-"""How fast a run trains on this machine, measured before it begins."""
+"""Measures how fast a run trains on this machine, before it begins."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WARMUP_STEPS, SECONDS = 3, 5.0
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
-    """How many tokens a run of `seconds` can train on, from the median of some steps of a fresh model on random tokens.
+    """Returns how many tokens a run of `seconds` can train on, by the median step of a new model on random tokens.
 
-    Takes SECONDS and the time to make the model. torch's global generator is left as it was.
+    Takes SECONDS and the time to build the model. Leaves torch's global generator as it was.
     """
     device = pick_device(config.device)
     if config.threads is not None:
@@ -35,7 +35,7 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         tokens = torch.randint(model.vocab_size, (config.batch_size, model.context + 1))
         batches = itertools.repeat(Batch(tokens[:, :-1], tokens[:, 1:]))
         optimizers = make_optimizers(gpt.named_parameters(), optim, model.d_model)
-        # auto decides by the steps that come out
+        # auto depends on the number of steps, which is not known yet
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)

@@ -1,4 +1,4 @@
-"""All that has to be there before the first step, checked before anything is written."""
+"""Prepares all that the first step needs, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ from .log import Display
 from .state import TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
-"""Of the text, from its beginning, that a tokenizer is trained on."""
+"""The number of characters, from the beginning of the text, that a tokenizer is trained on."""
 
 
 class Prepared(NamedTuple):
+    """A run that is ready for its next step."""
+
     state: TrainState
     tokenizer: Tokenizer
-    validation: Tokens | None  # None where there is no validation
-    core: Sequence[Task]  # none where CORE is not asked
-    record: dict[str, Any]  # of config.json
+    validation: Tokens | None  # None if there is no validation
+    core: Sequence[Task]  # empty if CORE is not evaluated
+    record: dict[str, Any]  # the content of config.json
     skipped: tuple[str, ...]  # a line for each shard that was left out
 
 
@@ -118,7 +120,7 @@ def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> B
 def _beginning(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
-    """What to go on from: this run's last checkpoint, or another run's weights and tokenizer; None of both for none."""
+    """Returns this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
     step = parallel.from_main(folder.latest_checkpoint) if resume else None
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
@@ -141,7 +143,7 @@ def _model(
     record: dict[str, Any],
     display: Display,
 ) -> GPT:
-    """Drawn from the seed, or with the weights of another run."""
+    """Returns a model initialised from the seed or with the weights of another run."""
     torch.manual_seed(config.seed)
     gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device))
     gpt.activation_checkpointing = config.activation_checkpointing
@@ -155,7 +157,7 @@ def _validation(
 ) -> Tokens | None:
     if config.eval_every is None:
         return None
-    # Whole windows are evaluated, and the last target needs one token more.
+    # Only full windows are evaluated, and the last target needs one token more.
     enough = None if config.eval_tokens is None else config.eval_tokens + context
     progress = display.task("tokenizing text for validation")
     return pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
@@ -191,11 +193,11 @@ def _loader(
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
-    """The tasks of the bundle that is named or, if core_every is given, was downloaded."""
+    """Returns the tasks of the given bundle or, with core_every, of the downloaded one."""
     if config.core_bundle is None and config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
-                f"core_max_per_task={config.core_max_per_task} is of no use where CORE is not asked; give --core-every"
+                f"core_max_per_task={config.core_max_per_task} has no effect without CORE; give --core-every"
             )
         return []
     bundle = config.core_bundle or core_bundle()
@@ -205,12 +207,12 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
         )
     tasks = read_bundle(bundle)
     for task in tasks:
-        choose_rows(task, config.core_max_per_task)  # refuses too few now, and not after the first steps
+        choose_rows(task, config.core_max_per_task)  # raises now for too few, rather than after the first steps
     return tasks
 
 
 def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
-    """What lies beside the text, if it is of that size; else one that is trained on its beginning."""
+    """Returns the tokenizer that comes with the text if its size is right; otherwise trains one on the text."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
         return beside
@@ -245,7 +247,7 @@ def _record(
     config: TrainConfig,
     device: torch.device,
 ) -> dict[str, Any]:
-    """The whole configuration, what was left to the machine as it turned out to be."""
+    """Returns the whole configuration, with every `auto` as it was resolved on this machine."""
     bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
@@ -263,7 +265,7 @@ def _record(
     }
 
 
-# What has to be equal for weights to mean the same; rules may differ, if not in their number of experts.
+# Options that must be equal for weights to fit; rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
     "dense_layers", "softcap", "gate_norm", "activation",
@@ -271,9 +273,9 @@ ARCHITECTURE = (
 
 
 def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
-    """Copy the weights of a run in, and what its rule has learned where ours keeps the same; says what that was.
+    """Load the weights of a run, and its rule's state where ours has the same; returns a line that says so.
 
-    The steps of that run count as the rule's own only with continue_warmup.
+    That run's steps count towards our rule's warmup only with continue_warmup.
     """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.section("model"))
     for name in ARCHITECTURE:
@@ -293,7 +295,7 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
 
 
 def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
-    """Return what is told of the rule's state: taken over where the run had the same, and how far it has come."""
+    """Returns the part of the line about the rule's state: what was loaded, and how far its warmup has come."""
     if not gpt.moe_layers():
         return ""
     router = gpt.moe_layers()[0][1].router

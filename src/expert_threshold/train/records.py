@@ -1,4 +1,4 @@
-"""The lines of metrics.jsonl. A key is absent where the rule has no such thing; a list has one number per expert."""
+"""The lines of metrics.jsonl. Keys that a rule has no value for are absent; lists have one number per expert."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Record = dict[str, Any]
 
 
 def train_record(model: GPT, interval: Interval) -> Record:
-    """Means over the steps of an interval, each of a number that every step has: docs/analysis.md lists them.
+    """Returns the means over an interval of numbers that each step has, as listed in docs/analysis.md.
 
-    So the mean of the lines, weighted by their steps, is that of the run, however many steps a line has.
+    The mean of the lines, weighted by their steps, is therefore the mean of the run, however many steps a line covers.
     """
     sums = interval.sums
     layers = {
@@ -34,7 +34,7 @@ def train_record(model: GPT, interval: Interval) -> Record:
 
 
 def layer_record(seen: Observation, means: Values) -> Record:
-    """seen: of steps that have as many tokens each, so that its ratios to them are means over steps, too."""
+    """Returns one layer's part of a line. seen: summed over steps of equal token counts, so that ratios are means."""
     record = {
         "usage": _numbers(seen.usage),
         "load_spread": _number(means["load_spread"]),
@@ -46,6 +46,7 @@ def layer_record(seen: Observation, means: Values) -> Record:
 
 
 def validation_record(model: GPT, validation: Validation) -> Record:
+    """Returns the line of a validation."""
     layers = {
         str(layer): {
             "usage": _numbers(observation.usage),
@@ -64,14 +65,14 @@ def validation_record(model: GPT, validation: Validation) -> Record:
 
 
 def core_record(core: Mapping[str, Any]) -> Record:
-    """Of the section "core" of evaluation.json: `metric` is CORE, the mean over the tasks' centred accuracies."""
+    """Returns the line of the section "core" of evaluation.json: `metric` is the tasks' mean centred accuracy."""
     names = ("rows", "accuracy", "centred", "cropped", "sequences")
     tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
     return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
 
 
 def _number(value: Tensor) -> float:
-    """Six digits: what float32 holds, at half the length in the file."""
+    """Rounds to six digits, all that float32 holds, for half the length in the file."""
     return float(f"{float(value):.6g}")
 
 

@@ -1,4 +1,4 @@
-"""Metrics for other programs: TensorBoard and trackio, from the extra `track`."""
+"""Sends metrics to other programs: TensorBoard and trackio, from the extra `track`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .config import TrackerName
 
 
 class Tracker(Protocol):
-    """Takes the lines of metrics.jsonl, flat: `train/loss`, `train/layers/1/usage/0`, …"""
+    """Receives the lines of metrics.jsonl, flattened: `train/loss`, `train/layers/1/usage/0`, …"""
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -21,7 +21,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run folder; those of steps after `step` are hidden."""
+    """Writes event files in the run folder; those of steps after `step` are hidden."""
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any], step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -37,12 +37,12 @@ class TensorBoard:
 
 
 class Trackio:
-    """A run of the local project `expert-threshold`, named like the folder."""
+    """Logs to a run, named like the folder, of the local project `expert-threshold`."""
 
     def __init__(self, folder: RunFolder, config: Mapping[str, Any], step: int) -> None:
         import trackio
 
-        # Folders of one name in different places are different runs.
+        # Folders of the same name in different places are different runs.
         resume = "allow" if step > 0 else "never"
         self._run = trackio.init("expert-threshold", name=folder.path.name, config=dict(config), resume=resume)
 
@@ -58,7 +58,7 @@ PACKAGES = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio"}
 
 
 def require_tracker(name: TrackerName) -> None:
-    """Raise ValueError where the package of that tracker is not installed."""
+    """Raise ValueError if the package of that tracker is not installed."""
     if name == "none":
         return
     try:
@@ -72,7 +72,7 @@ def require_tracker(name: TrackerName) -> None:
 
 @contextmanager
 def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Tracker | None]:
-    """The tracker of that name, None for 'none'."""
+    """Open the tracker of that name; yields None for 'none'."""
     if name == "none":
         yield None
         return
@@ -84,7 +84,7 @@ def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], st
 
 
 def flatten(record: Any, name: str) -> dict[str, float]:
-    """Every number in a record, by its path."""
+    """Returns every number in a record by its path."""
     if isinstance(record, Mapping):
         return {path: v for key, item in record.items() for path, v in flatten(item, f"{name}/{key}").items()}
     if isinstance(record, list):
