@@ -233,7 +233,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
-    """What is about to be trained, on what. Raises ValueError if the device is not there."""
+    """Returns lines about the model and the training ahead. Raises ValueError if the device is absent."""
     ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
@@ -250,7 +250,7 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:
-    """What came out, where all of it lies, and what to type next."""
+    """Returns the results, where they are, and the command to type next."""
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
@@ -271,7 +271,7 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
 
 
 def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-    """What the model writes after each of a few fixed prompts, always with the same seed."""
+    """Returns the model's continuations of a few fixed prompts, always with the same seed."""
     texts = []
     for prompt in PROMPTS:
         steps = generate(model, tokenizer, prompt, max_tokens=SAMPLE_TOKENS, seed=0)

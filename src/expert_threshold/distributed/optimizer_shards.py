@@ -1,4 +1,4 @@
-"""What of a model one rank's optimizers step, and the communication that a step takes around them."""
+"""The shards of a model that one rank's optimizers step, and the communication around such a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other outside collectives: values computed by the main rank, and which rank failed and why.
+"""Communication of ranks outside collectives: values that the main rank computes, and which rank failed and why.
 
 Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
 rank. torch's `broadcast_object_list` would unpickle what it receives and time out while the main rank works for longer

@@ -28,7 +28,7 @@ class _InterruptedError(Exception):
 
 
 class Evaluations:
-    """What a run evaluates between its steps.
+    """The evaluations that a run makes between its steps.
 
     All ranks validate together; the main rank alone writes samples and evaluates CORE while the others wait.
     """

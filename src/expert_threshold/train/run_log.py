@@ -1,4 +1,4 @@
-"""What a run writes down and prints of its steps and evaluations; only the main rank does either."""
+"""Logs a run's steps and evaluations to its folder, a tracker and the console; only the main rank writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training step measured, summed over micro-batches, ranks and steps."""
+"""The measurements of training steps, summed over micro-batches, ranks and steps."""
 
 from __future__ import annotations
 
