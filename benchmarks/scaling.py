@@ -58,8 +58,8 @@ KINDS = {
     "balance.py": "selection",
     "by_count": "counts",
     "expert_parallel.py": "all_to_all",
-    "sharded.py": "matrices",  # whole ones, for Muon, and their updates back
-    "over_ranks": "observations",
+    "fsdp.py": "matrices",  # full ones, for Muon, and their updates back
+    "sums.py": "observations",
     "reduce": "gradients",
     "gather": "weights",
     "foreach_reduce": "gradients",
