@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from layer import PlainFeedForward
 from torch import Tensor
 
-from expert_threshold import native
+from expert_threshold.kernels import cpu
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, FeedForward, MoE, Router
-from expert_threshold.moe.dispatch import reference
+from expert_threshold.moe.backends import reference
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
 SETTLING_STEPS = 20
@@ -194,12 +194,12 @@ def without_kernels(make: Callable[[Case], Entry]) -> Callable[[Case], Entry]:
     """The same by PyTorch's operations."""
 
     def make_without(case: Case) -> Entry:
-        if not native.available():
+        if not cpu.available():
             raise UnavailableError("has no kernels to be without")
         entry = make(case)
 
         def forward() -> Tensor:
-            with native.off():
+            with cpu.off():
                 return entry.forward()
 
         return entry._replace(forward=forward)

@@ -21,20 +21,19 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"routing", "moe", "model"},  # for the type checker alone
-    "autograd": set(),
     "glossary": set(),
     "install": set(),
-    "native": {"autograd"},
+    "kernels": set(),
     "routing": set(),
-    "optim": {"native"},
+    "optim": {"kernels"},
     "data": set(),
-    "moe": {"autograd", "install", "native", "routing"},
-    "model": {"autograd", "native", "moe"},
+    "moe": {"install", "kernels", "routing"},
+    "model": {"kernels", "moe"},
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},
-    "generate": {"glossary", "native", "runs", "model", "moe", "data"},
+    "generate": {"glossary", "kernels", "runs", "model", "moe", "data"},
     "distributed": {"data", "model", "moe", "optim"},
-    "train": {"install", "native", "runs", "model", "moe", "optim", "data", "distributed", "evaluation"},
+    "train": {"install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation"},
     "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
     "integrations": {"runs", "model", "moe", "routing", "generate"},
     "recipes": {"optim", "routing"},
@@ -60,7 +59,7 @@ HOMES: dict[str, set[str]] = {
     "torch.utils.tensorboard": set(),
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
-    "triton": {"moe/dispatch/triton.py", "routing/radix.py"},
+    "triton": {"moe/backends/triton.py", "routing/radix.py"},
     "uvicorn": {"generate/server.py", "generate/serving/protocol.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
@@ -142,7 +141,7 @@ def test_a_module_imports_only_what_its_place_allows(path: Path) -> None:
         ("routing/rule.py", "from .. import data"),
         ("routing/rule.py", "from ..moe.router import State"),
         ("routing/__init__.py", "from ..moe import MoE"),
-        ("moe/dispatch/grouped.py", "from ...model import GPT"),
+        ("moe/backends/grouped.py", "from ...model import GPT"),
         ("model/gpt.py", "from expert_threshold.routing import Rule"),
         ("model/gpt.py", "def f():\n    from expert_threshold.runs import RunFolder"),
         ("model/gpt.py", "if TYPE_CHECKING:\n    from expert_threshold.config import Config"),
@@ -172,7 +171,7 @@ def test_a_forbidden_import_is_noticed(file: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("file", "source"),
     [
-        ("moe/dispatch/grouped.py", "from ...routing import Rule\nfrom ..experts import Experts\nfrom . import x"),
+        ("moe/backends/grouped.py", "from ...routing import Rule\nfrom ..experts import Experts\nfrom . import x"),
         ("moe/__init__.py", "from .layer import MoE\nfrom ..routing.rule import Rule"),
         ("runs/folder.py", "import json\nimport torch.nn.functional as F\nfrom safetensors.torch import save_file"),
         ("train/log.py", "def f():\n    from torch.utils.tensorboard import SummaryWriter"),

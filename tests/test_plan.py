@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from expert_threshold import native
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
+from expert_threshold.kernels import cpu
+from expert_threshold.kernels.cpu import experts
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.memory import Step
 from expert_threshold.moe.experts import ACTIVATIONS
-from expert_threshold.native import experts
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 
@@ -36,9 +36,9 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_json(
     off: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with native.off() if off else nullcontext():
+    with cpu.off() if off else nullcontext():
         reason = plan(capsys, "tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
-        assert (reason is None) == native.available()
+        assert (reason is None) == cpu.available()
         assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("kernels are off: ") == (reason is not None)
@@ -118,7 +118,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     train = replace(config.train, batch_size=sequences, accumulation=1, activation_checkpointing=checkpointing)
     model = replace(config.model, **({"layers": 2, "vocab_size": 512} | sizes))  # type: ignore[arg-type]
     config = replace(config, model=model, train=train)
-    with nullcontext() if kernels else native.off():
+    with nullcontext() if kernels else cpu.off():
         planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
 
@@ -127,7 +127,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
 def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
     sizes = [(rows, width, hidden) for rows in (63, 64) for width in (32, 48) for hidden in (16, 64, 2**18, 2**18 + 32)]
     taken = set()
-    with native.off() if off else nullcontext():
+    with cpu.off() if off else nullcontext():
         for rows, width, hidden in sizes:
             for activation in ACTIVATIONS:
                 config = GPTConfig.preset("tiny", context=rows, d_model=width, heads=1, kv_heads=1)
@@ -138,7 +138,7 @@ def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
                 assert not Step(config, 1, 4, gpu=False).native_feed_forward(hidden)
                 assert not Step(config, 1, 2, gpu=True).native_feed_forward(hidden)
                 taken.add(said)
-    assert taken == ({True, False} if native.library() is not None and not off else {False})
+    assert taken == ({True, False} if cpu.library() is not None and not off else {False})
 
 
 def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold import native
 from expert_threshold.generate import kernel
 from expert_threshold.generate.decoder import Decoded, Decoder
 from expert_threshold.generate.engine import Sampler
+from expert_threshold.kernels import cpu
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from rounding import assert_rounded
@@ -197,7 +197,7 @@ def test_without_a_compiler_there_is_no_kernel_and_nothing_is_said(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.decoder.__wrapped__() is None
+    assert cpu.decoder.__wrapped__() is None
     assert capfd.readouterr().err == ""
 
 

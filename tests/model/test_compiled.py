@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import Experts
-from expert_threshold.moe.dispatch.grouped import _opaque_backward, _opaque_forward
+from expert_threshold.moe.backends.grouped import _opaque_backward, _opaque_forward
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer

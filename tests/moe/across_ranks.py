@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import Experts, MoE, Rule
-from expert_threshold.moe.dispatch.expert_parallel import (
+from expert_threshold.moe.backends.expert_parallel import (
     expert_parameters,
     shard_experts,
 )

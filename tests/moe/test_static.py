@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from expert_threshold.moe import Experts
-from expert_threshold.moe.dispatch import reference, static
+from expert_threshold.moe.backends import reference, static
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch_cases import (
+from backend_cases import (
     ASSIGNMENTS,
     EXPERTS,
     Case,
@@ -25,12 +25,12 @@ from dispatch_cases import (
 )
 from expert_threshold.install import install
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, MoE
-from expert_threshold.moe.dispatch import reference
-from expert_threshold.moe.dispatch.static import segments
+from expert_threshold.moe.backends import reference
+from expert_threshold.moe.backends.static import segments
 from expert_threshold.moe.experts import ActivationName
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[triton]'")
-from expert_threshold.moe.dispatch import triton as kernels
+from expert_threshold.moe.backends import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_a_device = pytest.mark.skipif(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_threshold import native
 from expert_threshold.cli import main
+from expert_threshold.kernels import cpu
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest
 
@@ -41,22 +41,22 @@ def test_a_run_says_and_records_whether_kernels_ran(
     arguments = ["train", "tiny", "--steps", "1", "--eval-tokens", "256", "--sample-every", "9", "--dtype", dtype]
     assert main([*arguments, "--out", str(tmp_path / "run")]) == 0
     ran = RunFolder.open(tmp_path / "run").config["kernels"]
-    assert ran == (dtype == "bfloat16" and native.available())
+    assert ran == (dtype == "bfloat16" and cpu.available())
     captured = capsys.readouterr()
     assert (captured.out + captured.err).count("kernels are off: ") == (not ran)
 
 
 def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
-    assert kernels_run(CPU, torch.bfloat16) == native.available()
+    assert kernels_run(CPU, torch.bfloat16) == cpu.available()
     assert not kernels_run(CPU, torch.float32)
     assert not kernels_run(torch.device("cuda"), torch.bfloat16)
-    with native.off():
+    with cpu.off():
         assert not kernels_run(CPU, torch.bfloat16)
 
 
 def test_that_kernels_are_off_is_said_with_the_reason_and_of_processors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert "compute in bfloat16, and this run does not" in str(kernels_off(CPU, torch.float32))
-    with native.off():
+    with cpu.off():
         assert "they are switched off; PyTorch's" in str(kernels_off(CPU, torch.bfloat16))
     assert kernels_off(torch.device("cuda"), torch.bfloat16) is None

@@ -1,4 +1,4 @@
-"""The decoder's forward pass in C++ (`native/decode.cpp`): all its operations in one call."""
+"""The decoder's forward pass in C++ (`kernels/cpu/decode.cpp`): all its operations in one call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .. import native
+from ..kernels import cpu
 
 if TYPE_CHECKING:
     from .decoder import Decoder, FeedForward, Layer
@@ -187,7 +187,7 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
 
 
 def library() -> ctypes.CDLL | None:
-    kernels = native.decoder()
+    kernels = cpu.decoder()
     if kernels is not None:
         kernels.decode_scratch.restype = kernels.decode_sample.restype = c_int64
     return kernels

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import refuse_second_derivative
+from ..kernels.autograd import refuse_second_derivative
+from ..kernels.cpu import attention as kernels
 from ..moe import Linear
-from ..native import attention as kernels
 
 
 class Cache:

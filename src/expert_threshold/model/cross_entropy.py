@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..autograd import refuse_second_derivative
-from ..native import cross_entropy as native
+from ..kernels.autograd import refuse_second_derivative
+from ..kernels.cpu import cross_entropy as kernels
 
 # Float32 numbers that exist at a time, in three copies: few enough for a processor's cache, enough to fill a GPU.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
@@ -51,8 +51,8 @@ def _cross_entropy(
     With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax alone; the
     derivative is 4 σ (1 − σ). So one exponential does where tanh needs several.
     """
-    if softcap is not None and native.applies(x, weight, softcap):
-        return native.cross_entropy(x, weight, targets, softcap, with_gradient)
+    if softcap is not None and kernels.applies(x, weight, softcap):
+        return kernels.cross_entropy(x, weight, targets, softcap, with_gradient)
     cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
     token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     valid = targets >= 0

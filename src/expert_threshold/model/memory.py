@@ -1,9 +1,9 @@
 """How many bytes a training step needs, counted from the shapes that forward keeps for backward; no tensor is made.
 
-It follows attention.py, experts.py, grouped.py, static.py and cross_entropy.py, and those of native/ where this machine
-takes its kernels: whoever changes what those keep changes it here. tests/test_plan.py compares it with the allocator's
-own count. What each thread keeps for native kernels is past the allocator and not counted: the two packed matrices of
-its widest feed-forward, 256 rows of them, and 64 of the vocabulary, so tens of megabytes.
+It follows attention.py, experts.py, grouped.py, static.py and cross_entropy.py, and those of kernels/cpu/ where this
+machine takes its kernels: whoever changes what those keep changes it here. tests/test_plan.py compares it with the
+allocator's own count. What each thread keeps for native kernels is past the allocator and not counted: the two packed
+matrices of its widest feed-forward, 256 rows of them, and 64 of the vocabulary, so tens of megabytes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..moe.dispatch.grouped import round_up
+from ..kernels.cpu import FEWEST_ROWS, TILE, available
+from ..kernels.cpu import cross_entropy as loss
+from ..kernels.cpu.experts import MOST_WEIGHTS
+from ..moe.backends.grouped import round_up
 from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
-from ..native import FEWEST_ROWS, TILE, available
-from ..native import cross_entropy as loss
-from ..native.experts import MOST_WEIGHTS
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig
@@ -57,7 +57,7 @@ class Step(NamedTuple):
         return not self.gpu and self.itemsize < FLOAT32 and tiles and available()
 
     def native_feed_forward(self, hidden: int) -> bool:
-        """Whether they compute feed-forwards of that hidden width, as native/experts.py decides."""
+        """Whether they compute feed-forwards of that hidden width, as kernels/cpu/experts.py decides."""
         fits = self.tokens >= FEWEST_ROWS and self.config.d_model * hidden <= MOST_WEIGHTS
         return fits and self.config.activation == "relu2" and self.native(self.config.d_model, hidden)
 
@@ -209,8 +209,8 @@ class Step(NamedTuple):
         return Memory(3 * self.rows, rows + hidden + self.cast(weights))
 
     def _made_natively(self, hidden: int, *, routed: bool = False) -> Memory:
-        """By the backward of native/experts.py, which needs more than its forward: gradients in the compute dtype, and
-        what those of weights are made of, whole.
+        """By the backward of kernels/cpu/experts.py, which needs more than its forward: gradients in the compute dtype,
+        and what those of weights are made of, whole.
 
         hidden: width of what every token goes to. routed: experts, too; there is room for both at once.
         """

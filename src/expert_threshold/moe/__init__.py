@@ -12,7 +12,7 @@ from ..routing import (
     scores_not_finite,
     summed_over_ranks,
 )
-from .dispatch import DISPATCHES, DispatchName
+from .backends import DISPATCHES, DispatchName
 from .experts import ActivationName, Experts, FeedForward, Linear
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, check_options, require_rule

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import refuse_second_derivative
-from ..native import experts as kernels
+from ..kernels.autograd import refuse_second_derivative
+from ..kernels.cpu import experts as kernels
 
 ActivationName = Literal["relu2", "swiglu"]
 

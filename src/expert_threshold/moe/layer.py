@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..routing import Observation, Routing, Rule
-from .dispatch import add_shared, dispatch_named
+from .backends import add_shared, dispatch_named
 from .experts import ActivationName, Experts, FeedForward, activation_named
 from .router import Router
 

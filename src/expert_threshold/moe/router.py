@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..autograd import refuse_second_derivative
+from ..kernels.autograd import refuse_second_derivative
 from ..routing import Observation, Routing, Rule, all_finite, observe
 
 

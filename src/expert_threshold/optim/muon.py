@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..native import muon as kernels
+from ..kernels.cpu import muon as kernels
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7

@@ -12,8 +12,8 @@ from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..distributed import local_batch, mesh_sizes
 from ..model import GPTConfig
-from ..moe.dispatch import require_dispatch
-from ..moe.dispatch.expert_parallel import require_even_split
+from ..moe.backends import require_dispatch
+from ..moe.backends.expert_parallel import require_even_split
 from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig

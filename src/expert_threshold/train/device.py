@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..native import available, reason
+from ..kernels.cpu import available, reason
 from ..optim.muon import fast_dtype
 
 
@@ -38,7 +38,7 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns True if the kernels of `native` run for that device and dtype; builds them if necessary."""
+    """Returns True if the kernels of `kernels/cpu` run for that device and dtype; builds them if necessary."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...autograd import refuse_second_derivative
-from ...native import experts as kernels
+from ...kernels.autograd import refuse_second_derivative
+from ...kernels.cpu import experts as kernels
 from ..experts import (
     HIDDEN_PER_BLOCK,
     Activation,

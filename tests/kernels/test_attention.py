@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from expert_threshold.kernels.cpu import attention as kernels
+from expert_threshold.kernels.cpu import library
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
-from expert_threshold.native import attention as kernels
-from expert_threshold.native import library
 from rounding import HALF_A_UNIT, assert_rounded
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dispatch_cases import (
+from backend_cases import (
     ASSIGNMENTS,
     EXPERTS,
     Case,
@@ -22,8 +22,8 @@ from dispatch_cases import (
     require_nan_to_stay_with_its_row_and_its_experts,
 )
 from expert_threshold.moe import DISPATCHES, Experts, FeedForward
-from expert_threshold.moe.dispatch import Dispatch, dispatch_named
-from expert_threshold.moe.dispatch.grouped import PADDING, form_groups, pack, sum_rows
+from expert_threshold.moe.backends import Dispatch, dispatch_named
+from expert_threshold.moe.backends.grouped import PADDING, form_groups, pack, sum_rows
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, ActivationName
 
 NAMES = [name for name in DISPATCHES if name != "triton"]  # which has a file of its own, and fewer dtypes

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from expert_threshold.kernels.cpu import cross_entropy as kernel
+from expert_threshold.kernels.cpu import library
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
-from expert_threshold.native import cross_entropy as kernel
-from expert_threshold.native import library
 from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
 pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without bfloat16")

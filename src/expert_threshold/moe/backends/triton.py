@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...autograd import refuse_second_derivative
+from ...kernels.autograd import refuse_second_derivative
 from ..experts import Experts, activation_named
 from .static import Segments, gate_of_rows, segments
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...autograd import refuse_second_derivative
+from ...kernels.autograd import refuse_second_derivative
 from ..experts import Activation, Experts
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from dispatch_cases import (
+from backend_cases import (
     Case,
     assert_same,
     case,
@@ -17,9 +17,9 @@ from dispatch_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
+from expert_threshold.kernels.cpu import experts as kernels
+from expert_threshold.kernels.cpu import library, off
 from expert_threshold.moe import DISPATCHES, FeedForward, MoE
-from expert_threshold.native import experts as kernels
-from expert_threshold.native import library, off
 from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...install import install
-from ...native import experts as kernels
+from ...kernels.cpu import experts as kernels
 from ..experts import Experts, FeedForward
 from .grouped import grouped
 from .reference import reference
@@ -28,9 +28,7 @@ def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows
     try:
         from .triton import routed_sum
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"dispatch='triton' needs {error.name}, which is missing; run: {install('triton')}"
-        ) from None
+        raise ValueError(f"dispatch='triton' needs {error.name}, which is missing; run: {install('triton')}") from None
     return routed_sum(x, gates, assignment, experts, rows)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expert_threshold.native import library
-from expert_threshold.native import muon as kernels
+from expert_threshold.kernels.cpu import library
+from expert_threshold.kernels.cpu import muon as kernels
 from expert_threshold.optim import Muon
 from expert_threshold.optim import muon as module
 from rounding import assert_rounded

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...autograd import refuse_second_derivative
+from ...kernels.autograd import refuse_second_derivative
 from ...routing import Rule
 from ..experts import Experts
 from ..layer import MoE

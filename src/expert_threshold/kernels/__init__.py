@@ -1,0 +1,1 @@
+"""Kernels in C++ (`cpu`) and Triton (`gpu`); no caller knows how they are called."""
