@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import Experts
 from expert_threshold.moe.backends import Dispatch
-from expert_threshold.moe.experts import ActivationName
 
 D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
 

@@ -59,7 +59,7 @@ HOMES: dict[str, set[str]] = {
     "torch.utils.tensorboard": set(),
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
-    "triton": {"moe/backends/triton.py", "routing/radix.py"},
+    "triton": {"kernels/gpu/experts.py", "routing/radix.py"},
     "uvicorn": {"generate/server.py", "generate/serving/protocol.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}

@@ -16,10 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.kernels import cpu
+from expert_threshold.kernels.activation import ACTIVATIONS
 from expert_threshold.kernels.cpu import experts
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.memory import Step
-from expert_threshold.moe.experts import ACTIVATIONS
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 

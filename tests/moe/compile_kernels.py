@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from expert_threshold.moe.backends import triton as kernels
+from expert_threshold.kernels.gpu import experts as kernels
 
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TYPES = {"rows": "i32", "ends": "*i32", "gates": "*fp32", "dgates": "*fp32", "dots": "*fp32"}

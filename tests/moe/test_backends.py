@@ -21,10 +21,11 @@ from backend_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
+from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import DISPATCHES, Experts, FeedForward
 from expert_threshold.moe.backends import Dispatch, dispatch_named
 from expert_threshold.moe.backends.grouped import PADDING, form_groups, pack, sum_rows
-from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, ActivationName
+from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
 NAMES = [name for name in DISPATCHES if name != "triton"]  # which has a file of its own, and fewer dtypes
 FAST = [name for name in NAMES if name != "reference"]

@@ -24,13 +24,13 @@ from backend_cases import (
     require_nan_to_stay_with_its_row_and_its_experts,
 )
 from expert_threshold.install import install
+from expert_threshold.kernels.activation import ActivationName
+from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, MoE
 from expert_threshold.moe.backends import reference
-from expert_threshold.moe.backends.static import segments
-from expert_threshold.moe.experts import ActivationName
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[triton]'")
-from expert_threshold.moe.backends import triton as kernels
+from expert_threshold.kernels.gpu import experts as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_a_device = pytest.mark.skipif(

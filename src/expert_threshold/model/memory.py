@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..kernels.activation import activation_named
 from ..kernels.cpu import FEWEST_ROWS, TILE, available
 from ..kernels.cpu import cross_entropy as loss
 from ..kernels.cpu.experts import MOST_WEIGHTS
 from ..moe.backends.grouped import round_up
-from ..moe.experts import HIDDEN_PER_BLOCK, activation_named
+from ..moe.experts import HIDDEN_PER_BLOCK
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
 from .gpt import GPTConfig

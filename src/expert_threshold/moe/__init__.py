@@ -1,5 +1,6 @@
 """The Mixture-of-Experts layer and the ways to compute it; with what its users need of the routing rules."""
 
+from ..kernels.activation import ActivationName
 from ..routing import (
     ExpertChoice,
     ExpertThreshold,
@@ -13,7 +14,7 @@ from ..routing import (
     summed_over_ranks,
 )
 from .backends import DISPATCHES, DispatchName
-from .experts import ActivationName, Experts, FeedForward, Linear
+from .experts import Experts, FeedForward, Linear
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, check_options, require_rule
 from .router import Router

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernels.activation import ActivationName, activation_named
 from ..routing import Observation, Routing, Rule
 from .backends import add_shared, dispatch_named
-from .experts import ActivationName, Experts, FeedForward, activation_named
+from .experts import Experts, FeedForward
 from .router import Router
 
 GateNorm = Literal["fanout"]

@@ -24,12 +24,16 @@ class Dispatch(Protocol):
 
 
 def _triton(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """The kernels of `triton.py`, imported when they are first called. Raises ValueError where they cannot run."""
+    """The kernels of `kernels/gpu`, imported when they are first called. Raises ValueError where they cannot run."""
     try:
-        from .triton import routed_sum
+        from ...kernels.gpu.experts import DTYPES, INTERPRETED, routed_sum
     except ModuleNotFoundError as error:
         raise ValueError(f"dispatch='triton' needs {error.name}, which is missing; run: {install('triton')}") from None
-    return routed_sum(x, gates, assignment, experts, rows)
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(f"dispatch='triton' needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"dispatch='triton' computes in float32 or less and not in {x.dtype}; use dispatch='grouped'")
+    return routed_sum(x, gates, assignment, experts.ups(x.dtype), experts.down.to(x.dtype), rows)
 
 
 DISPATCHES: dict[str, Dispatch] = {"reference": reference, "grouped": grouped, "static": static, "triton": _triton}

@@ -12,15 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
 from ...kernels.cpu import experts as kernels
-from ..experts import (
-    HIDDEN_PER_BLOCK,
-    Activation,
-    Experts,
-    activation_named,
-    up_project,
-)
+from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 
 # Rows computed over rows asked for, up to which experts of unequal loads share a batched product.
 PADDING = 1.25

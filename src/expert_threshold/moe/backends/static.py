@@ -8,14 +8,16 @@ indices are kept for backward.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.activation import Activation
 from ...kernels.autograd import refuse_second_derivative
-from ..experts import Activation, Experts
+from ...kernels.segments import Segments, gate_of_rows, segments
+from ..experts import Experts
 
 
 def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
@@ -24,48 +26,6 @@ def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows:
         x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
     )
     return y
-
-
-class Segments(NamedTuple):
-    """Rows by expert, then token: a segment for each expert, adjacent; behind the last one padding."""
-
-    token: Tensor  # (rows,) of each row; 0 in padding
-    pair: Tensor  # (rows,) token · experts + expert, and in padding tokens · experts
-    ends: Tensor  # (experts,) int32, where each segment ends
-    by_token: Tensor  # (rows,) the rows in use, ordered by token; then padding
-    of_token: Tensor  # (tokens + 1,) where in `by_token` the rows of each token begin; last the number of rows in use
-
-
-def segments(assignment: Tensor, rows: int | None) -> Segments:
-    """Of assignment (tokens, experts) bool, into `rows` rows. Raises RuntimeError, on CUDA asynchronously, if that is
-    too few. None: they are counted, which waits for the device; while a compiler traces, there are as many as could be.
-    """
-    if rows is None:
-        rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
-    tokens, experts = assignment.shape
-    by_expert = assignment.T.flatten()
-    row, ends = by_expert.cumsum(0) - 1, assignment.sum(0).cumsum(0)
-    pairs = torch.arange(tokens, device=row.device) * experts + torch.arange(experts, device=row.device)[:, None]
-    if tokens and experts:
-        torch._assert_async(
-            (ends[-1] <= rows), f"more pairs of tokens and experts than the {rows} rows they were given"
-        )
-    pair = scatter(pairs.flatten(), row.where(by_expert, rows), rows, filled_with=tokens * experts)
-    fanout = assignment.sum(1).cumsum(0)
-    place = assignment.flatten().cumsum(0) - 1
-    row_of_pair = row.view(experts, tokens).T.flatten()
-    return Segments(
-        token=torch.div(pair, max(experts, 1), rounding_mode="floor").where(pair < tokens * experts, 0),
-        pair=pair,
-        ends=ends.int(),
-        by_token=scatter(row_of_pair, place.where(assignment.flatten(), rows), rows, filled_with=0),
-        of_token=torch.cat((fanout.new_zeros(1), fanout)),
-    )
-
-
-def scatter(values: Tensor, places: Tensor, length: int, filled_with: int) -> Tensor:
-    """(length,) with the values at their places, all different but for those from `length` on, which are left out."""
-    return values.new_full((length + 1,), filled_with).scatter_(0, places.clamp(max=length), values)[:length]
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
@@ -160,11 +120,6 @@ class _Static(torch.autograd.Function):
         dx = sum_by_token(dxs, packed, scale)
         dgates = dgate.new_zeros(gates.numel() + 1).scatter_(0, packed.pair, dgate)[:-1]
         return dx, dgates.view_as(gates), None, None, None, None, None, None, ddown, *dups
-
-
-def gate_of_rows(gates: Tensor, packed: Segments) -> Tensor:
-    """The gate of every row; that of a padding row is 0."""
-    return torch.cat((gates.flatten(), gates.new_zeros(1))).index_select(0, packed.pair)
 
 
 def _up_project(xs: Tensor, ups: list[Tensor], ends: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.autograd import refuse_second_derivative
-from ..experts import Experts, activation_named
-from .static import Segments, gate_of_rows, segments
+from ..activation import activation_named
+from ..autograd import refuse_second_derivative
+from ..segments import Segments, gate_of_rows, segments
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 SWIGLU = activation_named("swiglu")
@@ -463,13 +463,14 @@ class _Triton(torch.autograd.Function):
         return dx, dgates, None, None, None, None, None, dup, ddown
 
 
-def routed_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """Equals `reference`; arguments as there. Raises ValueError for what the kernels cannot do."""
-    if not (x.is_cuda or INTERPRETED):
-        raise ValueError(f"dispatch='triton' needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'")
-    if x.dtype not in DTYPES:
-        raise ValueError(f"dispatch='triton' computes in float32 or less and not in {x.dtype}; use dispatch='grouped'")
-    ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
+def routed_sum(
+    x: Tensor, gates: Tensor, assignment: Tensor, ups: tuple[Tensor, ...], down: Tensor, rows: int | None = None
+) -> Tensor:
+    """Return y_t = Σ_e z[t,e] g[t,e] down_e · act(ups_e · x_t) of x (tokens, d_model), relu² of one or SwiGLU of two.
+
+    ups: (experts, d_expert, d_model); down: (experts, d_model, d_expert); these and x in one of DTYPES. gates,
+    assignment: (tokens, experts), float32 and bool. rows: at least as many as pairs are assigned; None counts them.
+    """
     up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
     y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())
     return y
