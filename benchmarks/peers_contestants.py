@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from layer import PlainFeedForward
 from torch import Tensor
 
-from expert_threshold.kernels import cpu
-from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, FeedForward, MoE, Router
-from expert_threshold.moe.backends import reference
+from expert_threshold.moe import Experts, ExpertThreshold, FeedForward, MoE, Router
+from expert_threshold.moe.backends import BY_NAME, reference
 
 BATCHED_MM_LIMIT = 2**28  # bytes of weights that `batched_mm` may copy, one matrix for every row
 SETTLING_STEPS = 20
@@ -190,25 +189,8 @@ def plain_grouped_mm(case: Case) -> Entry:
     return case.any_fanout(forward, gates=gates, up=up, down=down)
 
 
-def without_kernels(make: Callable[[Case], Entry]) -> Callable[[Case], Entry]:
-    """The same by PyTorch's operations."""
-
-    def make_without(case: Case) -> Entry:
-        if not cpu.available():
-            raise UnavailableError("has no kernels to be without")
-        entry = make(case)
-
-        def forward() -> Tensor:
-            with cpu.off():
-                return entry.forward()
-
-        return entry._replace(forward=forward)
-
-    return make_without
-
-
 def ours(name: str) -> Callable[[Case], Entry]:
-    """The layer with the dispatch of that name, buffers of a static size where it has them, as in training."""
+    """The layer with the backend of that name, buffers of a static size where it has them, as in training."""
 
     def make(case: Case) -> Entry:
         shape = case.shape
@@ -375,8 +357,7 @@ def contestants() -> dict[str, Callable[[Case], Entry]]:
         "scattermoe": scattermoe,
         "megablocks": megablocks,
         "sonicmoe": sonicmoe,
-        **{f"ours {name}": ours(name) for name in DISPATCHES},
-        "ours grouped by PyTorch": without_kernels(ours("grouped")),
+        **{f"ours {name}": ours(name) for name in BY_NAME if name != "auto"},
     }
 
 

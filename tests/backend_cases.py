@@ -1,8 +1,9 @@
-"""What a dispatch is given in tests, and what comes of it."""
+"""What a backend is given in tests, and what comes of it."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,13 +11,13 @@ from torch import Tensor
 
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import Experts
-from expert_threshold.moe.backends import Dispatch
 
 D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
+RoutedSum = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
 class Case(NamedTuple):
-    """What a dispatch is given, and the upstream gradient of its output."""
+    """What a backend is given, and the upstream gradient of its output."""
 
     x: Tensor
     gates: Tensor
@@ -47,11 +48,11 @@ def fanout(tokens: int, num_experts: int, per_token: int) -> Tensor:
     return place < per_token
 
 
-def outputs_and_gradients(dispatch: Dispatch, given: Case) -> dict[str, Tensor]:
+def outputs_and_gradients(backend: RoutedSum, given: Case) -> dict[str, Tensor]:
     """y and the gradients of x, the gates and every expert matrix."""
     experts = copy.deepcopy(given.experts)
     x, gates = given.x.clone().requires_grad_(), given.gates.clone().requires_grad_()
-    y = dispatch(x, gates, given.assignment, experts)
+    y = backend(x, gates, given.assignment, experts)
     y.backward(given.upstream)
     found = {"y": y.detach(), "x": x.grad, "gates": gates.grad}
     found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
@@ -84,11 +85,11 @@ ASSIGNMENTS = {
 }
 
 
-def require_nan_to_stay_with_its_row_and_its_experts(dispatch: Dispatch, given: Case) -> None:
+def require_nan_to_stay_with_its_row_and_its_experts(backend: RoutedSum, given: Case) -> None:
     """given: each token at one expert of its own, so that most experts are another's."""
     given.x[3] = torch.nan
     expert = int(given.assignment[3].nonzero())
-    found = outputs_and_gradients(dispatch, given)
+    found = outputs_and_gradients(backend, given)
     others = torch.arange(len(given.x)) != 3
     assert found["y"][3].isnan().all()
     for key in ("y", "x", "gates"):

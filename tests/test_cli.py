@@ -44,7 +44,8 @@ from expert_threshold.cli.options import Command, Option, parse, parse_value, sh
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, describe, resolve
 from expert_threshold.generate import Step
-from expert_threshold.moe import DISPATCHES
+from expert_threshold.moe import BACKENDS
+from expert_threshold.moe.backends import BY_NAME
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import train_step
@@ -201,7 +202,7 @@ def test_help_lists_the_names_that_stand_in_lists(capsys: pytest.CaptureFixture[
 
 def test_dispatch_is_chosen_among_all_there_are() -> None:
     kind = next(option.kind for option in RUN_OPTIONS if option.name == "dispatch")
-    assert set(alternatives(kind)) == {"auto", *DISPATCHES}
+    assert set(alternatives(kind)) == set(BY_NAME)
 
 
 def test_an_option_that_is_any_text_refuses_none() -> None:
@@ -840,10 +841,7 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise ValueError("dispatch='triton' needs a CUDA GPU")
-
-    monkeypatch.setitem(DISPATCHES, "triton", refuse)
+    monkeypatch.setattr(BACKENDS["triton"], "why_not", lambda *_: "needs a CUDA GPU")
     assert main(["train", "tiny", "--dispatch", "triton", "--out", str(tmp_path / "run")]) == 2
     assert "et train: dispatch='triton' needs a CUDA GPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

@@ -19,7 +19,7 @@ from backend_cases import (
 )
 from expert_threshold.kernels.cpu import experts as kernels
 from expert_threshold.kernels.cpu import library, off
-from expert_threshold.moe import DISPATCHES, FeedForward, MoE
+from expert_threshold.moe import BACKENDS, FeedForward, MoE
 from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded
 
@@ -69,16 +69,16 @@ def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
     d_model, d_expert = shape
     given = case(assignment, dtype=torch.bfloat16, d_model=d_model, d_expert=d_expert)
     assert kernels.applies(given.x, d_expert, "relu2")
-    found = outputs_and_gradients(DISPATCHES["grouped"], given)
-    for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
+    found = outputs_and_gradients(BACKENDS["cpu"], given)
+    for name, value in outputs_and_gradients(BACKENDS["reference"], in_float32(given)).items():
         difference, size = (t.flatten(1).norm(dim=1) for t in (found[name].float() - value, value))
         assert (difference <= 0.02 * size + 0.02 * size.square().mean().sqrt()).all(), name  # 8 bits, a few roundings
 
 
 def test_on_the_whole_their_error_is_that_of_two_roundings() -> None:
     given = case(fanout(600, 4, 2), dtype=torch.bfloat16, d_model=128, d_expert=256)
-    found = outputs_and_gradients(DISPATCHES["grouped"], given)
-    for name, value in outputs_and_gradients(DISPATCHES["reference"], in_float32(given)).items():
+    found = outputs_and_gradients(BACKENDS["cpu"], given)
+    for name, value in outputs_and_gradients(BACKENDS["reference"], in_float32(given)).items():
         assert_rounded(found[name], value, 2, name)
 
 
@@ -89,7 +89,7 @@ def test_the_same_bits_come_in_every_run_and_with_any_number_of_threads() -> Non
         found = []
         for count in (1, 2, 3, 1):
             torch.set_num_threads(count)
-            found.append(outputs_and_gradients(DISPATCHES["grouped"], given))
+            found.append(outputs_and_gradients(BACKENDS["cpu"], given))
     finally:
         torch.set_num_threads(threads)
     for again in found[1:]:
@@ -102,23 +102,23 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
         x=torch.cat((given.x[:100], 3 * given.x[100:].flip(0))),
         assignment=torch.cat((given.assignment[:100], ~given.assignment[100:])),
     )
-    a, b = (outputs_and_gradients(DISPATCHES["grouped"], each) for each in (given, other))
+    a, b = (outputs_and_gradients(BACKENDS["cpu"], each) for each in (given, other))
     for name in ("y", "x", "gates"):
         torch.testing.assert_close(a[name][:100], b[name][:100], atol=0, rtol=0)
 
 
 def test_nan_in_a_row_stays_with_its_row_and_its_experts() -> None:
     given = case(fanout(96, 4, 1), dtype=torch.bfloat16, d_model=32, d_expert=32)
-    require_nan_to_stay_with_its_row_and_its_experts(DISPATCHES["grouped"], given)
+    require_nan_to_stay_with_its_row_and_its_experts(BACKENDS["cpu"], given)
 
 
 def test_what_an_earlier_call_left_behind_reaches_nothing() -> None:
     given = case(fanout(77, 1, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
     full = case(fanout(512, 1, 1), dtype=torch.bfloat16, d_model=64, d_expert=96)
-    expected = outputs_and_gradients(DISPATCHES["grouped"], given)
+    expected = outputs_and_gradients(BACKENDS["cpu"], given)
     nothing = {"x": full.x * torch.nan, "upstream": full.upstream * torch.nan}
-    outputs_and_gradients(DISPATCHES["grouped"], full._replace(**nothing))
-    assert_same(outputs_and_gradients(DISPATCHES["grouped"], given), expected, atol=0, rtol=0)
+    outputs_and_gradients(BACKENDS["cpu"], full._replace(**nothing))
+    assert_same(outputs_and_gradients(BACKENDS["cpu"], given), expected, atol=0, rtol=0)
 
 
 def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
@@ -130,7 +130,7 @@ def test_nan_of_rows_and_gates_that_no_expert_reads_reaches_nothing() -> None:
         gates=given.gates.masked_fill(~assignment, torch.nan),
         upstream=given.upstream.masked_fill(idle, torch.nan),
     )
-    found, expected = (outputs_and_gradients(DISPATCHES["grouped"], each) for each in (poisoned, given))
+    found, expected = (outputs_and_gradients(BACKENDS["cpu"], each) for each in (poisoned, given))
     assert_same(found, expected, atol=0, rtol=0)
 
 
@@ -197,23 +197,23 @@ def test_a_whole_layer_is_that_of_the_reference(shared_experts: int, gate_norm: 
 def test_an_upstream_gradient_of_any_layout_will_do() -> None:
     given = case(fanout(128, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
     row = torch.randn(64).bfloat16()
-    found = outputs_and_gradients(DISPATCHES["grouped"], given._replace(upstream=row.expand(128, 64)))
-    expected = outputs_and_gradients(DISPATCHES["grouped"], given._replace(upstream=row.repeat(128, 1)))
+    found = outputs_and_gradients(BACKENDS["cpu"], given._replace(upstream=row.expand(128, 64)))
+    expected = outputs_and_gradients(BACKENDS["cpu"], given._replace(upstream=row.repeat(128, 1)))
     assert_same(found, expected, atol=0, rtol=0)
 
 
 def test_without_gradients_the_output_is_the_same() -> None:
     given = case(fanout(300, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
-    expected = outputs_and_gradients(DISPATCHES["grouped"], given)["y"]
+    expected = outputs_and_gradients(BACKENDS["cpu"], given)["y"]
     with torch.no_grad():
-        torch.testing.assert_close(DISPATCHES["grouped"](*given[:4]), expected, atol=0, rtol=0)
+        torch.testing.assert_close(BACKENDS["cpu"](*given[:4]), expected, atol=0, rtol=0)
 
 
 def test_what_is_kept_is_the_input_and_the_pre_activations() -> None:
     given = case(fanout(512, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        DISPATCHES["grouped"](given.x.requires_grad_(), *given[1:4])
+        BACKENDS["cpu"](given.x.requires_grad_(), *given[1:4])
     sizes = [
         t.numel() * t.itemsize for t in kept if t.data_ptr() not in {p.data_ptr() for p in given.experts.parameters()}
     ]
@@ -236,7 +236,7 @@ def test_the_default_dtype_and_whole_numbers_as_assignment_change_nothing() -> N
 def test_backward_may_be_called_twice() -> None:
     given = case(fanout(128, 4, 2), dtype=torch.bfloat16, d_model=64, d_expert=96)
     x = given.x.requires_grad_()
-    y = DISPATCHES["grouped"](x, *given[1:4])
+    y = BACKENDS["cpu"](x, *given[1:4])
     first, second = (torch.autograd.grad(y, x, given.upstream, retain_graph=True)[0] for _ in range(2))
     torch.testing.assert_close(first, second, atol=0, rtol=0)
 
@@ -253,7 +253,7 @@ def test_shared_experts_with_a_hook_are_called() -> None:
 def test_a_second_derivative_is_refused() -> None:
     given = case(fanout(64, 4, 1), dtype=torch.bfloat16, d_model=32, d_expert=32)
     x = given.x.requires_grad_()
-    y = DISPATCHES["grouped"](x, *given[1:4])
+    y = BACKENDS["cpu"](x, *given[1:4])
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(y.float().sum(), x, create_graph=True)
 
@@ -289,7 +289,7 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
     counter = CompileCounterWithBackend("aot_eager")
 
     def both(x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        return DISPATCHES["grouped"](x, gates, assignment, given.experts, 400) + layer(x)
+        return BACKENDS["cpu"](x, gates, assignment, given.experts, rows=400) + layer(x)
 
     whole = torch.compile(both, fullgraph=True, dynamic=False, backend=counter)
     for per_token in (1, 3, 2):

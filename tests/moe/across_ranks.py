@@ -19,10 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import Experts, MoE, Rule
-from expert_threshold.moe.backends.expert_parallel import (
-    expert_parameters,
-    shard_experts,
-)
+from expert_threshold.moe.sharding import expert_parameters, shard_experts
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
 from ranks import Collectives, join, leave

@@ -1,4 +1,4 @@
-"""Every dispatch against `reference`, which is itself held against plain loops and finite differences."""
+"""Every backend against `reference`, which is itself held against plain loops and finite differences."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from backend_cases import (
     ASSIGNMENTS,
     EXPERTS,
     Case,
+    RoutedSum,
     assert_same,
     case,
     fanout,
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
+from expert_threshold.kernels import cpu
 from expert_threshold.kernels.activation import ActivationName
-from expert_threshold.moe import DISPATCHES, Experts, FeedForward
-from expert_threshold.moe.backends import Dispatch, dispatch_named
+from expert_threshold.moe import BACKENDS, Experts, FeedForward
+from expert_threshold.moe.backends import BY_NAME, auto, backend_named
 from expert_threshold.moe.backends.grouped import PADDING, form_groups, pack, sum_rows
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
-NAMES = [name for name in DISPATCHES if name != "triton"]  # which has a file of its own, and fewer dtypes
+NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
 FAST = [name for name in NAMES if name != "reference"]
 ACTIVATIONS: list[ActivationName] = ["relu2", "swiglu"]
 
@@ -51,10 +53,10 @@ def by_loops(given: Case) -> Tensor:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_dispatch_is_the_sum_over_assigned_experts(name: str, activation: ActivationName) -> None:
+def test_a_backend_is_the_sum_over_assigned_experts(name: str, activation: ActivationName) -> None:
     given_case = case(torch.rand(9, EXPERTS, generator=torch.Generator().manual_seed(0)) < 0.5, activation)
     expected = by_loops(given_case)
-    torch.testing.assert_close(DISPATCHES[name](*given_case[:4]), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(BACKENDS[name](*given_case[:4]), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -65,7 +67,7 @@ def test_gradients_are_those_of_finite_differences(name: str, activation: Activa
     x, gates = given_case.x.requires_grad_(), given_case.gates.double().requires_grad_()
 
     def output(x: Tensor, gates: Tensor, *weights: Tensor) -> Tensor:
-        return DISPATCHES[name](x, gates, given_case.assignment, experts)
+        return BACKENDS[name](x, gates, given_case.assignment, experts)
 
     assert torch.autograd.gradcheck(output, (x, gates, *experts.parameters()))
 
@@ -73,32 +75,32 @@ def test_gradients_are_those_of_finite_differences(name: str, activation: Activa
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("assignment", ASSIGNMENTS.values(), ids=ASSIGNMENTS.keys())
 @pytest.mark.parametrize("name", FAST)
-def test_a_dispatch_equals_the_reference_in_outputs_and_all_gradients(
+def test_a_backend_equals_the_reference_in_outputs_and_all_gradients(
     name: str, assignment: Tensor, activation: ActivationName
 ) -> None:
     given_case = case(assignment, activation)
-    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
-    assert_same(outputs_and_gradients(DISPATCHES[name], given_case), expected)
+    expected = outputs_and_gradients(BACKENDS["reference"], given_case)
+    assert_same(outputs_and_gradients(BACKENDS[name], given_case), expected)
 
 
 @pytest.mark.parametrize("name", FAST)
 @settings(max_examples=40)
 @given(data=st.data())
-def test_a_dispatch_equals_the_reference_for_any_assignment(name: str, data: st.DataObject) -> None:
+def test_a_backend_equals_the_reference_for_any_assignment(name: str, data: st.DataObject) -> None:
     tokens, num_experts = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 6))
     bits = data.draw(st.lists(st.booleans(), min_size=tokens * num_experts, max_size=tokens * num_experts))
     assignment = torch.tensor(bits, dtype=torch.bool).view(tokens, num_experts)
     given_case = case(assignment, data.draw(st.sampled_from(ACTIVATIONS)))
-    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
-    assert_same(outputs_and_gradients(DISPATCHES[name], given_case), expected)
+    expected = outputs_and_gradients(BACKENDS["reference"], given_case)
+    assert_same(outputs_and_gradients(BACKENDS[name], given_case), expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", FAST)
 def test_float64_activations_are_computed_in_float64(name: str, activation: ActivationName) -> None:
     given_case = case(fanout(7, EXPERTS, 2), activation, torch.float64)
-    expected = outputs_and_gradients(DISPATCHES["reference"], given_case)
-    found = outputs_and_gradients(DISPATCHES[name], given_case)
+    expected = outputs_and_gradients(BACKENDS["reference"], given_case)
+    found = outputs_and_gradients(BACKENDS[name], given_case)
     for key in ("y", "x"):
         assert found[key].dtype == torch.float64
         torch.testing.assert_close(found[key], expected[key], atol=1e-13, rtol=1e-12)
@@ -112,8 +114,8 @@ def test_bfloat16_activations_differ_from_float32_by_their_rounding_alone(
 ) -> None:
     given_case = case(fanout(6, 3, 2), activation)
     rounded = given_case._replace(x=given_case.x.bfloat16(), upstream=given_case.upstream.bfloat16())
-    exact = outputs_and_gradients(DISPATCHES["reference"], given_case)
-    found = outputs_and_gradients(DISPATCHES[name], rounded)
+    exact = outputs_and_gradients(BACKENDS["reference"], given_case)
+    found = outputs_and_gradients(BACKENDS[name], rounded)
     assert found["y"].dtype == found["x"].dtype == torch.bfloat16
     assert found["gates"].dtype == found["up"].dtype == torch.float32
     for key, value in exact.items():  # a product of a few factors, each rounded to 8 bits
@@ -132,8 +134,8 @@ def test_nan_in_rows_and_gates_that_no_expert_reads_reaches_nothing(name: str, a
         gates=clean.gates.masked_fill(~assignment, torch.nan),
         upstream=clean.upstream.masked_fill(idle, torch.nan),
     )
-    expected = outputs_and_gradients(DISPATCHES[name], clean)
-    found = outputs_and_gradients(DISPATCHES[name], poisoned)
+    expected = outputs_and_gradients(BACKENDS[name], clean)
+    found = outputs_and_gradients(BACKENDS[name], poisoned)
     assert_same(found, expected, atol=0, rtol=0)
     assert (found["y"][idle[:, 0]] == 0).all()
     assert (found["x"][idle[:, 0]] == 0).all()
@@ -142,7 +144,7 @@ def test_nan_in_rows_and_gates_that_no_expert_reads_reaches_nothing(name: str, a
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan_in_a_row_stays_with_its_row_and_its_experts(name: str) -> None:
-    require_nan_to_stay_with_its_row_and_its_experts(DISPATCHES[name], case(fanout(8, EXPERTS, 1)))
+    require_nan_to_stay_with_its_row_and_its_experts(BACKENDS[name], case(fanout(8, EXPERTS, 1)))
 
 
 @pytest.mark.usefixtures("fresh_memory_is_nan")
@@ -153,24 +155,24 @@ def test_nothing_depends_on_what_stood_in_fresh_memory(
     name: str, assignment: Tensor, activation: ActivationName
 ) -> None:
     given_case = case(assignment, activation)
-    found = outputs_and_gradients(DISPATCHES[name], given_case)
+    found = outputs_and_gradients(BACKENDS[name], given_case)
     assert all(value.isfinite().all() for value in found.values())
     torch.use_deterministic_algorithms(False)
-    assert_same(found, outputs_and_gradients(DISPATCHES[name], given_case), atol=0, rtol=0)
+    assert_same(found, outputs_and_gradients(BACKENDS[name], given_case), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_is_frozen_the_other_gradients_stay_the_same(name: str, activation: ActivationName) -> None:
     given_case = case(fanout(6, 3, 2), activation)
-    everything = outputs_and_gradients(DISPATCHES[name], given_case)
+    everything = outputs_and_gradients(BACKENDS[name], given_case)
     inputs = [key for key in everything if key != "y"]
     for trained in itertools.chain.from_iterable(itertools.combinations(inputs, n) for n in (1, 2)):
         experts = copy.deepcopy(given_case.experts)
         tensors = {"x": given_case.x.clone(), "gates": given_case.gates.clone(), **dict(experts.named_parameters())}
         for key, tensor in tensors.items():
             tensor.requires_grad_(key in trained)
-        DISPATCHES[name](tensors["x"], tensors["gates"], given_case.assignment, experts).backward(given_case.upstream)
+        BACKENDS[name](tensors["x"], tensors["gates"], given_case.assignment, experts).backward(given_case.upstream)
         for key, tensor in tensors.items():
             assert (tensor.grad is not None) == (key in trained), (key, trained)
             if tensor.grad is not None:
@@ -181,10 +183,10 @@ def test_whatever_is_frozen_the_other_gradients_stay_the_same(name: str, activat
 @pytest.mark.parametrize("name", NAMES)
 def test_used_twice_in_one_graph_the_gradients_add_up(name: str, activation: ActivationName) -> None:
     first, second = case(fanout(6, 3, 1), activation), case(fanout(6, 3, 2), activation)
-    parts = [outputs_and_gradients(DISPATCHES[name], each) for each in (first, second)]
+    parts = [outputs_and_gradients(BACKENDS[name], each) for each in (first, second)]
     x = first.x.clone().requires_grad_()
     experts = first.experts
-    y = sum(DISPATCHES[name](x, each.gates, each.assignment, experts) for each in (first, second))
+    y = sum(BACKENDS[name](x, each.gates, each.assignment, experts) for each in (first, second))
     assert isinstance(y, Tensor)
     y.backward(first.upstream)
     torch.testing.assert_close(y.detach(), parts[0]["y"] + parts[1]["y"])
@@ -197,24 +199,24 @@ def test_used_twice_in_one_graph_the_gradients_add_up(name: str, activation: Act
 def test_stacked_on_itself_the_gradients_equal_the_reference(name: str) -> None:
     given_case = case(fanout(6, EXPERTS, 2))
 
-    def twice(dispatch: Dispatch) -> Dispatch:
+    def twice(backend: RoutedSum) -> RoutedSum:
         def stacked(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
-            return dispatch(dispatch(x, gates, assignment, experts) + x, gates, ~assignment, experts)
+            return backend(backend(x, gates, assignment, experts) + x, gates, ~assignment, experts)
 
         return stacked
 
-    expected = outputs_and_gradients(twice(DISPATCHES["reference"]), given_case)
-    assert_same(outputs_and_gradients(twice(DISPATCHES[name]), given_case), expected)
+    expected = outputs_and_gradients(twice(BACKENDS["reference"]), given_case)
+    assert_same(outputs_and_gradients(twice(BACKENDS[name]), given_case), expected)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", NAMES)
 def test_backward_may_run_twice_and_leaves_its_upstream_gradient_alone(name: str, activation: ActivationName) -> None:
     given_case = case(fanout(6, 3, 2), activation)
-    once = outputs_and_gradients(DISPATCHES[name], given_case)
+    once = outputs_and_gradients(BACKENDS[name], given_case)
     x, gates = given_case.x.clone().requires_grad_(), given_case.gates.clone().requires_grad_()
     kept = [given_case.x.clone(), given_case.gates.clone(), given_case.upstream.clone()]
-    y = DISPATCHES[name](x, gates, given_case.assignment, given_case.experts)
+    y = BACKENDS[name](x, gates, given_case.assignment, given_case.experts)
     for _ in range(2):
         y.backward(given_case.upstream, retain_graph=True)
     torch.testing.assert_close(y.detach(), once["y"], atol=0, rtol=0)
@@ -230,9 +232,9 @@ def test_backward_may_run_twice_and_leaves_its_upstream_gradient_alone(name: str
 def test_a_sum_of_the_output_can_be_differentiated(name: str) -> None:
     """Its upstream gradient has stride 0, which bare grouped products refuse."""
     given_case = case(fanout(6, EXPERTS, 2))
-    expected = outputs_and_gradients(DISPATCHES[name], given_case._replace(upstream=torch.ones_like(given_case.x)))
+    expected = outputs_and_gradients(BACKENDS[name], given_case._replace(upstream=torch.ones_like(given_case.x)))
     x = given_case.x.clone().requires_grad_()
-    DISPATCHES[name](x, given_case.gates, given_case.assignment, given_case.experts).sum().backward()
+    BACKENDS[name](x, given_case.gates, given_case.assignment, given_case.experts).sum().backward()
     torch.testing.assert_close(x.grad, expected["x"])
 
 
@@ -254,23 +256,65 @@ def test_strides_of_what_it_is_given_change_nothing(name: str, layout: str) -> N
     strided = given_case._replace(**{key: restride(getattr(given_case, key)) for key in ("x", "gates", "assignment")})
     strided = strided._replace(upstream=restride(given_case.upstream))
     assert not strided.x.is_contiguous()
-    expected = DISPATCHES[name](*dense[:4])
-    torch.testing.assert_close(DISPATCHES[name](*strided[:4]), expected)
-    assert_same(outputs_and_gradients(DISPATCHES[name], strided), outputs_and_gradients(DISPATCHES[name], dense))
+    expected = BACKENDS[name](*dense[:4])
+    torch.testing.assert_close(BACKENDS[name](*strided[:4]), expected)
+    assert_same(outputs_and_gradients(BACKENDS[name], strided), outputs_and_gradients(BACKENDS[name], dense))
 
 
 @pytest.mark.parametrize("name", FAST)
 def test_a_second_derivative_is_refused_rather_than_wrong(name: str) -> None:
     given_case = case(fanout(4, EXPERTS, 2))
     x = given_case.x.requires_grad_()
-    y = DISPATCHES[name](x, given_case.gates, given_case.assignment, given_case.experts)
+    y = BACKENDS[name](x, given_case.gates, given_case.assignment, given_case.experts)
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
-def test_an_unknown_dispatch_is_refused_with_the_names_of_the_known() -> None:
+def test_an_unknown_backend_is_refused_with_the_names_of_the_known() -> None:
     with pytest.raises(ValueError, match="dispatch='fast' is unknown; use one of auto, reference, grouped"):
-        dispatch_named("fast")
+        backend_named("fast")
+
+
+def test_all_but_expert_parallel_are_chosen_by_name_which_is_put_in_front_by_splitting() -> None:
+    assert set(BY_NAME) == {"auto", *BACKENDS} - {"expert_parallel"}
+    assert all(backend.name == name for name, backend in (BACKENDS | BY_NAME).items())
+    with pytest.raises(ValueError, match="dispatch='expert_parallel' is unknown"):
+        backend_named("expert_parallel")
+    with pytest.raises(ValueError, match="dispatch='expert_parallel' needs experts split over ranks"):
+        BACKENDS["expert_parallel"](*case(fanout(4, EXPERTS, 1))[:4])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "auto"])
+def test_what_shared_experts_make_is_added_and_a_hook_on_them_fires(name: str) -> None:
+    given_case, shared = case(fanout(6, EXPERTS, 2)), FeedForward(8, 12)
+    assert not shared.watched
+    called: list[bool] = []
+    shared.register_forward_hook(lambda *_: called.append(True))
+    assert shared.watched
+    expected = BACKENDS["reference"](*given_case[:4]) + feed_forward_by_hand(shared, given_case.x)
+    torch.testing.assert_close(BY_NAME[name](*given_case[:4], shared), expected, atol=1e-6, rtol=1e-5)
+    assert called
+
+
+def test_auto_takes_what_pays() -> None:
+    """Neither kernels nor static buffers pay in float32 on a processor, whatever the bound on rows."""
+    for rows in (None, 12):
+        given_case = case(fanout(6, EXPERTS, 2))
+        paying = [name for name, each in BACKENDS.items() if each.pays(given_case.x, given_case.experts, rows)]
+        assert paying == ["grouped"]
+        expected = BACKENDS["grouped"](*given_case[:4], rows=rows)
+        assert torch.equal(auto(*given_case[:4], rows=rows), expected)
+
+
+def test_kernels_that_cannot_compute_say_why() -> None:
+    given_case = case(fanout(6, EXPERTS, 2))
+    why = "computes in bfloat16 and not in torch.float32" if cpu.available() else "has no kernels here: "
+    with pytest.raises(ValueError, match=f"dispatch='cpu' {why}"):
+        BACKENDS["cpu"](*given_case[:4])
+    with cpu.off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):
+        BACKENDS["cpu"](given_case.x.bfloat16(), *given_case[1:4])
+    elsewhere = given_case.x.to("meta")
+    assert BACKENDS["cpu"].why_not(elsewhere, given_case.experts) == "needs a CPU and not 'meta'; use dispatch='auto'"
 
 
 def feed_forward_by_hand(layer: FeedForward, x: Tensor) -> Tensor:

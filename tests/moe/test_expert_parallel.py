@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from expert_threshold.moe.backends.expert_parallel import split_rows
+from expert_threshold.moe.sharding import split_rows
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from ranks import run_on_ranks
 

@@ -26,7 +26,7 @@ from backend_cases import (
 from expert_threshold.install import install
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
-from expert_threshold.moe import DISPATCHES, Experts, ExpertThreshold, MoE
+from expert_threshold.moe import BACKENDS, Experts, ExpertThreshold, MoE
 from expert_threshold.moe.backends import reference
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[triton]'")
@@ -42,7 +42,7 @@ PADDING = 19  # rows more than needed
 
 
 def padded(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    return DISPATCHES["triton"](x, gates, assignment, experts, int(assignment.sum()) + PADDING)
+    return BACKENDS["triton"](x, gates, assignment, experts, rows=int(assignment.sum()) + PADDING)
 
 
 def on_device(given: Case) -> Case:
@@ -131,7 +131,7 @@ def test_two_runs_give_the_same_bits_however_much_padding_there_is() -> None:
     given = on_device(case(random(24, EXPERTS), d_model=20, d_expert=37))
     once = outputs_and_gradients(padded, given)
     assert_same(outputs_and_gradients(padded, given), once, atol=0, rtol=0)
-    assert_same(outputs_and_gradients(DISPATCHES["triton"], given), once, atol=0, rtol=0)
+    assert_same(outputs_and_gradients(BACKENDS["triton"], given), once, atol=0, rtol=0)
 
 
 @needs_a_device
@@ -221,7 +221,7 @@ def test_compiled_it_is_one_graph_with_the_same_bits() -> None:
     given = on_device(case(fanout(6, EXPERTS, 2)))
 
     def bounded(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-        return DISPATCHES["triton"](x, gates, assignment, experts, 12 + PADDING)
+        return BACKENDS["triton"](x, gates, assignment, experts, rows=12 + PADDING)
 
     torch.compiler.reset()
     compiled = torch.compile(bounded, fullgraph=True, backend="aot_eager", dynamic=False)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model import GPT
-from ..moe.backends.expert_parallel import expert_parameters, shard_experts
+from ..moe.sharding import expert_parameters, shard_experts
 from ..optim import OptimConfig, moves_matrices
 from .mesh import DP, Parallel
 from .optimizer_shards import OptimizerShards, Slice, Unsharded, full_slice

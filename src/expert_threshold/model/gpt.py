@@ -67,8 +67,8 @@ class GPTConfig:
     activation: ActivationName = "relu2"
     # Strength of the router z-loss; None is off.
     z_loss: float | None = None
-    # How tokens get to experts; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or newer, else
-    # grouped.
+    # How the experts are computed; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or newer,
+    # cpu where a processor has kernels, else grouped.
     dispatch: DispatchName = "auto"
 
     def __post_init__(self) -> None:

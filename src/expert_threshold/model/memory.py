@@ -65,8 +65,12 @@ class Step(NamedTuple):
     @property
     def native_experts(self) -> bool:
         """Whether they compute the routed ones, and those that are shared at once with them."""
+        return self.dispatch == "cpu" and self._kernels_fit
+
+    @property
+    def _kernels_fit(self) -> bool:
         widths = self.config.d_expert, self.config.d_expert * max(self.config.shared_experts, 1)
-        return self.dispatch == "grouped" and all(map(self.native_feed_forward, widths))
+        return all(map(self.native_feed_forward, widths))
 
     @property
     def fused(self) -> bool:
@@ -99,9 +103,11 @@ class Step(NamedTuple):
 
     @property
     def dispatch(self) -> str:
-        """The way of the experts; what `auto` takes on a GPU of compute capability 9.0 or more, or on a CPU."""
+        """Return the backend of the experts; what `auto` takes on a GPU of compute capability 9.0 or more, or a CPU."""
         if self.config.dispatch != "auto":
             return self.config.dispatch
+        if self._kernels_fit:
+            return "cpu"
         native = self.gpu and self.itemsize < FLOAT32 and self.config.d_model % 8 == 0 == self.config.d_expert % 8
         return "static" if native and self.most is not None else "grouped"
 

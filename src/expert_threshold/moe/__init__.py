@@ -13,14 +13,14 @@ from ..routing import (
     scores_not_finite,
     summed_over_ranks,
 )
-from .backends import DISPATCHES, DispatchName
+from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, check_options, require_rule
 from .router import Router
 
 __all__ = [
-    "DISPATCHES",
+    "BACKENDS",
     "ActivationName",
     "DispatchName",
     "ExpertChoice",

@@ -95,8 +95,13 @@ class FeedForward(nn.Module):
         self.gate = Linear(d_model, d_hidden) if self.activation.width == 2 else None
         self.down = Linear(d_hidden, d_model)
 
+    @property
+    def watched(self) -> bool:
+        """True if a hook waits for this module to be called, so that no kernel may compute it on the way."""
+        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
+
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d_model) to (…, d_model)."""
+        """Map x (…, d_model) to the same shape."""
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         ups = [linear.weight.to(x.dtype) for linear in linears]
         if kernels.applies(x, len(ups[0]), self.activation.name):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..kernels.activation import ActivationName, activation_named
 from ..routing import Observation, Routing, Rule
-from .backends import add_shared, dispatch_named
+from .backends import backend_named
 from .experts import Experts, FeedForward
 from .router import Router
 
@@ -35,7 +35,7 @@ def check_options(
     for name, text in (("dispatch", dispatch), ("activation", activation)):
         if not isinstance(text, str):
             raise ValueError(f"{name}={text!r} must be a name")
-    dispatch_named(dispatch)
+    backend_named(dispatch)
     activation_named(activation)
     if gate_norm not in (None, *get_args(GateNorm)):
         raise ValueError(f"gate_norm={gate_norm!r} is unknown; use None or 'fanout'")
@@ -54,7 +54,7 @@ def require_rule(rule: object) -> None:
 class MoE(nn.Module):
     """A router, its rule, num_experts routed experts and shared_experts that see every token.
 
-    d_expert: hidden width of each expert. dispatch: 'auto' or a name in DISPATCHES. gate_norm: None, or 'fanout' to
+    d_expert: hidden width of each expert. dispatch: the name of a backend, or 'auto'. gate_norm: None, or 'fanout' to
     divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss, None is off.
     Raises ValueError if an option is unknown or out of range.
     """
@@ -74,7 +74,7 @@ class MoE(nn.Module):
         super().__init__()
         require_rule(rule)
         check_options(d_model, d_expert, shared_experts, dispatch, activation, gate_norm, z_loss)
-        self.dispatch = dispatch_named(dispatch)
+        self.dispatch = backend_named(dispatch)
         self.gate_norm = gate_norm
         self.router = Router(d_model, rule, z_loss)
         self.experts = Experts(rule.num_experts, d_model, d_expert, activation)
@@ -102,5 +102,5 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
             rows = self.max_pairs(len(flat))
-            y = add_shared(self.dispatch, flat, weights, assignment, self.experts, self.shared, rows).view_as(x)
+            y = self.dispatch(flat, weights, assignment, self.experts, self.shared, rows=rows).view_as(x)
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

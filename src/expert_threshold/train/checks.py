@@ -12,12 +12,13 @@ from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..distributed import local_batch, mesh_sizes
 from ..model import GPTConfig
-from ..moe.backends import require_dispatch
-from ..moe.backends.expert_parallel import require_even_split
+from ..moe import Experts
+from ..moe.backends import backend_named
+from ..moe.sharding import require_even_split
 from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
-from .device import pick_device
+from .device import pick_device, pick_dtype
 from .track import require_tracker
 
 # Options that may change when a run is resumed, because they do not change what it learns.
@@ -30,7 +31,7 @@ FREE_ON_RESUME = {
 
 def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> None:
     """Raise ValueError for options that cannot train any text, or not on this machine or this number of ranks."""
-    require_dispatch(model.dispatch, pick_device(config.device))
+    require_backend(model, config)
     if config.threads is not None:
         require_few(config.threads)
     mesh_sizes(ranks, config.expert_parallel)
@@ -39,6 +40,15 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     require_vocab_size(model.vocab_size)
     require_pools_fit(model, config, ranks)
     require_tracker(config.track)
+
+
+def require_backend(model: GPTConfig, config: TrainConfig) -> None:
+    """Raise ValueError if the model's backend cannot compute its experts on the run's device, in its dtype."""
+    device = pick_device(config.device)
+    x = torch.zeros(0, model.d_model, dtype=pick_dtype(config.dtype, device), device=device)
+    with torch.device("meta"):
+        experts = Experts(1, model.d_model, model.d_expert, model.activation)
+    backend_named(model.dispatch).require(x, experts)
 
 
 def require_few(threads: int) -> None:

@@ -19,12 +19,16 @@ MOST_WEIGHTS = 1 << 23  # of a matrix, of which each thread has room for two
 EXACT, NONE = -1, 0  # how many rows of pre-activations to have room for: those there are, or none
 
 
-def applies(x: Tensor, hidden: int, activation: str) -> bool:
-    """Whether the kernels compute rows like x (…, d_model)."""
-    rows, width = x.numel() // max(x.shape[-1], 1), x.shape[-1]
+def computes(x: Tensor, hidden: int, activation: str) -> bool:
+    """Return True if the kernels can compute rows like x (…, d_model)."""
+    width = x.shape[-1]
     tiles = width % TILE == 0 == hidden % TILE and width * hidden <= MOST_WEIGHTS
-    fits = tiles and rows >= FEWEST_ROWS and activation == "relu2"
-    return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
+    return tiles and activation == "relu2" and x.is_cpu and x.dtype == torch.bfloat16 and available()
+
+
+def applies(x: Tensor, hidden: int, activation: str) -> bool:
+    """Return True if the kernels can compute rows like x (…, d_model), and these are enough to be worth it."""
+    return x.numel() // max(x.shape[-1], 1) >= FEWEST_ROWS and computes(x, hidden, activation)
 
 
 def routed_sum(

@@ -15,98 +15,41 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...kernels.autograd import refuse_second_derivative
-from ...routing import Rule
 from ..experts import Experts
-from ..layer import MoE
-from . import Dispatch
+from .backend import Backend
 from .grouped import sum_rows
 
 ABSENT = -math.inf
 """In place of the gate of an expert that the token did not choose; gates are finite."""
 
 
-def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: tuple[int, int] | None = None) -> None:
-    """Leave this rank its part of the experts of every MoE layer in `module`, and send tokens to the others' owners.
+class Split(NamedTuple):
+    """Equal splits in training: rows that each rank sends to each, and the tokens of a rank that they were made for."""
 
-    Call it on all ranks of the group, with equal weights, before optimizers are made. Every rank goes on with its own
-    tokens, as many as it likes; forward and backward must be called on all ranks of the group alike. Afterwards the
-    gradient of an expert is the sum over the group's ranks, whole at its owner: where a loss is the mean over W ranks,
-    other parameters' gradients are averaged over the W, experts' summed over the ranks that hold the same experts
-    and divided by W.
-
-    micro_batch: sequences and their length, equal on all ranks. In training the splits then are equal, padded to the
-    capacity bound, and their sizes are not communicated or waited for. That is possible where the rule bounds what one
-    rank sends to an expert: see `split_rows`. None: uneven splits, their sizes sent first, as in inference always.
-
-    Raises ValueError, on all ranks, if the experts do not divide by the ranks, or if equal splits are not possible.
-    """
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
-    ranks = dist.get_world_size(group)
-    for layer in layers:
-        require_even_split(layer.router.rule.num_experts, ranks)
-        if isinstance(layer.dispatch, ExpertParallel):
-            raise ValueError("experts are split already; call shard_experts once")
-    if micro_batch is not None:
-        _require_same(micro_batch, group, layers[0].router.weight.device if layers else None)
-    splits = [None if micro_batch is None else split_rows(layer.router.rule, micro_batch, ranks) for layer in layers]
-    for layer, rows in zip(layers, splits, strict=True):
-        layer.experts = OwnExperts(layer.experts, layer.dispatch, group)
-        tokens = None if micro_batch is None else micro_batch[0] * micro_batch[1]
-        layer.dispatch = ExpertParallel(group, rows, tokens)
-
-
-def require_even_split(num_experts: int, ranks: int) -> None:
-    """Raises ValueError unless every rank gets as many experts."""
-    if num_experts % ranks:
-        raise ValueError(
-            f"num_experts={num_experts} cannot be split over {ranks} ranks; use a number of ranks that divides it"
-        )
-
-
-def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
-    """Return the rows that one rank sends to another at most, in training on so many sequences of such a length.
-
-    They are those of the experts there, each of which gets at most `rule.max_load` of this rank's tokens, and no more
-    than there are tokens. A global pool bounds what an owner receives from all ranks together, not from one; token
-    choice and thresholds without bounds bound nothing.
-
-    Raises ValueError where there is no bound.
-    """
-    tokens = micro_batch[0] * micro_batch[1]
-    load = rule.max_load(tokens, training=True, ranks=ranks)
-    if load is None:
-        raise ValueError(
-            f"rule={rule!r} bounds no expert's load from one rank, so equal splits could overflow; use splits by "
-            "count, or a rule with pools of one rank and capacity bounds"
-        )
-    return min(rule.num_experts // ranks * load, tokens)
-
-
-def _require_same(micro_batch: tuple[int, int], group: dist.ProcessGroup, device: torch.device | None) -> None:
-    mine = torch.tensor(micro_batch, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    if any(not torch.equal(mine, other) for other in everyone):
-        sizes = ", ".join(" × ".join(map(str, other.tolist())) for other in everyone)
-        raise ValueError(f"micro_batch differs between ranks: {sizes}; give one size, or use splits by count")
+    rows: int
+    tokens: int
 
 
 class OwnExperts(Experts):
-    """This rank's part of a layer's experts, under the same names. dispatch: what computes them."""
+    """This rank's part of a layer's experts, under the same names.
 
-    def __init__(self, experts: Experts, dispatch: Dispatch, group: dist.ProcessGroup) -> None:
+    backend: computes them; group: the ranks that hold the parts; split: None is by count, as in inference always.
+    """
+
+    def __init__(self, experts: Experts, backend: Backend, group: dist.ProcessGroup, split: Split | None) -> None:
         nn.Module.__init__(self)
         self.activation = experts.activation
-        self.dispatch = dispatch
+        self.backend = backend
         self.group = group
+        self.split = split
         self.gate = None
         for name, weight in experts.named_parameters():
             setattr(self, name, nn.Parameter(part(weight.detach(), group).clone(), weight.requires_grad))
         self.train(experts.training)
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        """The weighted sums of rows (rows, d_model) over these experts; gates and assignment: (rows, own experts)."""
-        return self.dispatch(x, gates, assignment, self)
+        """Return the weighted sums of rows (rows, d_model); gates and assignment: (rows, own experts)."""
+        return self.backend(x, gates, assignment, self)
 
 
 class Rows(NamedTuple):
@@ -129,41 +72,38 @@ class Splits(NamedTuple):
         return Splits(self.received, self.sent)
 
 
-class ExpertParallel:
-    """A layer's dispatch once its experts are split over `group`; made by `shard_experts`.
+class ExpertParallel(Backend):
+    """Sends tokens to the owners of their experts, a layer's `OwnExperts` on every rank of the group."""
 
-    rows: of every split in training, on exactly `tokens` tokens; None of both: splits as they come.
-    """
+    name = "expert_parallel"
 
-    def __init__(self, group: dist.ProcessGroup, rows: int | None, tokens: int | None) -> None:
-        self.group = group
-        self.rows = rows
-        self.tokens = tokens
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; see shard_experts"
 
-    def __call__(
-        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None
-    ) -> Tensor:
-        """Equals `reference` of all experts; arguments as there, but that `experts` are this rank's own."""
-        ranks = dist.get_world_size(self.group)
-        chosen = assignment.unflatten(1, (ranks, -1)).any(2)
-        sent, splits = self._plan(chosen, padded=experts.training and self.rows is not None)
-        by_rank = gates.where(assignment, ABSENT).unflatten(1, (ranks, -1))
-        there, there_gates = _Send.apply(x, by_rank, self.group, splits, *sent)
-        y: Tensor = _Combine.apply(
-            experts(there, there_gates, there_gates != ABSENT), len(x), self.group, splits, *sent
-        )
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        self.require(x, experts)
+        assert isinstance(experts, OwnExperts)
+        group = experts.group
+        chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
+        sent, splits = _plan(chosen, group, experts.split if experts.training else None)
+        by_rank = gates.where(assignment, ABSENT).unflatten(1, (dist.get_world_size(group), -1))
+        there, there_gates = _Send.apply(x, by_rank, group, splits, *sent)
+        y: Tensor = _Combine.apply(experts(there, there_gates, there_gates != ABSENT), len(x), group, splits, *sent)
         return y
 
-    def _plan(self, chosen: Tensor, padded: bool) -> tuple[Rows, Splits]:
-        if not padded:
-            return by_count(chosen, self.group)
-        assert self.rows is not None
-        if len(chosen) != self.tokens:
-            raise ValueError(
-                f"batch of {len(chosen)} tokens, but splits were made for {self.tokens}; train on batches of that "
-                "size or use splits by count"
-            )
-        return equal(chosen, self.rows), Splits(None, None)
+
+expert_parallel = ExpertParallel()
+
+
+def _plan(chosen: Tensor, group: dist.ProcessGroup, split: Split | None) -> tuple[Rows, Splits]:
+    if split is None:
+        return by_count(chosen, group)
+    if len(chosen) != split.tokens:
+        raise ValueError(
+            f"batch of {len(chosen)} tokens, but splits were made for {split.tokens}; train on batches of that "
+            "size or use splits by count"
+        )
+    return equal(chosen, split.rows), Splits(None, None)
 
 
 def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
@@ -255,16 +195,6 @@ class _Combine(torch.autograd.Function):
         return _exchange(dy.index_select(0, token), ctx.splits, ctx.group), *[None] * 7
 
 
-def expert_parameters(module: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """The parameters of split experts by name, each with the group that it is split over."""
-    return {
-        f"{path}.{name}".removeprefix("."): own.group
-        for path, own in module.named_modules()
-        if isinstance(own, OwnExperts)
-        for name, _ in own.named_parameters()
-    }
-
-
 def part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of a tensor (experts, …); a view."""
+    """Return this rank's rows of a tensor (experts, …), a view."""
     return tensor.chunk(dist.get_world_size(group))[dist.get_rank(group)]

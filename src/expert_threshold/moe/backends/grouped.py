@@ -14,28 +14,33 @@ from torch import Tensor
 
 from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
-from ...kernels.cpu import experts as kernels
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
+from .backend import Backend
 
 # Rows computed over rows asked for, up to which experts of unequal loads share a batched product.
 PADDING = 1.25
 
 
-def grouped(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """Equals `reference`; arguments as there. Segments may have any length, none included.
+class Grouped(Backend):
+    """Batches the products of neighbouring experts; segments may have any length, none included."""
 
-    By the processor's own kernels where there are some.
-    """
-    if kernels.applies(x, experts.down.shape[2], experts.activation.name):
-        return kernels.routed_sum(x, gates, assignment, (experts.up.to(x.dtype), experts.down.to(x.dtype)), rows=rows)
-    weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
-    y: Tensor
-    if torch.compiler.is_compiling():
-        slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
-        y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
-    else:
-        y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
-    return y
+    name = "grouped"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return True
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
+        y: Tensor
+        if torch.compiler.is_compiling():
+            slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
+            y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
+        else:
+            y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
+        return y
+
+
+grouped = Grouped()
 
 
 class Group(NamedTuple):

@@ -6,21 +6,26 @@ import torch
 from torch import Tensor
 
 from ..experts import Experts, up_project
+from .backend import Backend
 
 
-def reference(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. Returns y like x.
+class Reference(Backend):
+    """Computes one expert after the other, on its own tokens only.
 
-    An expert computes only its own tokens, so what stands in the rows of others (NaN, say) cannot reach its output.
+    So what stands in the rows of other tokens (NaN, say) cannot reach an expert's output.
     """
-    y = torch.zeros_like(x)
-    ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
-    for i in range(assignment.shape[1]):
-        chosen = assignment[:, i].nonzero()[:, 0]
-        h = up_project(x[chosen], tuple(up[i] for up in ups))
-        out = _activate(h, experts.activation.width) @ down[i].T
-        y = y.index_add(0, chosen, out * gates[chosen, i, None].to(x.dtype))
-    return y
+
+    name = "reference"
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        y = torch.zeros_like(x)
+        ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
+        for i in range(assignment.shape[1]):
+            chosen = assignment[:, i].nonzero()[:, 0]
+            h = up_project(x[chosen], tuple(up[i] for up in ups))
+            out = _activate(h, experts.activation.width) @ down[i].T
+            y = y.index_add(0, chosen, out * gates[chosen, i, None].to(x.dtype))
+        return y
 
 
 def _activate(h: Tensor, width: int) -> Tensor:
@@ -28,3 +33,6 @@ def _activate(h: Tensor, width: int) -> Tensor:
         return h.relu().square()
     gate, up = h.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+reference = Reference()

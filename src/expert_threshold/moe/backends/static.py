@@ -18,14 +18,25 @@ from ...kernels.activation import Activation
 from ...kernels.autograd import refuse_second_derivative
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
+from .backend import Backend
 
 
-def static(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None = None) -> Tensor:
-    """Equals `reference`; arguments as there."""
-    y: Tensor = _Static.apply(
-        x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
-    )
-    return y
+class Static(Backend):
+    """Multiplies segments of one buffer; `auto` takes it where loads are bounded and no segment's end is waited for."""
+
+    name = "static"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return rows is not None and is_native(x, *experts.down.shape[1:])
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        y: Tensor = _Static.apply(
+            x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
+        )
+        return y
+
+
+static = Static()
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:

@@ -1,0 +1,63 @@
+"""The routed sum by this processor's own kernels, shared experts at once with it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...kernels.cpu import TILE, available, reason
+from ...kernels.cpu import experts as kernels
+from ..experts import Experts, FeedForward
+from .backend import Backend
+from .grouped import grouped
+
+
+class Cpu(Backend):
+    """Calls the C++ kernels; a few rows, which cost more to pack than they save, are computed by `grouped`."""
+
+    name = "cpu"
+
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        if kernels.computes(x, experts.down.shape[2], experts.activation.name):
+            return None
+        if not x.is_cpu:
+            return f"needs a CPU and not {x.device.type!r}; use dispatch='auto'"
+        if not available():
+            return f"has no kernels here: {reason()}; use dispatch='auto'"
+        if x.dtype != torch.bfloat16:
+            return f"computes in bfloat16 and not in {x.dtype}; use dispatch='grouped'"
+        if experts.activation.name != "relu2":
+            return f"computes relu2 and not {experts.activation.name}; use dispatch='grouped'"
+        return f"needs widths that are multiples of {TILE}, and matrices that fit; use dispatch='grouped'"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return kernels.applies(x, experts.down.shape[2], experts.activation.name)
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        if not self.pays(x, experts, rows):
+            self.require(x, experts)
+            return grouped.routed_sum(x, gates, assignment, experts, rows)
+        return kernels.routed_sum(x, gates, assignment, (experts.up.to(x.dtype), experts.down.to(x.dtype)), rows=rows)
+
+    def __call__(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        assignment: Tensor,
+        experts: Experts,
+        shared: FeedForward | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Tensor:
+        if shared is None or not self._fuses(x, experts, shared, rows):
+            return super().__call__(x, gates, assignment, experts, shared, rows=rows)
+        weights = (experts.up, experts.down, shared.up.weight, shared.down.weight)
+        up, down, *alone = (weight.to(x.dtype) for weight in weights)
+        return kernels.routed_sum(x, gates, assignment, (up, down), (alone[0], alone[1]), rows)
+
+    def _fuses(self, x: Tensor, experts: Experts, shared: FeedForward, rows: int | None) -> bool:
+        fits = kernels.applies(x, shared.down.weight.shape[-1], experts.activation.name)
+        return fits and not shared.watched and self.pays(x, experts, rows)
+
+
+cpu = Cpu()

@@ -1,0 +1,91 @@
+"""Splitting the experts of a model over ranks: applied from outside, once its weights are there."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..routing import Rule
+from .backends.expert_parallel import OwnExperts, Split, expert_parallel
+from .layer import MoE
+
+
+def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: tuple[int, int] | None = None) -> None:
+    """Leave this rank its part of the experts of every MoE layer in `module`, and send tokens to the others' owners.
+
+    Call it on all ranks of the group, with equal weights, before optimizers are made. Every rank goes on with its own
+    tokens, as many as it likes; forward and backward must be called on all ranks of the group alike. Afterwards the
+    gradient of an expert is the sum over the group's ranks, whole at its owner: where a loss is the mean over W ranks,
+    other parameters' gradients are averaged over the W, experts' summed over the ranks that hold the same experts
+    and divided by W.
+
+    micro_batch: sequences and their length, equal on all ranks. In training the splits then are equal, padded to the
+    capacity bound, and their sizes are not communicated or waited for. That is possible where the rule bounds what one
+    rank sends to an expert: see `split_rows`. None: uneven splits, their sizes sent first, as in inference always.
+
+    Raises ValueError, on all ranks, if the experts do not divide by the ranks, or if equal splits are not possible.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    ranks = dist.get_world_size(group)
+    for layer in layers:
+        require_even_split(layer.router.rule.num_experts, ranks)
+        if isinstance(layer.experts, OwnExperts):
+            raise ValueError("experts are split already; call shard_experts once")
+    if micro_batch is not None:
+        _require_same(micro_batch, group, layers[0].router.weight.device if layers else None)
+    splits = [
+        None
+        if micro_batch is None
+        else Split(split_rows(layer.router.rule, micro_batch, ranks), micro_batch[0] * micro_batch[1])
+        for layer in layers
+    ]
+    for layer, split in zip(layers, splits, strict=True):
+        layer.experts = OwnExperts(layer.experts, layer.dispatch, group, split)
+        layer.dispatch = expert_parallel
+
+
+def require_even_split(num_experts: int, ranks: int) -> None:
+    """Raise ValueError unless the experts divide evenly by the ranks."""
+    if num_experts % ranks:
+        raise ValueError(
+            f"num_experts={num_experts} cannot be split over {ranks} ranks; use a number of ranks that divides it"
+        )
+
+
+def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
+    """Return the rows that one rank sends to another at most, in training on so many sequences of such a length.
+
+    They are those of the experts there, each of which gets at most `rule.max_load` of this rank's tokens, and no more
+    than there are tokens. A global pool bounds what an owner receives from all ranks together, not from one; token
+    choice and thresholds without bounds bound nothing.
+
+    Raises ValueError where there is no bound.
+    """
+    tokens = micro_batch[0] * micro_batch[1]
+    load = rule.max_load(tokens, training=True, ranks=ranks)
+    if load is None:
+        raise ValueError(
+            f"rule={rule!r} bounds no expert's load from one rank, so equal splits could overflow; use splits by "
+            "count, or a rule with pools of one rank and capacity bounds"
+        )
+    return min(rule.num_experts // ranks * load, tokens)
+
+
+def _require_same(micro_batch: tuple[int, int], group: dist.ProcessGroup, device: torch.device | None) -> None:
+    mine = torch.tensor(micro_batch, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    if any(not torch.equal(mine, other) for other in everyone):
+        sizes = ", ".join(" × ".join(map(str, other.tolist())) for other in everyone)
+        raise ValueError(f"micro_batch differs between ranks: {sizes}; give one size, or use splits by count")
+
+
+def expert_parameters(module: nn.Module) -> dict[str, dist.ProcessGroup]:
+    """Return the parameters of split experts by name, each with the group that it is split over."""
+    return {
+        f"{path}.{name}".removeprefix("."): own.group
+        for path, own in module.named_modules()
+        if isinstance(own, OwnExperts)
+        for name, _ in own.named_parameters()
+    }
