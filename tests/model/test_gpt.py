@@ -531,3 +531,37 @@ def test_the_model_computes_in_its_own_dtype_inside_of_autocast() -> None:
         inside = model(tokens, tokens)
     inside.loss.backward()
     torch.testing.assert_close(inside.loss, outside.loss, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_forward_hook_on_a_layer_of_experts_fires_in_training_in_evaluation_and_with_a_cache(
+    checkpointing: bool,
+) -> None:
+    """Blocks called the router and the sum past `MoE.forward`, and no hook on the layer ever fired."""
+    model = lively(ExpertThreshold(4, warmup_steps=0))
+    model.activation_checkpointing = checkpointing
+    called: list[nn.Module] = []
+    for _, moe in model.moe_layers():
+        moe.register_forward_hook(lambda module, _inputs, _output: called.append(module))
+    layers = [moe for _, moe in model.moe_layers()]
+    assert len(layers) > 1
+    tokens = tokens_of(1, 4)
+    model.train()
+    model(tokens, tokens)
+    assert called == layers
+    model.eval()
+    with torch.no_grad():
+        for cache in (None, model.new_cache(1, 4)):
+            called.clear()
+            model(tokens, cache=cache)
+            assert called == layers
+
+
+def test_a_hook_may_change_what_a_layer_of_experts_hands_on() -> None:
+    model = lively(ExpertThreshold(4, warmup_steps=0)).eval()
+    tokens = tokens_of(1, 4)
+    with torch.no_grad():
+        plain = model(tokens).logits
+        for _, moe in model.moe_layers():
+            moe.register_forward_hook(lambda _module, _inputs, output: (output[0] + 1, output[1]))
+        assert not same(model(tokens).logits, plain)

@@ -160,11 +160,10 @@ class Block(nn.Module):
         if self.moe is None:
             assert self.feed_forward is not None
             return x + self.feed_forward(norm(x)), None
-        normed = norm(x)
-        routing = self.moe.router(normed, None if cache is None else cache.scores(self.layer))
+        y, routing = self.moe(norm(x), None if cache is None else cache.scores(self.layer), record=True)
         if cache is not None and self.moe.router.rule.scope(training=False) != "token":
             cache.append_scores(self.layer, routing.scores)
-        return x + self.moe.compute(normed, routing), routing
+        return x + y, routing
 
 
 class GPT(nn.Module):

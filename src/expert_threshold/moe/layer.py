@@ -80,10 +80,16 @@ class MoE(nn.Module):
         self.experts = Experts(rule.num_experts, d_model, d_expert, activation)
         self.shared = FeedForward(d_model, shared_experts * d_expert, activation) if shared_experts else None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Observation]:
-        """x: (batch, time, d_model) to y of the same shape and dtype, and what was seen."""
-        routing = self.router(x)
-        return self.compute(x, routing), routing.observation
+    def forward(
+        self, x: Tensor, earlier: Tensor | None = None, *, record: bool = False
+    ) -> tuple[Tensor, Observation | Routing]:
+        """Map x (batch, time, d_model) to y of the same shape and dtype, and return what was seen.
+
+        earlier: in inference, the scores of the tokens that x continues, (batch, past, num_scores). record: return the
+        whole routing, which holds the observation, in its place.
+        """
+        routing = self.router(x, earlier)
+        return self.compute(x, routing), routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:
         """Return the rule's bound on the token-expert pairs of so many tokens now; None if only counting can tell."""
