@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
-from expert_threshold.kernels import cpu
+from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ACTIVATIONS
 from expert_threshold.kernels.cpu import experts
 from expert_threshold.model import GPT, GPTConfig
@@ -36,7 +36,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_json(
     off: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with cpu.off() if off else nullcontext():
+    with off() if off else nullcontext():
         reason = plan(capsys, "tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
         assert (reason is None) == cpu.available()
         assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
@@ -118,7 +118,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     train = replace(config.train, batch_size=sequences, accumulation=1, activation_checkpointing=checkpointing)
     model = replace(config.model, **({"layers": 2, "vocab_size": 512} | sizes))  # type: ignore[arg-type]
     config = replace(config, model=model, train=train)
-    with nullcontext() if kernels else cpu.off():
+    with nullcontext() if kernels else off():
         planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
 
@@ -127,7 +127,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
 def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
     sizes = [(rows, width, hidden) for rows in (63, 64) for width in (32, 48) for hidden in (16, 64, 2**18, 2**18 + 32)]
     taken = set()
-    with cpu.off() if off else nullcontext():
+    with off() if off else nullcontext():
         for rows, width, hidden in sizes:
             for activation in ACTIVATIONS:
                 config = GPTConfig.preset("tiny", context=rows, d_model=width, heads=1, kv_heads=1)

@@ -17,8 +17,9 @@ from backend_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
+from expert_threshold.kernels import off
 from expert_threshold.kernels.cpu import experts as kernels
-from expert_threshold.kernels.cpu import library, off
+from expert_threshold.kernels.cpu import library
 from expert_threshold.moe import BACKENDS, FeedForward, MoE
 from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded

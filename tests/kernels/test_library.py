@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_threshold.kernels import cpu
+from expert_threshold.kernels import VARIABLE, cpu, off
+from expert_threshold.kernels.cpu import build
 
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux")
 PACKAGES = Path(cpu.__file__).parents[3]
@@ -21,7 +22,7 @@ SOURCE = 'extern "C" int answer() { return 42; }\n'
 @pytest.fixture
 def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    for variable in (cpu.VARIABLE, "CXX"):
+    for variable in (VARIABLE, "CXX"):
         monkeypatch.delenv(variable, raising=False)
     file = tmp_path / "answer.cpp"
     file.write_text(SOURCE)
@@ -30,12 +31,12 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @NEEDS_COMPILER
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="a processor without bfloat16")
-@pytest.mark.skipif(os.environ.get(cpu.VARIABLE) == "0", reason="kernels are switched off")
+@pytest.mark.skipif(os.environ.get(VARIABLE) == "0", reason="kernels are switched off")
 def test_where_there_are_a_compiler_and_products_of_bfloat16_there_are_kernels() -> None:
     """Else all their tests would be skipped and nobody would know."""
     assert cpu.library() is not None
     assert cpu.available()
-    with cpu.off():
+    with off():
         assert not cpu.available()
     assert cpu.available()
 
@@ -43,13 +44,13 @@ def test_where_there_are_a_compiler_and_products_of_bfloat16_there_are_kernels()
 @NEEDS_COMPILER
 def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for said in ("building kernels", ""):
-        library = cpu._load([source], cpu.FLAGS, [])
+        library = build.load([source], build.FLAGS, [])
         assert library is not None
         assert library.answer() == 42
         assert said in capfd.readouterr().err
     (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
     source.write_text(SOURCE.replace("42", "43"))
-    changed = cpu._load([source], cpu.FLAGS, [])
+    changed = build.load([source], build.FLAGS, [])
     assert changed is not None
     assert changed.answer() == 43
     assert built.exists()
@@ -58,7 +59,7 @@ def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]
 @NEEDS_COMPILER
 def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source.write_text("int answer() { return nothing; }\n")
-    assert cpu._load([source], cpu.FLAGS, []) is None
+    assert build.load([source], build.FLAGS, []) is None
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("kernels for this processor cannot be built: ")
     assert said.endswith("going on without, as with EXPERT_THRESHOLD_NATIVE=0")
@@ -68,22 +69,61 @@ def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, cap
 
 @NEEDS_COMPILER
 def test_a_library_that_was_cut_off_is_built_again(source: Path) -> None:
-    assert cpu._load([source], cpu.FLAGS, []) is not None
+    assert build.load([source], build.FLAGS, []) is not None
     (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
     built.unlink()  # not written over, as it is loaded
     built.write_bytes(b"ELF")
-    library = cpu._load([source], cpu.FLAGS, [])
+    library = build.load([source], build.FLAGS, [])
     assert library is not None
     assert library.answer() == 42
 
 
 @NEEDS_COMPILER
-def test_a_library_that_anyone_may_have_written_is_not_loaded(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cpu._load([source], cpu.FLAGS, []) is not None
-    (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
-    built.chmod(0o777)
-    assert cpu._load([source], cpu.FLAGS, []) is None
-    assert "may be written by anyone" in capfd.readouterr().err
+@pytest.mark.parametrize("mode", [0o770, 0o707])
+@pytest.mark.parametrize("which", ["library", "folder"])
+def test_what_others_may_write_is_not_loaded(
+    source: Path, which: str, mode: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A library was looked at alone, and whoever may write to its folder may put another in its place."""
+    assert build.load([source], build.FLAGS, []) is not None
+    folder = source.parent / "extensions" / "expert_threshold"
+    path = folder if which == "folder" else next(folder.iterdir())
+    path.chmod(mode)
+    assert build.load([source], build.FLAGS, []) is None
+    assert f"{path} may be written by others; run: chmod go-w {path}" in capfd.readouterr().err
+    path.chmod(0o700)
+    assert build.load([source], build.FLAGS, []) is not None
+
+
+@NEEDS_COMPILER
+def test_nothing_is_built_in_a_folder_of_others(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = source.parent / "extensions" / "expert_threshold"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert build.load([source], build.FLAGS, []) is None
+    assert not list(folder.iterdir())
+    folder.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(folder, 1234, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
+    assert build.load([source], build.FLAGS, []) is None
+    assert f"{folder} is another user's; give a folder of your own" in capfd.readouterr().err
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize("which", ["decoder", "blocks"])
+def test_our_sources_compile_without_a_warning(which: str, tmp_path: Path) -> None:
+    """Without optimisation, which takes long, and for a processor with all that the sources use."""
+    sources, flags = {"decoder": ([cpu.DECODER], cpu.DECODING), "blocks": (cpu.SOURCES, cpu.BLOCKS)}[which]
+    assert sources
+    flags = [flag for flag in flags if flag not in ("-O3", "-march=native", "-shared")]
+    for file in sources:
+        command = ["g++", *flags, "-march=sapphirerapids", *build.WARNINGS, "-fsyntax-only", str(file)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert result.returncode == 0, result.stderr
 
 
 @NEEDS_COMPILER
@@ -94,7 +134,7 @@ def test_the_compiler_may_have_arguments_and_is_never_clang(
     monkeypatch.setenv("CXX", chosen)
     if "ANSWER" in chosen:
         source.write_text(SOURCE.replace("42", "ANSWER"))
-    library = cpu._load([source], cpu.FLAGS, [])
+    library = build.load([source], build.FLAGS, [])
     assert library is not None
     assert library.answer() == 42
 
@@ -110,10 +150,10 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert cpu._load([source], cpu.FLAGS, []) is None
+    assert build.load([source], build.FLAGS, []) is None
     monkeypatch.delenv("CXX")
-    monkeypatch.setenv(cpu.VARIABLE, "0")
-    assert cpu._load([source], cpu.FLAGS, []) is None
+    monkeypatch.setenv(VARIABLE, "0")
+    assert build.load([source], build.FLAGS, []) is None
     assert capfd.readouterr().err == ""
     assert not (source.parent / "extensions").exists()
 
@@ -122,7 +162,7 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
     ("multiplies", "environment", "reason"),
     [
         (False, {}, "this processor does not multiply bfloat16"),
-        (True, {cpu.VARIABLE: "0"}, "EXPERT_THRESHOLD_NATIVE=0"),
+        (True, {VARIABLE: "0"}, "EXPERT_THRESHOLD_NATIVE=0"),
         (True, {"CXX": "no-such-compiler"}, "there is no C++ compiler no-such-compiler; install g++, or name one"),
     ],
 )
@@ -133,7 +173,7 @@ def test_the_reason_why_there_are_no_kernels_is_known(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": multiplies})
     monkeypatch.setattr(cpu, "library", cpu.library.__wrapped__)
     monkeypatch.setattr(cpu, "_built", cpu._built.__wrapped__)
-    for variable in (cpu.VARIABLE, "CXX"):
+    for variable in (VARIABLE, "CXX"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
@@ -146,7 +186,7 @@ def test_the_reason_why_there_are_no_kernels_is_known(
 @pytest.mark.skipif(cpu.library() is None, reason="there are no kernels here")
 def test_where_there_are_kernels_there_is_no_reason_but_being_switched_off() -> None:
     assert cpu.reason() is None
-    with cpu.off():
+    with off():
         assert cpu.reason() == "they are switched off"
 
 
@@ -155,5 +195,5 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source))  # a file
-    assert cpu._load([source], cpu.FLAGS, []) is None
+    assert build.load([source], build.FLAGS, []) is None
     assert "cannot be built" in capfd.readouterr().err

@@ -22,7 +22,7 @@ from backend_cases import (
     outputs_and_gradients,
     require_nan_to_stay_with_its_row_and_its_experts,
 )
-from expert_threshold.kernels import cpu
+from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
@@ -311,7 +311,7 @@ def test_kernels_that_cannot_compute_say_why() -> None:
     why = "computes in bfloat16 and not in torch.float32" if cpu.available() else "has no kernels here: "
     with pytest.raises(ValueError, match=f"dispatch='cpu' {why}"):
         BACKENDS["cpu"](*given_case[:4])
-    with cpu.off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):
+    with off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):
         BACKENDS["cpu"](given_case.x.bfloat16(), *given_case[1:4])
     elsewhere = given_case.x.to("meta")
     assert BACKENDS["cpu"].why_not(elsewhere, given_case.experts) == "needs a CPU and not 'meta'; use dispatch='auto'"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from expert_threshold.cli import main
-from expert_threshold.kernels import cpu
+from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
 from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest
 
@@ -50,13 +50,13 @@ def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:
     assert kernels_run(CPU, torch.bfloat16) == cpu.available()
     assert not kernels_run(CPU, torch.float32)
     assert not kernels_run(torch.device("cuda"), torch.bfloat16)
-    with cpu.off():
+    with off():
         assert not kernels_run(CPU, torch.bfloat16)
 
 
 def test_that_kernels_are_off_is_said_with_the_reason_and_of_processors_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     assert "compute in bfloat16, and this run does not" in str(kernels_off(CPU, torch.float32))
-    with cpu.off():
+    with off():
         assert "they are switched off; PyTorch's" in str(kernels_off(CPU, torch.bfloat16))
     assert kernels_off(torch.device("cuda"), torch.bfloat16) is None

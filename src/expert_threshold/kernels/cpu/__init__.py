@@ -1,4 +1,4 @@
-"""Kernels for processors, in C++: built by the machine's compiler when first used, and kept among torch's extensions.
+"""Kernels for processors, in C++.
 
 They multiply bfloat16 matrices block by block where PyTorch's operations would send each intermediate through memory;
 and a decoder's is a whole step, of hundreds of operations on a few numbers each. Each has a caller that does the same
@@ -9,37 +9,28 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import shlex
-import shutil
-import stat
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from .. import switched_off
+from .build import FLAGS, load, missing
+
 DECODER = Path(__file__).parent / "decode.cpp"
 SOURCES = sorted({*Path(__file__).parent.glob("*.cpp")} - {DECODER})
 HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-w"]
-TORCH = ["-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
-VARIABLE = "EXPERT_THRESHOLD_NATIVE"
-SECONDS = 120  # a compiler that takes longer hangs
+TORCH = Path(torch.__file__).parent
+BLOCKS = [*FLAGS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512", "-isystem", str(TORCH / "include")]
+DECODING = [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 TILE = 32  # sizes of matrices that processors multiply in tiles are multiples of it
 FEWEST_ROWS = 64  # with fewer, a call and what it packs cost more than they save
-_off = False
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, or None where they cannot run: a processor that does not multiply bfloat16 (AVX-512 BF16, AMX), a
-    PyTorch that does not multiply blocks for us, no C++ compiler (CXX, else g++), or EXPERT_THRESHOLD_NATIVE=0. Takes
-    five seconds the first time.
+    """Return the kernels, or None where they cannot run, `reason` tells why; `off` changes nothing here.
+
+    Takes five seconds the first time.
     """
     kernels = _built() if _multiplies_bfloat16() else None
     return kernels if kernels is not None and kernels.et_works() else None
@@ -47,10 +38,8 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _built() -> ctypes.CDLL | None:
-    """The kernels, whether or not PyTorch multiplies blocks for them."""
-    folder = Path(torch.__file__).parent
-    libraries = [f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-ltorch_cpu", "-lc10"]
-    kernels = _load([*SOURCES, *HEADERS], [*FLAGS, *TORCH], libraries)
+    """Return the kernels, whether or not PyTorch multiplies blocks for them."""
+    kernels = load([*SOURCES, *HEADERS], BLOCKS, [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"])
     if kernels is not None:
         kernels.et_works.restype, kernels.et_padded.restype = ctypes.c_bool, ctypes.c_int64
     return kernels
@@ -58,13 +47,13 @@ def _built() -> ctypes.CDLL | None:
 
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
-    """The decoder's, by itself, since any processor can run it; or None as above."""
-    return _load([DECODER], [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"], [])
+    """Return the decoder's kernels, apart, since any processor can run them; None where they cannot be built."""
+    return load([DECODER], DECODING, [])
 
 
 def available() -> bool:
-    """Whether there is a library, and it is not `off`."""
-    return not _off and library() is not None
+    """Return True if there is a library, and it is not switched off."""
+    return switched_off() is None and library() is not None
 
 
 # What torch.compiler.assume_constant_result does, but for importing the whole compiler.
@@ -72,15 +61,15 @@ available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reason() -> str | None:
-    """Why kernels are not `available`, with the remedy where there is one; None where they are."""
+    """Return why kernels are not `available`, with the remedy where there is one; None where they are."""
     if available():
         return None
-    if _off:
-        return "they are switched off"
+    if (why := switched_off()) is not None:
+        return why
     if not _multiplies_bfloat16():
         return "this processor does not multiply bfloat16 (AVX-512 BF16 or AMX)"
-    if (missing := _missing()) is not None:
-        return missing
+    if (why := missing()) is not None:
+        return why
     if _built() is None:
         return "they cannot be built, as told above"
     return "this PyTorch multiplies no blocks of bfloat16 on this processor; see ONEDNN_MAX_CPU_ISA, if that is set"
@@ -90,82 +79,8 @@ def _multiplies_bfloat16() -> bool:
     return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
 
 
-def _missing() -> str | None:
-    """What there is to build on lacks, and the remedy."""
-    if os.environ.get(VARIABLE) == "0":
-        return f"{VARIABLE}=0"
-    if sys.platform != "linux":
-        return "they are built on Linux alone"
-    compiler = _compiler()[0]
-    if shutil.which(compiler) is None:
-        return f"there is no C++ compiler {compiler}; install g++, or name one in CXX"
-    return None
-
-
-@contextmanager
-def off() -> Iterator[None]:
-    """PyTorch's operations in the place of kernels, to compare; a decoder that exists keeps its own."""
-    global _off
-    before, _off = _off, True
-    try:
-        yield
-    finally:
-        _off = before
-
-
-def _load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    if _missing() is not None:
-        return None
-    compiler = _compiler()
-    try:
-        built = _build(compiler, files, flags, libraries)
-        try:
-            return ctypes.CDLL(str(built))
-        except OSError:  # cut off in the middle, or of a machine with other libraries
-            built.unlink()
-            return ctypes.CDLL(str(_build(compiler, files, flags, libraries)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
-        reason = next((line for line in said.splitlines() if "error" in line), str(error))
-        print(
-            f"kernels for this processor cannot be built: {reason}; going on without, as with {VARIABLE}=0",
-            file=sys.stderr,
-        )
-        return None
-
-
-def _compiler() -> list[str]:
-    """CXX, or g++; not clang, which brings another OpenMP, whose threads PyTorch does not count."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
-    return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
-
-
-def _build(compiler: list[str], files: list[Path], flags: list[str], libraries: list[str]) -> Path:
-    """The shared library, compiled unless it is there; OSError, RuntimeError or SubprocessError where that fails."""
-    machine = sorted(torch.cpu.get_capabilities().items())
-    contents = [file.read_text(encoding="utf-8") for file in files]
-    text = "\0".join([*compiler, *flags, *libraries, torch.__version__, str(machine), *contents])
-    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
-    name = hashlib.sha256(text.encode()).hexdigest()[:16]
-    target = Path(extensions).expanduser() / "expert_threshold" / f"{name}.so"
-    if target.exists():
-        status = target.stat()
-        if status.st_uid not in (0, os.getuid()) or status.st_mode & stat.S_IWOTH:
-            raise OSError(f"{target} is another's, or may be written by anyone")
-    else:
-        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        print("building kernels for this processor, which takes some seconds once", file=sys.stderr)
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder) / "built.so"
-            sources = [str(file) for file in files if file.suffix == ".cpp"]
-            command = [*compiler, *flags, *sources, "-o", str(built), *libraries]
-            subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-            os.replace(built, target)  # others may build at the same time
-    return target
-
-
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Of a contiguous tensor's first number; null for None and where there are none. The tensor lives as long."""
+    """Return the address of a contiguous tensor's first number; null for None. The tensor lives as long."""
     assert tensor is None or (tensor.is_contiguous() and tensor.is_cpu)
     pointer = ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
     pointer.tensor = tensor  # type: ignore[attr-defined]
