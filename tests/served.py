@@ -13,11 +13,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from expert_threshold.generate.engine import Engine, Writing
-from expert_threshold.generate.server import Service, configure, create_app
-from expert_threshold.generate.serving.hosts import bind
-from expert_threshold.generate.serving.limits import Limits
-from expert_threshold.generate.serving.worker import Worker
 from expert_threshold.model import GPT
+from expert_threshold.serve.hosts import bind
+from expert_threshold.serve.limits import Limits
+from expert_threshold.serve.server import Service, configure, create_app
+from expert_threshold.serve.worker import Worker
 from small_run import small_model, small_tokenizer
 
 PATIENCE = 60

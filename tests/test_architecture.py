@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"kernels", "moe"},
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},
-    "generate": {"glossary", "kernels", "runs", "model", "moe", "data"},
+    "generate": {"kernels", "runs", "model", "moe", "data"},
+    "serve": {"glossary", "generate", "runs", "model", "moe", "data"},
     "distributed": {"data", "model", "moe", "optim"},
     "train": {"install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation"},
     "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
@@ -41,7 +42,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {
-        "recipes", "routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "analysis",
+        "recipes", "routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "serve",
+        "analysis",
     },
 }  # fmt: skip
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
@@ -53,14 +55,14 @@ HOMES: dict[str, set[str]] = {
     "lm_eval": {"integrations/lm_eval.py"},
     "matplotlib": set(),
     "scipy": set(),
-    "starlette": {"generate/server.py"},
+    "starlette": {"serve/server.py"},
     "tensorboard": set(),
     "tokenizers": {"integrations/transformers.py"},
     "torch.utils.tensorboard": set(),
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
     "triton": {"kernels/gpu/experts.py", "routing/radix.py"},
-    "uvicorn": {"generate/server.py", "generate/serving/protocol.py"},
+    "uvicorn": {"serve/server.py", "serve/protocol.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}

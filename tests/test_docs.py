@@ -29,7 +29,7 @@ import pytest
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, serve, train
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
-from expert_threshold.generate.serving.hosts import bind
+from expert_threshold.serve.hosts import bind
 from small_run import TEXT
 
 ROOT = Path(__file__).parents[1]
@@ -232,7 +232,7 @@ class Reader:
 def reader(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     reader = Reader(request.node.name)
     if importlib.util.find_spec("uvicorn") is not None:
-        from expert_threshold.generate import server
+        from expert_threshold.serve import server
 
         monkeypatch.setattr(server, "run_server", reader.serve)
         monkeypatch.setattr(serve, "bind", lambda host, port: bind(host, 0))  # 8000 may be somebody's

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from ..generate.engine import Engine
-from ..generate.explorer import Explored, routes
-from ..generate.serving.hosts import bind
-from ..generate.serving.independence import require_independent
-from ..generate.serving.limits import Limits
-from ..generate.serving.worker import Worker
 from ..install import install
 from ..model import GPT
 from ..runs import load_model
+from ..serve.explorer import Explored, routes
+from ..serve.hosts import bind
+from ..serve.independence import require_independent
+from ..serve.limits import Limits
+from ..serve.worker import Worker
 from ..train.checks import require_few
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
@@ -57,7 +57,7 @@ def run(arguments: Sequence[str]) -> None:
     command = Command("et serve", "Serve a trained model over HTTP, in the form of OpenAI's completions.", groups)
     options = parse_all(command, arguments)
     try:
-        from ..generate.server import create_app, run_server
+        from ..serve.server import create_app, run_server
     except ModuleNotFoundError as error:
         raise ValueError(f"et serve needs {error.name}, which is missing; run: {install('serve')}") from None
     _require_sense(options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...model import GPT
+from ..model import GPT
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..engine import Engine, Request, Step, Writing
+from ..generate.engine import Engine, Request, Step, Writing
 from .errors import ApiError
 
 log = logging.getLogger("uvicorn.error")

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate.engine import Step
-from expert_threshold.generate.serving.completion import Answer, Completion, Parser
-from expert_threshold.generate.serving.errors import ApiError
-from expert_threshold.generate.serving.limits import Limits
+from expert_threshold.serve.completion import Answer, Completion, Parser
+from expert_threshold.serve.errors import ApiError
+from expert_threshold.serve.limits import Limits
 from small_run import small_tokenizer
 
 CONTEXT = 64

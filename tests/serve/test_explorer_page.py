@@ -13,8 +13,8 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 import browser
 from browser import Page, open_page
 from expert_threshold.generate.engine import Engine
-from expert_threshold.generate.explorer import Explored, routes
-from expert_threshold.generate.serving.worker import Worker
+from expert_threshold.serve.explorer import Explored, routes
+from expert_threshold.serve.worker import Worker
 from served import Served, served, until
 from small_run import RULES, small_model, small_tokenizer
 

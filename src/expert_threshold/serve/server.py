@@ -22,15 +22,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .engine import Engine
-from .serving.completion import Answer, Parser, model_body, models_body, require_model
-from .serving.errors import ApiError, shown
-from .serving.hosts import host_name, listen, url
-from .serving.limits import Limits
-from .serving.metrics import Metrics
-from .serving.openapi import schema
-from .serving.protocol import bounded
-from .serving.worker import Work, Worker
+from ..generate.engine import Engine
+from .completion import Answer, Parser, model_body, models_body, require_model
+from .errors import ApiError, shown
+from .hosts import host_name, listen, url
+from .limits import Limits
+from .metrics import Metrics
+from .openapi import schema
+from .protocol import bounded
+from .worker import Work, Worker
 
 T = TypeVar("T")
 

@@ -21,7 +21,9 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 
 from expert_threshold.cli import main
 from expert_threshold.generate.engine import Engine
-from expert_threshold.generate.explorer import (
+from expert_threshold.model import GPT
+from expert_threshold.serve.errors import ApiError
+from expert_threshold.serve.explorer import (
     HEADERS,
     STATIC,
     Explored,
@@ -31,11 +33,9 @@ from expert_threshold.generate.explorer import (
     require_own_page,
     routes,
 )
-from expert_threshold.generate.server import create_app
-from expert_threshold.generate.serving.errors import ApiError
-from expert_threshold.generate.serving.limits import Limits
-from expert_threshold.generate.serving.worker import Worker
-from expert_threshold.model import GPT
+from expert_threshold.serve.limits import Limits
+from expert_threshold.serve.server import create_app
+from expert_threshold.serve.worker import Worker
 from served import PATIENCE, Served, served, until
 from small_run import RULES, small_model, small_tokenizer, write_run
 
@@ -390,7 +390,7 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
 
 def serve_with(*arguments: str) -> Any:
     """The app that et serve would run."""
-    with mock.patch("expert_threshold.generate.server.run_server") as run:
+    with mock.patch("expert_threshold.serve.server.run_server") as run:
         assert main(["serve", *arguments, "--port", "0"]) == 0
     return run.call_args.args[0]
 

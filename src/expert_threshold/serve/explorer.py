@@ -21,15 +21,15 @@ from urllib.parse import urlsplit
 from torch import Tensor
 
 from ..data import Tokenizer
+from ..generate.engine import Request, Step, TokenRouting, largest_rate
 from ..glossary import as_html
 from ..model import GPT
 from ..moe import Router
-from .engine import Request, Step, TokenRouting, largest_rate
-from .serving.completion import Fields, read_object
-from .serving.errors import ApiError
-from .serving.hosts import host_name
-from .serving.limits import Limits
-from .serving.worker import Work, Worker
+from .completion import Fields, read_object
+from .errors import ApiError
+from .hosts import host_name
+from .limits import Limits
+from .worker import Work, Worker
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...data import Tokenizer
-from ...data.tokenizer import BOS
-from ..engine import Request, Step, Text
+from ..data import Tokenizer
+from ..data.tokenizer import BOS
+from ..generate.engine import Request, Step, Text
 from .errors import ApiError, invalid, shown
 from .limits import Limits
 
