@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
@@ -46,7 +47,7 @@ from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, des
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
-from expert_threshold.routing import ExpertThreshold, TokenChoice
+from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import train_step
 from expert_threshold.train.budget import SHARE_OF_STEPS
@@ -68,7 +69,7 @@ OPTIONS: dict[str, list[Option]] = {
     "recipes": recipes_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
-        *(option for option in RUN_OPTIONS if option.name not in compare_command._decided()),
+        *(option for option in RUN_OPTIONS if (option.key or option.name) not in compare_command._decided()),
     ],
 }
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
@@ -87,8 +88,8 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def unwrapped(help_text: str) -> str:
-    """Without the boxes and line ends."""
-    return " ".join(help_text.replace("│", " ").split())
+    """Without the line ends."""
+    return " ".join(help_text.split())
 
 
 @pytest.fixture(scope="module")
@@ -177,10 +178,9 @@ def test_help_shows_every_option_with_its_default(command: str, capsys: pytest.C
 
 def help_of(option: Option, text: str) -> str:
     """What --help says of one option, in one line: from its name to the next one's."""
-    begin = f"[{option.flag}" if option.positional else f"{option.flag} "
-    lines = [line.strip("│ ") for line in text.splitlines()]
-    first = next(number for number, line in enumerate(lines) if line.startswith(begin))
-    rest = itertools.takewhile(lambda line: not line.startswith(("--", "╰")), lines[first + 1 :])
+    lines = text.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith(f"  {option.flag}"))
+    rest = itertools.takewhile(lambda line: not line.startswith("  --"), lines[first + 1 :])
     return " ".join([lines[first], *rest])
 
 
@@ -223,6 +223,42 @@ def test_help_shows_the_defaults_of_the_preset_and_the_rule_that_are_named(capsy
 def test_no_two_options_of_a_run_share_a_name() -> None:
     names = [option.name for option in OPTIONS["train"]]
     assert len(set(names)) == len(names)
+
+
+@dataclass(frozen=True)
+class Clashing(TokenChoice):
+    """A rule whose options are named like others."""
+
+    # Draws the routers.
+    seed: int = 5
+    # None is no help.
+    out: int | None = None
+    # Exponent of the gates.
+    decay: float = 1.0
+
+
+def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--seed was the run's alone, and the rule's could not be given."""
+    monkeypatch.setitem(RULES._rules, "clashing", Clashing)  # type: ignore[attr-defined]
+    arguments = ["tiny", "--rule", "clashing", "--seed", "7", "--rule-seed", "9", "--rule_out", "none"]
+    config = resolve_run(parse_run("et train", "", train_command.OPTIONS, arguments))
+    assert config.model.rule == Clashing(seed=9)
+    assert config.train.seed == 7
+    assert et("train", "--rule", "clashing", "--help") == 0
+    text = unwrapped(capsys.readouterr().out)
+    assert "--rule-seed INT Draws the routers. (clashing) (default: 5)" in text
+    assert "--rule-out INT|none none is no help. (clashing) (default: none)" in text
+
+
+def test_each_rule_says_itself_what_an_option_of_its_own_does(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of one name the first rule's help stood for all."""
+    assert et("plan", "--help") == 0
+    text = unwrapped(capsys.readouterr().out)
+    assert "--num-experts INT Routed experts in a layer. (default: 16)" in text
+    assert "expert_choice: Tokens that compete for an expert" in text
+    assert "quantile_balancing: Tokens whose quantiles are the prices" in text
 
 
 @pytest.mark.parametrize("preset", RUNS)
@@ -468,26 +504,26 @@ USAGE: list[tuple[str, list[str]]] = [
     ("xyz", ["unknown command xyz", "use one of train, plan, generate"]),
     ("train --stepz 3", ["unknown option --stepz", "did you mean --steps?"]),
     ("train --zzzzzz 3", ["unknown option --zzzzzz", "see et train --help"]),
-    ("train --steps", ["--steps needs a value", "a whole number", "see et train --help"]),
-    ("generate . --prompt --foo", ["--prompt needs a value", "for that text write --prompt=--foo"]),
-    ("generate . --prompt --seed 3", ["--prompt needs a value", "see et generate --help"]),
-    ("generate . --prompt", ["--prompt needs a value", "see et generate --help"]),
-    ("train --steps --foo", ["--steps needs a value", "see et train --help"]),
-    ("train --out --seed 3", ["--out needs a value", "see et train --help"]),
-    ("train --no-debias=yes", ["--no-debias takes no value", "leave =yes out"]),
+    ("train --steps", ["--steps: expected one argument", "see et train --help"]),
+    ("generate . --prompt --foo", ["--prompt: expected one argument", "see et generate --help"]),
+    ("generate . --prompt --seed 3", ["--prompt: expected one argument", "see et generate --help"]),
+    ("generate . --prompt", ["--prompt: expected one argument", "see et generate --help"]),
+    ("train --steps --foo", ["--steps: expected one argument", "see et train --help"]),
+    ("train --out --seed 3", ["--out: expected one argument", "see et train --help"]),
+    ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
     ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
-    ("train --steps many", ["--steps many", "expected a whole number"]),
+    ("train --steps many", ["--steps: expected a whole number, not many"]),
     ("train --steps 0", ["steps=0", "at least 1"]),
-    ("train --rule expert_treshold", ["--rule expert_treshold", "did you mean expert_threshold?"]),
-    ("train quickstar", ["PRESET quickstar", "did you mean quickstart?"]),
+    ("train --rule expert_treshold", ["--rule: expected dense", "not expert_treshold; did you mean expert_threshold?"]),
+    ("train quickstar", ["preset 'quickstar' is unknown; did you mean quickstart?"]),
     ("train tiny d12", ["unexpected d12", "see et train --help"]),
-    ("train --matrix-lr nan", ["--matrix-lr nan", "expected a number"]),
+    ("train --matrix-lr nan", ["--matrix-lr: expected a number, not nan"]),
     ("train --matrix-lr -1", ["matrix_lr=-1", "positive"]),
-    ("train --betas 0.9", ["--betas 0.9", "2 numbers"]),
-    ("train --gate-norm fanuot", ["--gate-norm fanuot", "did you mean fanout?"]),
+    ("train --betas 0.9", ["--betas: expected 2 numbers such as 0.9,0.9, not 0.9"]),
+    ("train --gate-norm fanuot", ["--gate-norm: expected fanout or none, not fanuot; did you mean fanout?"]),
     ("train --dispatch fast", ["dispatch", "reference"]),
-    ("train --device gpu", ["--device gpu", "cuda"]),
-    ("train --track wandb", ["--track wandb", "tensorboard"]),
+    ("train --device gpu", ["--device: expected auto, cpu, cuda", "not gpu"]),
+    ("train --track wandb", ["--track: expected none, tensorboard", "not wandb"]),
     ("train --rule token_choice --pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
     ("train --rule dense --num-experts 4", ["num_experts", "dense", "leave it out"]),
     ("train --rule expert_choice --balance aux", ["balance", "expert_choice", "token_choice"]),
@@ -498,9 +534,9 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --init-from missing", ["missing", "no such run folder"]),
     ("train --continue-warmup", ["--continue-warmup", "--init-from"]),
     ("train --data missing", ["missing", "does not exist"]),
-    ("generate", ["RUN is missing", "et generate --help"]),
+    ("generate", ["arguments are required: RUN", "see et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),
-    ("generate . --top-k many", ["--top-k many", "a whole number or none"]),
+    ("generate . --top-k many", ["--top-k: expected a whole number or none, not many"]),
     ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
     ("train --d-model 1000", ["d_model=1000 cannot be divided into heads"]),
     ("train --d-model 0", ["d_model=0 must be"]),
@@ -527,14 +563,14 @@ USAGE: list[tuple[str, list[str]]] = [
     ("data tokenizer missing", ["missing does not exist"]),
     ("data tokenizer missing --vocab-size 5", ["vocab_size=5 is too small"]),
     ("export missing --to there", ["missing: no such run folder"]),
-    ("export .", ["--to is missing"]),
+    ("export .", ["arguments are required: --to"]),
     ("import missing", ["missing: no config.json"]),
     ("calibrate missing --to there", ["missing: no such run folder"]),
     ("upcycle missing --to there", ["missing: no such run folder"]),
     ("recipes all", ["unexpected all"]),
     ("serve missing", ["missing: no such run folder"]),
     ("plan --gpus 0", ["--gpus 0: must be above 0"]),
-    ("plan --rule best", ["--rule best", "expected dense, token_choice, expert_choice"]),
+    ("plan --rule best", ["--rule: expected dense, token_choice, expert_choice", "not best"]),
 ]
 
 
@@ -564,7 +600,8 @@ def test_an_empty_text_is_refused_by_the_name_that_was_typed(
     is there already."""
     monkeypatch.chdir(tmp_path)
     typed = "" if option.positional else f"{option.flag}="
-    assert_refused(capsys, et(command, typed), f"{option.flag} is empty")
+    others = [f"{other.flag}=x" for other in OPTIONS[command] if other.required and not other.positional]
+    assert_refused(capsys, et(command, *others, typed), f"{option.flag}: must not be empty")
     assert not list(tmp_path.iterdir())
 
 

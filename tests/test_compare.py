@@ -412,7 +412,7 @@ def test_a_folder_that_is_no_comparison_is_refused_before_the_text_is_read(
 
 
 def test_no_name_is_no_folder(small: list[object], capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, et("compare", *small, "--out", ""), "--out is empty")
+    refused(capsys, et("compare", *small, "--out", ""), "--out: must not be empty")
 
 
 def test_what_is_to_be_done_is_told_before_the_text_is_read(
@@ -546,7 +546,7 @@ def test_all_methods_are_trained_alike() -> None:
 
 
 def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
-    given: dict[str, Any] = {"preset": "tiny", "num_experts": 8, "warmup_steps": 7, "decay": 0.5}
+    given: dict[str, Any] = {"preset": "tiny", "rule.num_experts": 8, "rule.warmup_steps": 7, "rule.decay": 0.5}
     for name, config in configure(given, list(methods())).items():
         rule = config.model.rule
         assert (rule is None) == (name == "dense")

@@ -174,7 +174,7 @@ def test_nonsense_in_a_file_is_refused_by_name(file: dict[str, Any], message: st
 
 
 def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"preset 'd13' is unknown; use one of tiny, "):
+    with pytest.raises(ValueError, match=r"preset 'd13' is unknown; did you mean d12\? use one of tiny, "):
         resolve("d13")
     with pytest.raises(ValueError, match=r"configuration has no section 'data'"):
         RunConfig.from_dict({"model": {}})

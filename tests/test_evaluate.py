@@ -249,7 +249,7 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         (["threshold", "--step", 7], "no checkpoint of step 7"),
         (["nothing"], "no such run folder"),
         (["threshold", "bare"], "no checkpoint was saved yet"),
-        ([], "RUN is missing"),
+        ([], "arguments are required: RUN"),
     ],
 )
 def test_what_cannot_be_done_is_one_line_and_2(

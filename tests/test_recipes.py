@@ -192,7 +192,7 @@ def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recipe", "ett"], "--recipe ett: expected"),
+        (["--recipe", "ett"], "not ett; did you mean et?"),
         (["--recipe", "ett"], "did you mean et?"),
         (["tiny", "--tokens", "2047"], "tokens=2047 is below one batch of 2048 tokens; give at least that many"),
         (["tiny", "--tokens", "0"], "tokens=0 is below one batch of 2048 tokens"),
@@ -216,5 +216,5 @@ def test_what_cannot_be_trained_is_one_line(
 
 
 def test_an_unknown_recipe_is_refused_by_the_library() -> None:
-    with pytest.raises(ValueError, match=r"^recipe 'ett' is unknown; did you mean et\? there are dense, tc, "):
+    with pytest.raises(ValueError, match=r"^recipe 'ett' is unknown; did you mean et\? use one of dense, tc, "):
         resolve(recipe="ett")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
 from types import UnionType
@@ -196,10 +196,14 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
 def recipe_named(name: str) -> Recipe:
     """The recipe of that name. Raises ValueError if there is none."""
     if name not in RECIPES:
-        near = get_close_matches(name, RECIPES, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"recipe {name!r} is unknown; {hint}there are {', '.join(RECIPES)}")
+        raise ValueError(f"recipe {name!r} is unknown; {_did_you_mean(name, RECIPES)}use one of {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question, and a space after it; empty where nothing is near."""
+    near = get_close_matches(name, list(known), 1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
@@ -264,7 +268,7 @@ def resolve(
     Raises ValueError on unknown names and on values that cannot train.
     """
     if preset not in RUNS:
-        raise ValueError(f"preset {preset!r} is unknown; use one of {', '.join(RUNS)}")
+        raise ValueError(f"preset {preset!r} is unknown; {_did_you_mean(preset, RUNS)}use one of {', '.join(RUNS)}")
     file = {} if file is None else file
     check_changes(file)
     base, made_by = RUNS[preset], None if recipe is None else recipe_named(recipe)

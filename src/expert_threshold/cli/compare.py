@@ -48,7 +48,7 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory, machine, pick_device
 from ..train.log import Title, clock
 from .options import Option, parse_names
-from .run_options import Given, parse_run, resolve_run, rule_flags, start_of
+from .run_options import RULE, Given, parse_run, resolve_run, rules_having, start_of
 from .train import train_run
 
 
@@ -88,7 +88,7 @@ def _decided() -> set[str]:
     """Options of a run that --rules and --seeds decide."""
     every = methods().values()
     return {"recipe", "rule", "seed"} | {
-        option for option in rule_flags() if not any(leaves_open(method, option) for method in every)
+        RULE + option for option in rules_having() if not any(leaves_open(method, option) for method in every)
     }
 
 
@@ -133,16 +133,19 @@ def chosen_methods(text: str) -> list[str]:
 def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
     """The run of each method with seed 0. Raises ValueError for whatever could not train or not be compared."""
     known = methods()
-    for option in rule_flags():
-        if option in given and not any(leaves_open(known[name], option) for name in names):
+    of_rules = [key for key in given if key.startswith(RULE)]
+    for key in of_rules:
+        option = key.removeprefix(RULE)
+        if not any(leaves_open(known[name], option) for name in names):
             flag = "--" + option.replace("_", "-")
-            raise ValueError(f"{flag} {given[option]}: not an option of {', '.join(names)}; leave it out")
+            raise ValueError(f"{flag} {given[key]}: not an option of {', '.join(names)}; leave it out")
     configs = {}
     for name in names:
         method = known[name]
-        closed = [option for option in rule_flags() if not leaves_open(method, option)]
-        own = {option: value for option, value in given.items() if option not in closed}
-        config = resolve_run(own | {"rule": method.rule, "seed": 0} | dict(method.options))
+        closed = [key for key in of_rules if not leaves_open(method, key.removeprefix(RULE))]
+        own = {key: value for key, value in given.items() if key not in closed}
+        fixed = {RULE + option: value for option, value in method.options.items()}
+        config = resolve_run(own | {"rule": method.rule, "seed": 0} | fixed)
         require_trainable(config.model, config.train)
         configs[name] = replace(config, data=replace(config.data, source=absolute(config.data.source)))
     if config.train.eval_every is None:

@@ -1,37 +1,36 @@
-"""Options of a command: from the components' records to flags, and from a command line to values or one clear line."""
+"""Options of a command: a table of them, which argparse turns into values, `--help` or one clear line."""
 
 from __future__ import annotations
 
+import argparse
+import ast
 import contextlib
 import difflib
 import inspect
 import math
 import re
 import shlex
-from collections import defaultdict
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, make_dataclass
-from typing import Annotated, Any, NamedTuple, get_args, get_origin
-
-import tyro
+from dataclasses import fields
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from ..config import alternatives, describe
 
 HELP_FLAGS = ("-h", "--help")
 WIDEST = 60
-"""Characters of values beside a flag; --help breaks what is wider in the middle of a word."""
-
-
-class _RefusedError(Exception):
-    """A value that cannot be understood; no ValueError, since tyro would draw a box around that."""
+"""Characters of values beside a flag; longer lists of names go into the help, where lines are broken."""
 
 
 class Option(NamedTuple):
-    """`--name VALUE`, or a positional argument NAME.
+    """`--name VALUE`, or a positional argument NAME, which is any text.
 
     kind: a type as records have them; bool makes a pair, --name and --no-name. default: what --help shows.
     many: an option, or the last positional argument, that may come more than once; its value is the list of texts.
     may_be_empty: an empty text means something; elsewhere it is what a shell makes of a variable that is not set.
+    key: what its value is called among the parsed ones; the name unless given.
     """
 
     name: str
@@ -42,10 +41,11 @@ class Option(NamedTuple):
     required: bool = False
     many: bool = False
     may_be_empty: bool = False
+    key: str = ""
 
     @property
     def flag(self) -> str:
-        """As it is typed."""
+        """The option as it is typed."""
         return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
 
@@ -61,164 +61,134 @@ class Command(NamedTuple):
         return [option for group in self.groups.values() for option in group]
 
 
-def field_comments(record: type) -> dict[str, str]:
-    """The comment lines right above each field of a dataclass, joined, as a command line puts it: none, not None.
-
-    Nothing where there is no source, as for a class made in an interpreter.
-    """
-    found: dict[str, str] = {}
-    comment: list[str] = []
-    try:
-        source = inspect.getsource(record)
-    except (OSError, TypeError):
-        return found
-    for line in source.splitlines():
-        if name := re.match(r"    (\w+): ", line):
-            found[name[1]] = re.sub(r"\bNone\b", "none", " ".join(comment))
-        text = re.match(r"    # (.*)", line)
-        comment = [*comment, text[1]] if text else []
-    return found
-
-
 def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """The options that are given, by name. --help prints and exits with 0.
+    """Return the options that are given, by key. --help prints and exits with 0.
 
     Raises ValueError for whatever cannot be understood, one line that names the option and the remedy.
     """
-    plain, named, more = _check(command, arguments)
-    try:
-        groups: Any = tyro.cli(_record(command), prog=command.prog, description=command.description, args=plain)
-    except _RefusedError as refused:
-        raise ValueError(str(refused)) from None
-    given: dict[str, Any] = {}
-    values = [value for group in vars(groups).values() for value in vars(group).values()]
-    for option, value in zip(command.options, values, strict=True):
-        if isinstance(value, _Given):
-            given[option.name] = [value.value, *more.get(option.name, [])] if option.many else value.value
-        elif option.kind is bool and option.name in named:
-            given[option.name] = value
-        elif option.required:
-            raise ValueError(f"{option.flag} is missing: {option.help} See {command.prog} --help")
-    return given
+    parser = _Parser(command)
+    arguments = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in arguments]
+    given, left = parser.parse_known_intermixed_args(arguments)
+    for text in sorted(left, key=lambda text: not text.startswith("-")):
+        if not text.startswith("-"):
+            parser.error(f"unexpected {text}")
+        flag = text.partition("=")[0]
+        near = _did_you_mean(difflib.get_close_matches(flag, parser.flags, 1))
+        raise ValueError(f"unknown option {flag}; {near or f'see {command.prog} --help'}")
+    return vars(given)
 
 
 def parse_all(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """The same, with the defaults of those that are not given."""
-    return {option.name: option.default for option in command.options} | parse(command, arguments)
+    """Return the same, with the defaults of those that are not given."""
+    return {option.key or option.name: option.default for option in command.options} | parse(command, arguments)
 
 
-def _check(command: Command, arguments: Sequence[str]) -> tuple[list[str], set[str], dict[str, list[str]]]:
-    """The arguments with every value joined to its flag, the names of the flags, and by name what came once more.
+class _Parser(argparse.ArgumentParser):
+    """argparse with errors of one line, and with the defaults in --help alone."""
 
-    Refuses here all that tyro would refuse with a box of many lines.
-    """
-    flags = {option.flag: option for option in command.options if not option.positional}
-    flags |= {"--no-" + option.flag[2:]: option for option in command.options if option.kind is bool}
-    places = [option for option in command.options if option.positional]
-    last = next((option for option in places if option.many), None)
-    plain: list[str] = []
-    named: set[str] = set()
-    more: defaultdict[str, list[str]] = defaultdict(list)
-    left = list(arguments)
-    while left:
-        argument = left.pop(0)
-        if argument in HELP_FLAGS:
-            plain.append(argument)
-        elif argument.startswith("-"):
-            flag, equals, value = argument.partition("=")
-            option = flags.get(flag.replace("_", "-"))
-            if option is None:
-                near = difflib.get_close_matches(flag, flags, 1)
-                raise ValueError(f"unknown option {flag}; {_did_you_mean(near) or f'see {command.prog} --help'}")
-            if option.kind is bool:
-                if equals:
-                    raise ValueError(f"{flag} takes no value; leave ={value} out")
-                plain.append(flag)
-            elif not equals and not (left and not left[0].startswith("--")):
-                text = str in alternatives(option.kind) and left and left[0] not in flags
-                remedy = f"for that text write {flag}={shlex.quote(left[0])}" if text else f"see {command.prog} --help"
-                raise ValueError(f"{flag} needs a value: {describe(option.kind)}; {remedy}")
-            else:
-                value = _full(option, value if equals else left.pop(0), command)
-                if option.many and option.name in named:
-                    more[option.name].append(value)
-                else:
-                    plain.append(f"{flag}={value}")
-            named.add(option.name)
-        elif places:
-            plain.append(_full(places.pop(0), argument, command))
-        elif last is not None:
-            more[last.name].append(_full(last, argument, command))
-        else:
-            raise ValueError(f"unexpected {argument}; options begin with --, see {command.prog} --help")
-    return plain, named, more
+    def __init__(self, command: Command) -> None:
+        places = [
+            f"{option.flag}{'…' if option.many else ''}" if option.required else f"[{option.flag}]"
+            for option in command.options
+            if option.positional
+        ]
+        super().__init__(
+            command.prog,
+            " ".join([command.prog, *places, "[OPTIONS]"]),
+            command.description,
+            formatter_class=_Help,
+            allow_abbrev=False,
+        )
+        self.flags: list[str] = []
+        for title, options in command.groups.items():
+            group = self.add_argument_group(title)
+            for option in options:
+                self.flags += _add(group, option).option_strings
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
-def _full(option: Option, text: str, command: Command) -> str:
-    """The text. Raises ValueError if it is empty where that means nothing."""
+class _Help(argparse.HelpFormatter):
+    """Help whose paragraphs stay apart, and whose names with hyphens stay whole."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
+    names = [alternative for alternative in alternatives(option.kind) if isinstance(alternative, str)]
+    metavar, text = option.flag if option.positional else _metavar(option.kind), option.help
+    if names and (option.positional or len(metavar) > WIDEST):
+        metavar, text = metavar.replace("|".join(names), "NAME"), f"{text} One of {', '.join(names)}."
+    told = "(required)" if option.required else f"(default: {show(option.default)})"
+    common: dict[str, Any] = {
+        "dest": option.key or option.name,
+        "default": argparse.SUPPRESS,  # so that what is given is told from what is not
+        "help": f"{text} {told}".replace("%", "%%"),
+    }
+    if option.kind is bool:
+        return group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
+    common |= {"metavar": metavar, "type": partial(_value, option)}
+    if option.positional:
+        return group.add_argument(nargs=_NARGS[option.required, option.many], **common)
+    return group.add_argument(
+        option.flag, action="append" if option.many else "store", required=option.required, **common
+    )
+
+
+_NARGS = {(True, True): "+", (True, False): None, (False, True): "*", (False, False): "?"}
+
+
+def _value(option: Option, text: str) -> Any:
+    """The text as the option's value."""
     if not text and not option.may_be_empty:
-        raise ValueError(f"{option.flag} is empty; give {describe(option.kind)}, see {command.prog} --help")
-    return text
+        raise argparse.ArgumentTypeError(f"must not be empty; give {describe(option.kind)}")
+    if option.positional:
+        return text
+    try:
+        return parse_value(option.kind, text)
+    except ValueError:
+        near = difflib.get_close_matches(text, [str(a) for a in alternatives(option.kind)], 1)
+        told = [f"expected {describe(option.kind)}, not {text}", _did_you_mean(near)]
+        raise argparse.ArgumentTypeError("; ".join(filter(None, told))) from None
 
 
 def _did_you_mean(near: Sequence[str]) -> str:
     return f"did you mean {near[0]}?" if near else ""
 
 
-class _Given(NamedTuple):
-    """Tells a value that was typed from a default that equals it."""
+def field_help(record: type) -> dict[str, str]:
+    """Return the help of each field of a dataclass: its metadata's, or, as rules have it, the comment right above it.
 
-    value: Any
-
-
-def _record(command: Command) -> type:
-    """The command as tyro wants it: a dataclass of a dataclass per group."""
-    groups = []
-    for title, options in command.groups.items():
-        group = make_dataclass(title, [(o.name, _annotation(o), field(default=o.default)) for o in options])
-        group.__doc__ = ""
-        flat: Any = Annotated[group, tyro.conf.OmitArgPrefixes]
-        groups.append((title, flat, field(default_factory=group)))
-    return make_dataclass("command", groups)
+    A comment says None where a command line says none. A class made in an interpreter has no source, so no comments.
+    """
+    comments: dict[str, str] = {}
+    for cls in reversed(record.__mro__):
+        with contextlib.suppress(OSError, TypeError):
+            comments |= _comments(textwrap.dedent(inspect.getsource(cls)))
+    found = {field.name: field.metadata.get("help") or comments.get(field.name) for field in fields(record)}
+    return {name: text for name, text in found.items() if text}
 
 
-def _annotation(option: Option) -> Any:
-    if option.kind is bool:
-        return Annotated[bool, tyro.conf.arg(help=option.help)]
-    shown, text = _shown(option)
-    spec: tyro.constructors.PrimitiveConstructorSpec[Any] = tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=shown,
-        instance_from_str=lambda texts: _Given(_value(option, texts[0])),
-        is_instance=lambda value: True,
-        str_from_instance=lambda value: [show(value)],
-    )
-    hint = "(required)" if option.required else f"(default: {show(option.default)})"
-    kind: Any = Annotated[object, spec, tyro.conf.arg(help=text, help_behavior_hint=hint)]
-    return Annotated[kind, tyro.conf.Positional] if option.positional else kind
-
-
-def _shown(option: Option) -> tuple[str, str]:
-    """The option's value and help as --help shows them: every value that has a name, beside the flag or in the help."""
-    names = [alternative for alternative in alternatives(option.kind) if isinstance(alternative, str)]
-    shown = metavar(option.kind)
-    if not names or (len(shown) <= WIDEST and not option.positional):
-        return (option.flag + ("…" if option.many else "") if option.positional else shown), option.help
-    value = option.flag if option.positional else shown.replace("|".join(names), "NAME")
-    return value, f"{option.help} One of {', '.join(names)}."
-
-
-def _value(option: Option, text: str) -> Any:
-    try:
-        return parse_value(option.kind, text)
-    except ValueError:
-        near = difflib.get_close_matches(text, [str(a) for a in alternatives(option.kind)], 1)
-        expected = f"{option.flag} {text}: expected {describe(option.kind)}"
-        raise _RefusedError("; ".join(filter(None, [expected, _did_you_mean(near)]))) from None
+def _comments(source: str) -> dict[str, str]:
+    """The comment lines right above each annotated name in the body of a class, joined."""
+    lines, (cls,) = [line.strip() for line in source.splitlines()], ast.parse(source).body
+    assert isinstance(cls, ast.ClassDef)
+    found = {}
+    for node in cls.body:
+        if isinstance(node, ast.AnnAssign):
+            above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
+            text = " ".join(reversed([line.lstrip("# ") for line in above]))
+            found[ast.unparse(node.target)] = re.sub(r"\bNone\b", "none", text)
+    return found
 
 
 def parse_value(kind: Any, text: str) -> Any:
-    """`text` as a value of a record's type. Raises ValueError."""
+    """Return `text` as a value of a record's type. Raises ValueError."""
     for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # which any text is
         if alternative is type(None):
             if text.lower() == "none":
@@ -238,7 +208,7 @@ def parse_value(kind: Any, text: str) -> Any:
 
 
 def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> list[str]:
-    """The names in "A,B". Raises ValueError for one that is empty, comes twice or is not among the known ones."""
+    """Return the names in "A,B". Raises ValueError for one that is empty, unknown or named twice."""
     names = text.split(",")
     for place, name in enumerate(names):
         if not name:
@@ -251,18 +221,18 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
     return names
 
 
-def metavar(kind: Any) -> str:
+def _metavar(kind: Any) -> str:
     """A record's type as --help shows it."""
     words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", type(None): "none"}
     parts = [
-        ",".join(metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
+        ",".join(_metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
         for a in alternatives(kind)
     ]
     return "|".join(parts)
 
 
 def show(value: Any) -> str:
-    """A value as it would be typed."""
+    """Return a value as it would be typed."""
     if isinstance(value, tuple | list):
         return ",".join(show(item) for item in value)
     return "none" if value is None else str(value)

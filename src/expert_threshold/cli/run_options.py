@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +21,7 @@ from ..config import (
 from ..recipes import RECIPES
 from ..routing import DENSE, RULES, option_names, rule_to_dict
 from ..runs import RunFolder
-from .options import HELP_FLAGS, Command, Option, field_comments, parse
+from .options import HELP_FLAGS, Command, Option, field_help, parse
 
 Given = Mapping[str, Any]
 
@@ -38,59 +39,60 @@ CONFIG = Option("config", str, None, "A JSON file of options: a run's config.jso
 
 # Flags that are called otherwise than the field they set.
 FLAGS = {"source": "data"}
-
-
-def _names(record: type) -> list[str]:
-    """The record's fields that a flag of their own sets: all but the rule."""
-    return [f.name for f in fields(record) if f.name != "rule"]
+RULE = "rule."
+"""Begins the key of a rule's option, which another rule or the run itself may have under the same name."""
 
 
 def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
-    """The options of a run under their titles, with the defaults that `config` has."""
+    """Return the options of a run under their titles, with the defaults that `config` has."""
     record = config.to_dict()
     rule = record["model"].pop("rule")
+    chosen = Option("rule", Literal[(DENSE, *RULES)], rule["name"], "How scores become an assignment.")
     return {
-        "rule": [_rule_option(rule["name"]), *_rule_options(config, rule)],
+        "rule": [chosen, *_rule_options(config, rule)],
         **{section: _section_options(kind, record[section]) for section, kind in SECTIONS.items()},
     }
 
 
 def _section_options(record: type, defaults: Given) -> list[Option]:
     """An option for each of the record's fields in `defaults`."""
-    kinds, comments = get_type_hints(record), field_comments(record)
-    return [Option(FLAGS.get(name, name), kinds[name], default, comments[name]) for name, default in defaults.items()]
+    kinds, helps = get_type_hints(record), field_help(record)
+    return [Option(FLAGS.get(name, name), kinds[name], default, helps[name]) for name, default in defaults.items()]
 
 
-def _rule_option(default: str) -> Option:
-    return Option("rule", Literal[(DENSE, *RULES)], default, "How scores become an assignment.")
-
-
-def rule_flags() -> list[str]:
-    """Return the names of all rules' options, each once, but for those that other flags have already."""
-    others = {"rule", "preset", "recipe", "tokens", "config"} | {
-        FLAGS.get(name, name) for record in SECTIONS.values() for name in _names(record)
-    }
-    return list(dict.fromkeys(name for rule in RULES for name in option_names(rule) if name not in others))
+def rules_having() -> dict[str, list[str]]:
+    """Return the names of all rules' options, each with the rules that have it."""
+    having: defaultdict[str, list[str]] = defaultdict(list)
+    for rule in RULES:
+        for name in option_names(rule):
+            having[name].append(rule)
+    return having
 
 
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
-    """Every rule's options, with the chosen rule's default where that has the option."""
-    flags = rule_flags()
-    for name in option_names(chosen["name"]):
-        if name not in flags:
-            raise ValueError(f"rule {chosen['name']}: its option {name!r} is another flag's name; rename the field")
-    found: dict[str, Option] = {}
-    for rule in dict.fromkeys([chosen["name"], *RULES]):
-        defaults = chosen if rule == chosen["name"] else rule_to_dict(scaled_rule(rule, config.train.steps))
-        for name in option_names(rule):
-            having = [other for other in RULES if name in option_names(other)]
-            scope = "" if len(having) == len(RULES) else f" ({', '.join(having)})"
-            kinds = [get_type_hints(RULES[other])[name] for other in dict.fromkeys([rule, *having])]
-            # Rules may call different things alike; a whole number is a number to all of them.
-            kind = kinds[0] if set(kinds) <= {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
-            comment = field_comments(RULES[rule]).get(name, "An option of the rule.")
-            found.setdefault(name, Option(name, kind, defaults[name], comment + scope))
-    return [option for name, option in found.items() if name in flags]
+    """Every rule's options, those of the chosen rule first and with its defaults."""
+    having = rules_having()
+    helps = {rule: field_help(RULES[rule]) for rule in RULES}
+    options = []
+    for name in dict.fromkeys([*option_names(chosen["name"]), *having]):
+        rules = having[name]
+        defaults = chosen if name in chosen else rule_to_dict(scaled_rule(rules[0], config.train.steps))
+        kinds = dict.fromkeys(get_type_hints(RULES[rule])[name] for rule in rules)
+        # Rules may call different things alike; a whole number is a number to all of them.
+        kind = float if kinds.keys() == {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
+        text = _joined({rule: helps[rule].get(name, "An option of the rule.") for rule in rules})
+        options.append(Option(name, kind, defaults[name], text, key=RULE + name))
+    return options
+
+
+def _joined(helps: Mapping[str, str]) -> str:
+    """The help of an option by the rules that have it: once where all say the same, else each with its rules."""
+    rules: defaultdict[str, list[str]] = defaultdict(list)
+    for rule, text in helps.items():
+        rules[text].append(rule)
+    if len(rules) > 1:
+        return " ".join(f"{', '.join(having)}: {text}" for text, having in rules.items())
+    return next(iter(rules)) + ("" if len(helps) == len(RULES) else f" ({', '.join(helps)})")
 
 
 def resolve_run(given: Given) -> RunConfig:
@@ -114,9 +116,13 @@ def resolve_run(given: Given) -> RunConfig:
     config = resolve(
         preset_of(given),
         given.get("rule"),
-        rule_options={name: given[name] for name in rule_flags() if name in given},
+        rule_options={key.removeprefix(RULE): value for key, value in given.items() if key.startswith(RULE)},
         changes={
-            section: {name: given[flag] for name in _names(record) if (flag := FLAGS.get(name, name)) in given}
+            section: {
+                field.name: given[flag]
+                for field in fields(record)
+                if (flag := FLAGS.get(field.name, field.name)) in given and flag != "rule"
+            }
             for section, record in SECTIONS.items()
         },
         file=file,
@@ -160,14 +166,23 @@ def read_config_file(path: str) -> dict[str, Any]:
 def parse_run(
     prog: str, description: str, own: Sequence[Option], arguments: Sequence[str], without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The given options of a command that has options of its own beside those of a run, but for those in `without`.
+    """Return the given options of a command that has options of its own beside those of a run.
 
+    without: keys of options that the command lacks. A rule's option with the name of another one is --rule-NAME.
     --help shows the defaults of the preset, the rule and the file that the command line names.
     """
 
     def command(config: RunConfig) -> Command:
         groups = {"run": [PRESET, RECIPE, TOKENS, *own, CONFIG]} | run_groups(config)
-        left = {title: [o for o in options if o.name not in without] for title, options in groups.items()}
+        taken = {"help"} | {o.name for options in groups.values() for o in options if not o.key}
+        left = {
+            title: [
+                o._replace(name=f"rule_{o.name}") if o.key and o.name in taken else o
+                for o in options
+                if (o.key or o.name) not in without
+            ]
+            for title, options in groups.items()
+        }
         return Command(prog, description, left)
 
     asks = [argument for argument in arguments if argument in HELP_FLAGS]

@@ -24,7 +24,7 @@ from ..serve.worker import Worker
 from ..train.checks import require_few
 from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
-from .options import Command, Option, field_comments, parse_all
+from .options import Command, Option, field_help, parse_all
 
 API_KEY = "ET_API_KEY"
 
@@ -44,9 +44,9 @@ OPTIONS = [
     Option("threads", int | None, None, "Of torch in products; none is torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
-KINDS, COMMENTS = get_type_hints(Limits), field_comments(Limits)
+KINDS, HELPS = get_type_hints(Limits), field_help(Limits)
 LIMITS = [
-    Option("max_" + field.name, KINDS[field.name], field.default, COMMENTS[field.name])
+    Option("max_" + field.name, KINDS[field.name], field.default, HELPS[field.name])
     for field in dataclasses.fields(Limits)
 ]
 

@@ -36,7 +36,7 @@ from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_out_of_memory, is_users, one_line
 from .options import Option
-from .run_options import parse_run, preset_of, resolve_run
+from .run_options import RULE, parse_run, preset_of, resolve_run
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
@@ -222,7 +222,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
-            flag = "PRESET" if name == "preset" else "--" + name.replace("_", "-")
+            flag = "PRESET" if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
             raise ValueError(
                 f"{flag} {value} is decided by the run that --resume goes on with; leave it out, "
                 f"or start another run with --init-from {folder.path}"

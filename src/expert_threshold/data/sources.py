@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ..option import option
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
 from .shards import Shards, open_shards
@@ -27,15 +28,18 @@ Reader = Callable[[], Iterator[embedded.Document]]
 class DataConfig:
     """What to read. A folder of Parquet shards and the embedded corpus have a validation split of their own."""
 
-    # Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a .txt, .jsonl
-    # or .parquet file, a folder of them, or one of tokens.
-    source: str = EMBEDDED
-    # Field or column that holds the text, in .jsonl and .parquet.
-    text_field: str = "text"
-    # Share of documents held out, where a source has no validation split of its own.
-    validation_fraction: float = 0.05
-    # Leave out shards, and parts of them, that cannot be read, and say so; without it they are errors.
-    skip_damaged: bool = False
+    source: str = option(
+        EMBEDDED,
+        "Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a "
+        ".txt, .jsonl or .parquet file, a folder of them, or one of tokens.",
+    )
+    text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
+    validation_fraction: float = option(
+        0.05, "Share of documents held out, where a source has no validation split of its own."
+    )
+    skip_damaged: bool = option(
+        False, "Leave out shards, and parts of them, that cannot be read, and say so; without it they are errors."
+    )
 
     def __post_init__(self) -> None:
         if not self.source:

@@ -25,6 +25,7 @@ from ..moe import (
     rule_from_dict,
     rule_to_dict,
 )
+from ..option import option
 from .attention import Attention, Cache, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS
@@ -37,39 +38,27 @@ class GPTConfig:
     Raises ValueError where options contradict each other.
     """
 
-    # Tokens in the vocabulary.
-    vocab_size: int = 65536
-    # Tokens in the longest sequence.
-    context: int = 2048
-    # Layers.
-    layers: int = 12
-    # Width. Of a preset, other widths that are not given keep their proportion to it.
-    d_model: int = 768
-    # Attention heads.
-    heads: int = 6
-    # Key-value heads; fewer than heads is grouped-query attention.
-    kv_heads: int = 6
-    # Hidden width of each expert.
-    d_expert: int = 1536
-    # Hidden width of dense layers.
-    d_feed_forward: int = 3072
-    # Experts that see every token; 0 leaves them out.
-    shared_experts: int = 1
-    # How many of the first layers have no experts.
-    dense_layers: int = 1
+    vocab_size: int = option(65536, "Tokens in the vocabulary.")
+    context: int = option(2048, "Tokens in the longest sequence.")
+    layers: int = option(12, "Layers.")
+    d_model: int = option(768, "Width. Of a preset, other widths that are not given keep their proportion to it.")
+    heads: int = option(6, "Attention heads.")
+    kv_heads: int = option(6, "Key-value heads; fewer than heads is grouped-query attention.")
+    d_expert: int = option(1536, "Hidden width of each expert.")
+    d_feed_forward: int = option(3072, "Hidden width of dense layers.")
+    shared_experts: int = option(1, "Experts that see every token; 0 leaves them out.")
+    dense_layers: int = option(1, "How many of the first layers have no experts.")
     # How scores become an assignment.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
-    # Logits are kept within ± this; None is off.
-    softcap: float | None = 15.0
-    # Divide the routed sum by the fanout; None is off.
-    gate_norm: GateNorm | None = None
-    # Nonlinearity of the feed-forwards.
-    activation: ActivationName = "relu2"
-    # Strength of the router z-loss; None is off.
-    z_loss: float | None = None
-    # How the experts are computed; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or newer,
-    # cpu where a processor has kernels, else grouped.
-    dispatch: DispatchName = "auto"
+    softcap: float | None = option(15.0, "Logits are kept within ± this; none is off.")
+    gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
+    activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
+    z_loss: float | None = option(None, "Strength of the router z-loss; none is off.")
+    dispatch: DispatchName = option(
+        "auto",
+        "How the experts are computed; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or "
+        "newer, cpu where a processor has kernels, else grouped.",
+    )
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward"):
@@ -110,9 +99,9 @@ class GPTConfig:
     def from_dict(cls, record: dict[str, Any]) -> GPTConfig:
         """Of `to_dict`. Raises ValueError on unknown options."""
         known = [f.name for f in fields(cls)]
-        for option in record:
-            if option not in known:
-                raise ValueError(f"model option {option!r} is unknown; there are {', '.join(known)}")
+        for name in record:
+            if name not in known:
+                raise ValueError(f"model option {name!r} is unknown; there are {', '.join(known)}")
         return cls(**(record | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from ..option import option
 from .adamw import AdamW
 from .muon import Muon
 
@@ -49,52 +50,45 @@ class OptimConfig:
     Warmups are counts of steps and are not scaled to the length of a run: short runs set shorter ones.
     """
 
-    # Learning rate of all matrices but the embedding, the head and the router.
-    matrix_lr: float = 0.02
-    # Learning rate of the embedding.
-    embed_lr: float = 0.2
-    # Learning rate of the head.
-    head_lr: float = 0.004
-    # Learning rate of the routers; None is the matrices'.
-    router_lr: float | None = None
-    # Optimizer of the routers.
-    router_optimizer: Literal["muon", "adamw"] = "muon"
-    # AdamW's decay of the first and of the second moment.
-    betas: tuple[float, float] = (0.9, 0.95)
-    # AdamW's epsilon.
-    eps: float = 1e-10
-    # Steps over which AdamW's learning rates rise from 0 (Muon's start at the peak).
-    adamw_warmup_steps: int = 250
-    # Muon's momentum.
-    momentum: float = 0.95
-    # Muon's momentum at the first step.
-    momentum_start: float = 0.85
-    # Steps over which Muon's momentum goes from its start to its value.
-    momentum_warmup_steps: int = 300
-    # Newton-Schulz iterations in each Muon step.
-    ns_steps: int = 5
-    # Type of the Newton-Schulz products; auto is bfloat16 where the hardware has it.
-    ns_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    # Course of the learning rates: a straight line down, or constant until the last fifth.
-    schedule: Literal["linear", "warmup_stable_decay"] = "linear"
-    # Where the schedule ends, as a fraction of the peak.
-    min_lr_ratio: float = 0.1
-    # Largest global norm of the gradients, above which they are scaled down; None is off.
-    clip: float | None = None
-    # Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too, as AdamW's always are.
-    scale_muon: bool = True
+    matrix_lr: float = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
+    embed_lr: float = option(0.2, "Learning rate of the embedding.")
+    head_lr: float = option(0.004, "Learning rate of the head.")
+    router_lr: float | None = option(None, "Learning rate of the routers; none is the matrices'.")
+    router_optimizer: Literal["muon", "adamw"] = option("muon", "Optimizer of the routers.")
+    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
+    eps: float = option(1e-10, "AdamW's epsilon.")
+    adamw_warmup_steps: int = option(
+        250, "Steps over which AdamW's learning rates rise from 0 (Muon's start at the peak)."
+    )
+    momentum: float = option(0.95, "Muon's momentum.")
+    momentum_start: float = option(0.85, "Muon's momentum at the first step.")
+    momentum_warmup_steps: int = option(300, "Steps over which Muon's momentum goes from its start to its value.")
+    ns_steps: int = option(5, "Newton-Schulz iterations in each Muon step.")
+    ns_dtype: Literal["auto", "bfloat16", "float32"] = option(
+        "auto", "Type of the Newton-Schulz products; auto is bfloat16 where the hardware has it."
+    )
+    schedule: Literal["linear", "warmup_stable_decay"] = option(
+        "linear", "Course of the learning rates: a straight line down, or constant until the last fifth."
+    )
+    min_lr_ratio: float = option(0.1, "Where the schedule ends, as a fraction of the peak.")
+    clip: float | None = option(
+        None, "Largest global norm of the gradients, above which they are scaled down; none is off."
+    )
+    scale_muon: bool = option(
+        True, "Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too, as AdamW's always are."
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError for a value that cannot train."""
         object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists only
-        for option in ("matrix_lr", "embed_lr", "head_lr", "router_lr", "eps", "clip"):
-            value = vars(self)[option]
-            if value is None and option in ("router_lr", "clip"):
+        for name in ("matrix_lr", "embed_lr", "head_lr", "router_lr", "eps", "clip"):
+            value = vars(self)[name]
+            if value is None and name in ("router_lr", "clip"):
                 continue
-            _require(0 < value < LARGEST, option, value, f"use a positive number below {LARGEST:g}")
-        for option in ("momentum", "momentum_start"):
-            value = vars(self)[option]
-            _require(0 <= value < 1, option, value, "use a number from 0 to below 1")
+            _require(0 < value < LARGEST, name, value, f"use a positive number below {LARGEST:g}")
+        for name in ("momentum", "momentum_start"):
+            value = vars(self)[name]
+            _require(0 <= value < 1, name, value, "use a number from 0 to below 1")
         _require(
             len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
             "betas",
@@ -102,16 +96,16 @@ class OptimConfig:
             "use two numbers from 0 to below 1",
         )
         _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a number from 0 to 1")
-        for option in ("adamw_warmup_steps", "momentum_warmup_steps"):
-            _require(vars(self)[option] >= 0, option, vars(self)[option], "use 0 (off) or more")
+        for name in ("adamw_warmup_steps", "momentum_warmup_steps"):
+            _require(vars(self)[name] >= 0, name, vars(self)[name], "use 0 (off) or more")
         _require(self.ns_steps >= 1, "ns_steps", self.ns_steps, "use 1 or more; the paper has 5")
         choices: dict[str, Iterable[str]] = {
             "router_optimizer": OPTIMIZERS,
             "ns_dtype": NS_DTYPES,
             "schedule": SCHEDULES,
         }
-        for option, names in choices.items():
-            _require(vars(self)[option] in names, option, vars(self)[option], f"use one of {', '.join(names)}")
+        for name, names in choices.items():
+            _require(vars(self)[name] in names, name, vars(self)[name], f"use one of {', '.join(names)}")
 
 
 def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
