@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "install": set(),
     "option": set(),
     "kernels": set(),
+    "errors": set(),
     "routing": set(),
     "optim": {"kernels", "option"},
     "data": {"option"},
@@ -47,6 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "analysis",
     },
 }  # fmt: skip
+MAY_IMPORT["full_run"] = {"errors", "config", "runs", "model", "data", "generate", "train", "analysis"}
+MAY_IMPORT["compare"] = {"full_run", "config", "plan", "routing", "runs", "data", "train", "analysis"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 

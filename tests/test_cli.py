@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from expert_threshold import full_run
 from expert_threshold.analysis.studies import STUDIES
 from expert_threshold.cli import COMMANDS, main
 from expert_threshold.cli import analyze as analyze_command
@@ -40,13 +41,13 @@ from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import serve as serve_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli import upcycle as upcycle_command
-from expert_threshold.cli.compare import methods
 from expert_threshold.cli.options import Command, Option, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, describe, resolve
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
+from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import train_step
@@ -824,7 +825,7 @@ def test_running_out_of_memory_names_the_options_that_help(
     def exhaust(*arguments: object, **options: object) -> None:
         run_out()
 
-    monkeypatch.setattr(train_command, "train", exhaust)
+    monkeypatch.setattr(full_run, "train", exhaust)
     code = et("train", *small, "--out", tmp_path / "run")
     assert_refused(capsys, code, "out of memory", "--batch-size", "--accumulation", "--activation-checkpointing")
     assert not (tmp_path / "run").exists()

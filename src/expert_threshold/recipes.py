@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from .optim import RELEASE, OptimConfig
-from .routing import PAPER_STEPS, scaled_decay
+from .routing import PAPER_STEPS, RULES, scaled_decay
 
 Options = Mapping[str, Any]
 
@@ -44,6 +44,13 @@ METHODS: dict[str, Method] = {
 """The methods of the paper, by the names that `et compare` has for them."""
 REFERENCE = "token_choice"
 """The method whose losses others are compared with, where there is one."""
+
+
+def methods() -> dict[str, Method]:
+    """Return the methods that can be compared, by name: the paper's, and each other rule as it is by default."""
+    covered = {method.rule for method in METHODS.values()}
+    others = {name: cls.summary().rstrip(".") for name, cls in RULES.items() if name not in covered}
+    return METHODS | {name: Method(name, {}, summary, len(METHODS)) for name, summary in others.items()}
 
 
 def method_named(rule: Options) -> str | None:

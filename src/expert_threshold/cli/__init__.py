@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .. import __version__
+from ..errors import is_out_of_memory
 from ..glossary import as_text
 
 
@@ -81,13 +82,6 @@ def is_users(error: BaseException) -> bool:
     """Whether one line tells all there is to know, and no traceback is wanted."""
     ours = isinstance(error, ValueError | OSError) or (isinstance(error, Exception) and is_out_of_memory(error))
     return ours and os.environ.get("ET_DEBUG") != "1"
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Of Python, NumPy, safetensors or torch, whose allocator on the CPU has no error of its own."""
-    return isinstance(error, MemoryError) or any(
-        words in str(error) for words in ("out of memory", "can't allocate memory")
-    )
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -75,7 +75,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     helps = {rule: field_help(RULES[rule]) for rule in RULES}
     options = []
     for name in dict.fromkeys([*option_names(chosen["name"]), *having]):
-        rules = having[name]
+        rules = sorted(having[name], key=lambda rule: rule != chosen["name"])
         defaults = chosen if name in chosen else rule_to_dict(scaled_rule(rules[0], config.train.steps))
         kinds = dict.fromkeys(get_type_hints(RULES[rule])[name] for rule in rules)
         # Rules may call different things alike; a whole number is a number to all of them.

@@ -17,24 +17,22 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..analysis.report import write_report
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
-from ..data import Tokenizer
 from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
-from ..generate import generate, printable
+from ..full_run import train_run
+from ..generate import printable
 from ..install import et
-from ..model import GPT
 from ..plan import costs
 from ..routing import rule_name
 from ..runs import RunFolder
-from ..train import TrainResult, train
+from ..train import TrainResult
 from ..train.checks import FREE_ON_RESUME, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
-from . import USAGE_ERROR, is_out_of_memory, is_users, one_line
+from . import USAGE_ERROR, is_users, one_line
 from .options import Option
 from .run_options import RULE, parse_run, preset_of, resolve_run
 
@@ -63,10 +61,6 @@ OPTIONS = [
         "the speed measured first, and again while the time is used. Reading the text, and CORE, come on top.",
     ),
 ]
-
-# One that opens a document, one of code, one of prose.
-PROMPTS = ("", "def ", "The ")
-SAMPLE_TOKENS = 96
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -190,30 +184,6 @@ def _within_minutes(
     return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 
 
-def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
-    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and where memory ends."""
-    try:
-        result = train(
-            folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
-        )
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ValueError(
-            "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
-            "or a smaller model"
-        ) from error
-    rendezvous = options.get("rendezvous")
-    if rendezvous is not None and rendezvous.rank > 0:
-        return result
-    try:
-        write_report(folder)
-    except Exception as error:  # whatever it is, the run itself is whole
-        reason = " ".join(str(error).split()) or type(error).__name__
-        console.print(f"warning: no report was written: {reason}", markup=False, highlight=False, soft_wrap=True)
-    return result
-
-
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     """The run's own configuration, but for what may change. Raises ValueError naming any other option that is given.
 
@@ -268,12 +238,3 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
             f"next: {et()} generate {path}{prompt}",
         ]
     )
-
-
-def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-    """Returns the model's continuations of a few fixed prompts, always with the same seed."""
-    texts = []
-    for prompt in PROMPTS:
-        steps = generate(model, tokenizer, prompt, max_tokens=SAMPLE_TOKENS, seed=0)
-        texts.append(f"--- step {step}, prompt {prompt!r}\n{prompt}{''.join(s.text for s in steps)}\n")
-    return "\n".join(texts)

@@ -1,0 +1,53 @@
+"""A whole run: training, with samples of text on the way and a report in the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+
+from .analysis.report import write_report
+from .config import RunConfig
+from .data import Tokenizer
+from .errors import is_out_of_memory
+from .generate import generate
+from .model import GPT
+from .runs import RunFolder
+from .train import TrainResult, train
+
+# One that opens a document, one of code, one of prose.
+PROMPTS = ("", "def ", "The ")
+SAMPLE_TOKENS = 96
+
+
+def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
+    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and where memory ends."""
+    try:
+        result = train(
+            folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ValueError(
+            "out of memory; use a smaller --batch-size with more --accumulation, --activation-checkpointing, "
+            "or a smaller model"
+        ) from error
+    rendezvous = options.get("rendezvous")
+    if rendezvous is not None and rendezvous.rank > 0:
+        return result
+    try:
+        write_report(folder)
+    except Exception as error:  # whatever it is, the run itself is whole
+        reason = " ".join(str(error).split()) or type(error).__name__
+        console.print(f"warning: no report was written: {reason}", markup=False, highlight=False, soft_wrap=True)
+    return result
+
+
+def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
+    """Return the model's continuations of a few fixed prompts, always with the same seed."""
+    texts = []
+    for prompt in PROMPTS:
+        steps = generate(model, tokenizer, prompt, max_tokens=SAMPLE_TOKENS, seed=0)
+        texts.append(f"--- step {step}, prompt {prompt!r}\n{prompt}{''.join(s.text for s in steps)}\n")
+    return "\n".join(texts)
