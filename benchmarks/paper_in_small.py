@@ -29,22 +29,26 @@ from expert_threshold.runs import RunFolder
 
 FIGURES = "loss_by_method,token_multiple,batch_size_scaling,train_against_validation,shared_expert,fanout_norm"
 D12 = [name for name, recipe in RECIPES.items() if recipe.preset == "d12" and name != "release"]
-POOLS = ("ec-2k", "ec-8k", "ec-64k", "ec-512k")
+POOLS = ("expert_choice_2k", "expert_choice_8k", "expert_choice_64k", "expert_choice_512k")
 # What the paper says of two runs: their names, and the second's CE minus the first's.
 DIFFERENCES = {
-    "TC − ET": ("et", "tc", 0.049),
-    "dense − ET": ("et", "dense", 0.158),
-    "without − with shared expert, EC 512k": ("ec-512k", "ec-512k-no-shared", 0.019),
-    "without − with shared expert, ET no warmup": ("et-no-warmup", "et-no-warmup-no-shared", 0.018),
-    "fanout norm − none, ET": ("et", "et-fanout-norm", 0.04),
-    "no warmup − warmup, ET": ("et", "et-no-warmup", 0.0),
-    "TC with loss − TC": ("tc", "tc-aux", -0.001),
-    "TC loss-free − TC": ("tc", "tc-loss-free", 0.005),
-    "EC 2k − ET": ("et", "ec-2k", 0.066),
-    "EC 8k − ET": ("et", "ec-8k", 0.001),
-    "EC 512k − ET": ("et", "ec-512k", -0.001),
-    "EC 2k − EC 512k": ("ec-512k", "ec-2k", 0.067),
-    "EC 8k − EC 512k": ("ec-512k", "ec-8k", 0.002),
+    "TC − ET": ("expert_threshold", "token_choice", 0.049),
+    "dense − ET": ("expert_threshold", "dense", 0.158),
+    "without − with shared expert, EC 512k": ("expert_choice_512k", "expert_choice_512k_no_shared", 0.019),
+    "without − with shared expert, ET no warmup": (
+        "expert_threshold_no_warmup",
+        "expert_threshold_no_warmup_no_shared",
+        0.018,
+    ),
+    "fanout norm − none, ET": ("expert_threshold", "expert_threshold_fanout_norm", 0.04),
+    "no warmup − warmup, ET": ("expert_threshold", "expert_threshold_no_warmup", 0.0),
+    "TC with loss − TC": ("token_choice", "token_choice_aux", -0.001),
+    "TC loss-free − TC": ("token_choice", "token_choice_loss_free", 0.005),
+    "EC 2k − ET": ("expert_threshold", "expert_choice_2k", 0.066),
+    "EC 8k − ET": ("expert_threshold", "expert_choice_8k", 0.001),
+    "EC 512k − ET": ("expert_threshold", "expert_choice_512k", -0.001),
+    "EC 2k − EC 512k": ("expert_choice_512k", "expert_choice_2k", 0.067),
+    "EC 8k − EC 512k": ("expert_choice_512k", "expert_choice_8k", 0.002),
 }
 # Student's t, 97.5 %, by the number of seeds.
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
@@ -141,7 +145,7 @@ def summarise(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]
         "machine": machine(),
         "losses": {name: over_seeds(values) for name, values in last.items()},
         "differences": differences(runs),
-        "token_multiple": {"paper": 1.6, "ours": multiple(runs, "et", "tc")},
+        "token_multiple": {"paper": 1.6, "ours": multiple(runs, "expert_threshold", "token_choice")},
         "train_evaluation_gap": gaps,
         "runs": runs,
     }

@@ -103,7 +103,7 @@ def test_cutoffs_of_short_runs_follow_the_trend_unless_options_of_the_mean_are_g
         assert isinstance(rule, ExpertThreshold)
         assert rule.estimator == estimator
         assert "decay" in options or rule.decay == (0.6 if estimator == "trend" else scaled_decay(0.999, steps))
-    recipe = resolve("tiny", recipe="et").model.rule
+    recipe = resolve("tiny", recipe="expert_threshold").model.rule
     assert isinstance(recipe, ExpertThreshold)
     assert recipe.estimator == "mean"
 

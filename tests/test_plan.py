@@ -211,7 +211,7 @@ def test_no_gpu_holds_less_than_one_of_a_layers_experts(capsys: pytest.CaptureFi
 
 def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     for gpus, accumulation in (("1", 8), ("8", 1)):
-        found = plan(capsys, "--recipe", "tc-aux", "--gpus", gpus)
+        found = plan(capsys, "--recipe", "token_choice_aux", "--gpus", gpus)
         assert (found["pool"], found["micro_batch"], found["accumulation"]) == (65_536, 32, accumulation)
 
 

@@ -49,44 +49,58 @@ def test_the_rules_are_those_of_the_tables() -> None:
     two = {"experts_per_token": 2}
     assert found == {
         "dense": None,
-        "tc": TokenChoice(),
-        "tc-aux": TokenChoice(balance="aux", aux_strength=0.001),
-        "tc-loss-free": TokenChoice(balance="loss_free", bias_rate=0.005),
-        "ec-2k": ExpertChoice(pool="sequence"),
-        "ec-8k": ExpertChoice(pool=8 * K),
-        "ec-64k": ExpertChoice(pool=64 * K),
-        "ec-512k": ExpertChoice(pool="global"),
-        "et": ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5),
-        "et-no-warmup": ExpertThreshold(warmup_steps=0),
-        "ec-512k-no-shared": ExpertChoice(pool="global", **two),
-        "et-no-warmup-no-shared": ExpertThreshold(warmup_steps=0, **two),
-        "et-fanout-norm": ExpertThreshold(),
-        "et-no-capacity": ExpertThreshold(capacity_slack=None),
-        "d20-dense": None,
-        "d20-tc-aux": TokenChoice(balance="aux"),
-        "d20-ec-256k": ExpertChoice(pool="global"),
-        "d20-et": ExpertThreshold(),
+        "token_choice": TokenChoice(),
+        "token_choice_aux": TokenChoice(balance="aux", aux_strength=0.001),
+        "token_choice_loss_free": TokenChoice(balance="loss_free", bias_rate=0.005),
+        "expert_choice_2k": ExpertChoice(pool="sequence"),
+        "expert_choice_8k": ExpertChoice(pool=8 * K),
+        "expert_choice_64k": ExpertChoice(pool=64 * K),
+        "expert_choice_512k": ExpertChoice(pool="global"),
+        "expert_threshold": ExpertThreshold(decay=0.999, warmup_steps=4000, capacity_slack=0.5),
+        "expert_threshold_no_warmup": ExpertThreshold(warmup_steps=0),
+        "expert_choice_512k_no_shared": ExpertChoice(pool="global", **two),
+        "expert_threshold_no_warmup_no_shared": ExpertThreshold(warmup_steps=0, **two),
+        "expert_threshold_fanout_norm": ExpertThreshold(),
+        "expert_threshold_no_capacity": ExpertThreshold(capacity_slack=None),
+        "d20_dense": None,
+        "d20_token_choice_aux": TokenChoice(balance="aux"),
+        "d20_expert_choice_256k": ExpertChoice(pool="global"),
+        "d20_expert_threshold": ExpertThreshold(),
         "release": ExpertThreshold(decay=0.99, capacity_slack=None),
     }
-    assert of_paper("et-fanout-norm").model.gate_norm == "fanout"
+    assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
     for name in RECIPES:
-        assert of_paper(name).model.shared_experts == (0 if name.endswith("no-shared") else 1)
+        assert of_paper(name).model.shared_experts == (0 if name.endswith("no_shared") else 1)
 
 
 def test_pools_are_those_of_the_tables() -> None:
     expected = {
-        "dense": None, "tc": None, "tc-aux": 64, "tc-loss-free": 512, "ec-2k": 2, "ec-8k": 8, "ec-64k": 64,
-        "ec-512k": 512, "et": 512, "d20-dense": None, "d20-tc-aux": 32, "d20-ec-256k": 256, "d20-et": 256,
-    }  # fmt: skip
+        "dense": None,
+        "token_choice": None,
+        "token_choice_aux": 64,
+        "token_choice_loss_free": 512,
+        "expert_choice_2k": 2,
+        "expert_choice_8k": 8,
+        "expert_choice_64k": 64,
+        "expert_choice_512k": 512,
+        "expert_threshold": 512,
+        "d20_dense": None,
+        "d20_token_choice_aux": 32,
+        "d20_expert_choice_256k": 256,
+        "d20_expert_threshold": 256,
+    }
     for name, pool in expected.items():
         assert window(of_paper(name))[0] == (None if pool is None else pool * K), name
-    assert window(of_paper("et"))[1] == window(of_paper("d20-et"))[1] == pytest.approx(500e6, rel=0.05)
-    assert window(of_paper("ec-512k"))[1] is None
+    for name in ("expert_threshold", "d20_expert_threshold"):
+        assert window(of_paper(name))[1] == pytest.approx(500e6, rel=0.05)
+    assert window(of_paper("expert_choice_512k"))[1] is None
 
 
 def test_without_the_shared_expert_as_much_is_active() -> None:
-    counts = [parameter_counts(of_paper(name).model)["active"] for name in ("et-no-warmup", "et-no-warmup-no-shared")]
-    assert counts[0] == counts[1]
+    with_shared, without = (
+        parameter_counts(of_paper(f"expert_threshold_no_warmup{end}").model)["active"] for end in ("", "_no_shared")
+    )
+    assert with_shared == without
 
 
 def test_the_release_keeps_its_own_settings() -> None:
@@ -135,20 +149,24 @@ def test_a_decay_remembers_the_same_share_of_a_run() -> None:
 
 
 def test_flags_go_before_the_recipe_and_its_preset_is_the_papers() -> None:
-    given = parse_run("et train", "", [], ["--recipe", "d20-et", "--decay", "0.95", "--matrix-lr", "0.01"])
+    given = parse_run(
+        "et train", "", [], ["--recipe", "d20_expert_threshold", "--decay", "0.95", "--matrix-lr", "0.01"]
+    )
     config = resolve_run(given)
     assert config.model.layers == 20
     assert isinstance(config.model.rule, ExpertThreshold)
     assert (config.model.rule.decay, config.optim.matrix_lr) == (0.95, 0.01)
-    small = resolve_run(parse_run("et train", "", [], ["quickstart", "--recipe", "d20-et", "--data", "x.txt"]))
+    small = resolve_run(
+        parse_run("et train", "", [], ["quickstart", "--recipe", "d20_expert_threshold", "--data", "x.txt"])
+    )
     assert (small.model.layers, small.data.source) == (4, "x.txt")
-    assert resolve("quickstart", recipe="et").data.source == "embedded"
+    assert resolve("quickstart", recipe="expert_threshold").data.source == "embedded"
 
 
 def test_a_file_goes_before_the_recipe(tmp_path: Path) -> None:
     file = tmp_path / "options.json"
     file.write_text('{"model": {"rule": {"name": "expert_choice"}}, "train": {"steps": 9}}')
-    config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "et", "--config", str(file)]))
+    config = resolve_run(parse_run("et train", "", [], ["tiny", "--recipe", "expert_threshold", "--config", str(file)]))
     assert isinstance(config.model.rule, ExpertChoice)
     assert config.train.steps == 9
 
@@ -169,8 +187,8 @@ def test_et_recipes_lists_them_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert name in table
     for text in ("64k", "524M", "2.844", "19.876", "25.14", "11.2B"):
         assert text in table
-    assert rows["et"]["pool"] == 512 * K
-    assert rows["et"]["paper"]["cross_entropy"] == 2.844
+    assert rows["expert_threshold"]["pool"] == 512 * K
+    assert rows["expert_threshold"]["paper"]["cross_entropy"] == 2.844
 
 
 def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,27 +198,33 @@ def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     )
     out = tmp_path / "run"
     small = ["tiny", "--vocab-size", "280", "--context", "32", "--data", str(text), "--threads", "1"]
-    assert main(["train", "--recipe", "ec-8k", *small, "--tokens", "1100", "--out", str(out)]) == 0
+    assert main(["train", "--recipe", "expert_choice_8k", *small, "--tokens", "1100", "--out", str(out)]) == 0
     config = json.loads((out / "config.json").read_text())
     assert config["model"]["rule"]["pool"] == 4 * 32
     assert config["train"]["steps"] == 2
     capsys.readouterr()
-    assert main(["train", "--resume", str(out), "--recipe", "et"]) == 2
-    assert "--recipe et is decided by the run that --resume goes on with" in capsys.readouterr().err
+    assert main(["train", "--resume", str(out), "--recipe", "expert_threshold"]) == 2
+    assert "--recipe expert_threshold is decided by the run that --resume goes on with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--recipe", "ett"], "not ett; did you mean et?"),
-        (["--recipe", "ett"], "did you mean et?"),
+        (["--recipe", "expert_treshold"], "not expert_treshold; did you mean expert_threshold?"),
+        (["--recipe", "expert_treshold"], "did you mean expert_threshold?"),
         (["tiny", "--tokens", "2047"], "tokens=2047 is below one batch of 2048 tokens; give at least that many"),
         (["tiny", "--tokens", "0"], "tokens=0 is below one batch of 2048 tokens"),
         (["tiny", "--tokens", "9999", "--steps", "3"], "tokens=9999 and steps=3 both say how long to train; give one"),
         (["tiny", "--warmup-steps", "101"], "warmup_steps=101 is beyond the run of 100 steps; give fewer, or train"),
         (["tiny", "--adamw-warmup-steps", "101"], "adamw_warmup_steps=101 is beyond the run of 100 steps"),
-        (["--recipe", "et", "--steps", "100", "--warmup-steps", "4000"], "warmup_steps=4000 is beyond the run of 100"),
-        (["--recipe", "ec-8k", "tiny", "--batch-size", "6"], "pool=512 does not divide the batch of 6 × 128"),
+        (
+            ["--recipe", "expert_threshold", "--steps", "100", "--warmup-steps", "4000"],
+            "warmup_steps=4000 is beyond the run of 100",
+        ),
+        (
+            ["--recipe", "expert_choice_8k", "tiny", "--batch-size", "6"],
+            "pool=512 does not divide the batch of 6 × 128",
+        ),
         (["tiny", "--rule", "expert_choice", "--pool", "100"], "pool=100 does not divide the batch of 16 × 128"),
     ],
 )
@@ -216,5 +240,7 @@ def test_what_cannot_be_trained_is_one_line(
 
 
 def test_an_unknown_recipe_is_refused_by_the_library() -> None:
-    with pytest.raises(ValueError, match=r"^recipe 'ett' is unknown; did you mean et\? use one of dense, tc, "):
-        resolve(recipe="ett")
+    with pytest.raises(
+        ValueError, match=r"^recipe 'expert_treshold' is unknown; did you mean expert_threshold\? use one of dense, "
+    ):
+        resolve(recipe="expert_treshold")

@@ -41,7 +41,8 @@ METHODS: dict[str, Method] = {
     "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff", 3),
     "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on", 4),
 }
-"""The methods of the paper, by the names that `et compare` has for them."""
+"""The methods of the paper by name: the rule's, its variant behind it. Recipes have the same names, with the pool of
+expert choice in tokens of d12 and with what an ablation changes; figures have the label that the rule gives itself."""
 REFERENCE = "token_choice"
 """The method whose losses others are compared with, where there is one."""
 
@@ -129,65 +130,73 @@ def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
     return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
 
 
+def _rule(method: str, **options: Any) -> Options:
+    """The rule of a method, with options in which a recipe differs."""
+    return {"name": METHODS[method].rule, **METHODS[method].options, **options}
+
+
+DENSE, TC, TC_AUX, TC_LOSS_FREE = map(_rule, ("dense", "token_choice", "token_choice_aux", "token_choice_loss_free"))
+EC: Options = {"name": "expert_choice"}  # in pools of the recipe's
 # The paper's estimator, in runs of any length.
-ET: Options = {"name": "expert_threshold", "estimator": "mean"}
-NO_WARMUP: Options = {**ET, "warmup_steps": 0}
-EC: Options = {"name": "expert_choice"}
-AUX: Options = {"name": "token_choice", "balance": "aux"}
+ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold", "expert_threshold_no_warmup"))
 # "we select 2 experts out of 16 routed experts" (Appendix "Ablations", Shared Expert).
 TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
 RECIPES: dict[str, Recipe] = {
-    "dense": Recipe("no routed experts", {"name": "dense"}, Reported("Table 1", 3.002, 15.743)),
-    "tc": Recipe(
+    "dense": Recipe("no routed experts", DENSE, Reported("Table 1", 3.002, 15.743)),
+    "token_choice": Recipe(
         "token choice, not balanced",
-        {"name": "token_choice", "balance": "none"},
+        TC,
         Reported("Table 1", 2.893, 17.983),
     ),
-    "tc-aux": Recipe("token choice, auxiliary loss", AUX, Reported("Table 1", 2.892, 15.894), pool=32),
-    "tc-loss-free": Recipe(
+    "token_choice_aux": Recipe("token choice, auxiliary loss", TC_AUX, Reported("Table 1", 2.892, 15.894), pool=32),
+    "token_choice_loss_free": Recipe(
         "token choice, balanced by biases",
-        {"name": "token_choice", "balance": "loss_free"},
+        TC_LOSS_FREE,
         Reported("Table 1", 2.898, 18.031),
     ),
-    "ec-2k": Recipe("expert choice in a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
-    "ec-8k": Recipe("expert choice in 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
-    "ec-64k": Recipe("expert choice in 32 sequences", EC, Reported("Table 1", 2.841, 18.754, 2.836), pool=32),
-    "ec-512k": Recipe("expert choice in the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
-    "et": Recipe("expert threshold", ET, Reported("Table 1", 2.844, 19.876)),
-    "et-no-warmup": Recipe(
+    "expert_choice_2k": Recipe("expert choice in a sequence", EC, Reported("Table 1", 2.910, 17.91, 2.874), pool=1),
+    "expert_choice_8k": Recipe("expert choice in 4 sequences", EC, Reported("Table 1", 2.845, 18.83, 2.844), pool=4),
+    "expert_choice_64k": Recipe(
+        "expert choice in 32 sequences", EC, Reported("Table 1", 2.841, 18.754, 2.836), pool=32
+    ),
+    "expert_choice_512k": Recipe("expert choice in the batch", EC, Reported("Table 1", 2.843, 19.94, 2.840)),
+    "expert_threshold": Recipe("expert threshold", ET, Reported("Table 1", 2.844, 19.876)),
+    "expert_threshold_no_warmup": Recipe(
         "expert threshold from the first step on",
-        NO_WARMUP,
+        ET_NO_WARMUP,
         Reported("Shared Expert", 2.844, 16.867),
     ),
-    "ec-512k-no-shared": Recipe(
+    "expert_choice_512k_no_shared": Recipe(
         "expert choice in the batch, no shared expert",
         {**EC, **TWO},
         Reported("Shared Expert", 2.862, 16.307),
         model=NO_SHARED,
     ),
-    "et-no-warmup-no-shared": Recipe(
+    "expert_threshold_no_warmup_no_shared": Recipe(
         "expert threshold from the first step on, no shared expert",
-        {**NO_WARMUP, **TWO},
+        {**ET_NO_WARMUP, **TWO},
         Reported("Shared Expert", 2.862, 18.515),
         model=NO_SHARED,
     ),
-    "et-fanout-norm": Recipe(
+    "expert_threshold_fanout_norm": Recipe(
         "expert threshold, the routed sum divided by the fanout",
         ET,
         Reported("Normalization: CE + 0.04"),
         model={"gate_norm": "fanout"},
     ),
-    "et-no-capacity": Recipe(
+    "expert_threshold_no_capacity": Recipe(
         "expert threshold without bounds on the load",
         {**ET, "capacity_slack": None},
         Reported("Capacity Constraints"),
     ),
-    "d20-dense": Recipe("no routed experts", {"name": "dense"}, Reported("Table 2", 2.751, 20.43), "d20"),
-    "d20-tc-aux": Recipe("token choice, auxiliary loss", AUX, Reported("Table 2", 2.687, 22.31), "d20", pool=16),
-    "d20-ec-256k": Recipe("expert choice in half a batch", EC, Reported("Table 2", 2.621, 24.98), "d20"),
-    "d20-et": Recipe("expert threshold", ET, Reported("Table 2", 2.620, 25.14), "d20"),
+    "d20_dense": Recipe("no routed experts", DENSE, Reported("Table 2", 2.751, 20.43), "d20"),
+    "d20_token_choice_aux": Recipe(
+        "token choice, auxiliary loss", TC_AUX, Reported("Table 2", 2.687, 22.31), "d20", pool=16
+    ),
+    "d20_expert_choice_256k": Recipe("expert choice in half a batch", EC, Reported("Table 2", 2.621, 24.98), "d20"),
+    "d20_expert_threshold": Recipe("expert threshold", ET, Reported("Table 2", 2.620, 25.14), "d20"),
     "release": Recipe(
         "expert threshold as the authors' code has it by default",
         {**ET, "decay": 0.99, "capacity_slack": None},

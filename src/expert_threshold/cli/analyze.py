@@ -12,17 +12,15 @@ from ..analysis.atlas import write_atlas
 from ..analysis.material import Material, Streams
 from ..analysis.methods import find_runs, select_runs
 from ..analysis.studies import STUDIES, Study
-from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
-from .options import Command, Option, parse_all, parse_names
+from .options import COMPUTE, Command, Option, parse_all, parse_names
 
 # Of every command that traces runs.
 TRACING = [
     Option("tokens", int, 32768, "Tokens to trace each run on."),
     Option("data", str | None, None, "The text to trace all runs on, what it holds out; none is each run's own."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    *COMPUTE,
 ]
 OPTIONS = [
     Option("run", str, None, "The folders of runs, or of comparisons.", positional=True, required=True, many=True),

@@ -18,10 +18,9 @@ from ..install import et
 from ..model.calibrate import calibrate
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
-from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress, validation_text
-from .options import Command, Option, parse
+from .options import COMPUTE, STEP, Command, Option, parse
 from .rates import require_cutoffs
 
 OPTIONS = [
@@ -33,10 +32,9 @@ OPTIONS = [
     Option("batch_size", int, 64, "Sequences of a batch: the pool in which the k-th largest score is measured."),
     Option("experts_per_token", float | None, None, "Routed experts per token from now on; none is as trained."),
     Option("eval_tokens", int | None, None, "Tokens to measure the loss on at most; none is all."),
-    Option("step", int | None, None, "The checkpoint to use; none is the last."),
+    STEP,
     Option("seed", int, 0, "Decides which rows of the text are read, and in which order."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    *COMPUTE,
 ]
 DESCRIPTION = (
     "Measure cutoffs for a model of expert choice or expert threshold, and a sketch of its scores for --rate, in one "

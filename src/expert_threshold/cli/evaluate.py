@@ -32,11 +32,10 @@ from ..evaluation.core import choose_rows
 from ..install import install
 from ..model import GPT
 from ..runs import RunFolder, load_model
-from ..train.config import DeviceName, DtypeName
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from . import rates
-from .options import Command, Option, parse, parse_names
+from .options import COMPUTE, STEP, Command, Option, parse, parse_names
 from .side_by_side import table
 
 if TYPE_CHECKING:
@@ -67,9 +66,8 @@ OPTIONS = [
     Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
     Option("figure", str, "RUN/rates.png", "Where the figure of --rates goes, of the first run unless given."),
     Option("json", bool, False, "Print JSON instead of a table."),
-    Option("step", int | None, None, "The checkpoint to use; none is the last."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    STEP,
+    *COMPUTE,
 ]
 DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..integrations.export import export_run
-from .options import Command, Option, parse_all
+from .options import STEP, Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to export.", positional=True, required=True),
     Option("to", str, None, "The folder to make.", required=True),
-    Option("step", int | None, None, "The checkpoint to use; none is the last."),
+    STEP,
 ]
 DESCRIPTION = (
     "Write a trained model as a folder for Hugging Face transformers: weights as safetensors, configuration, tokenizer,"

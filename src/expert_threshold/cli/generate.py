@@ -10,9 +10,8 @@ from rich.text import Text
 
 from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
-from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
-from .options import Command, Option, parse_all
+from .options import COMPUTE, STEP, Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to write with.", positional=True, required=True),
@@ -23,9 +22,8 @@ OPTIONS = [
     Option("seed", int | None, None, "The same seed writes the same text; none draws one."),
     Option("rate", float | None, None, "Routed experts per token, from 0 to all; none is what was trained."),
     Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
-    Option("step", int | None, None, "The checkpoint to use; none is the last."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    STEP,
+    *COMPUTE,
 ]
 
 

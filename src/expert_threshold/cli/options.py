@@ -18,6 +18,7 @@ from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from ..config import alternatives, describe
+from ..train.config import DeviceName, DtypeName
 
 HELP_FLAGS = ("-h", "--help")
 WIDEST = 60
@@ -47,6 +48,14 @@ class Option(NamedTuple):
     def flag(self) -> str:
         """The option as it is typed."""
         return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
+
+
+# Of every command that reads a checkpoint, and of every one that computes.
+STEP = Option("step", int | None, None, "The checkpoint to use; none is the last.")
+COMPUTE = [
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
+    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+]
 
 
 class Command(NamedTuple):

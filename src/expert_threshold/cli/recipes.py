@@ -18,7 +18,7 @@ from ..routing import rule_to_dict
 from .options import Command, Option, parse
 
 OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
-WIDE = 120  # columns of a terminal that has room for summaries
+WIDE = 120  # columns of a terminal that has room for summaries and sources
 DESCRIPTION = (
     "List the runs of the paper's tables and ablations, for et train --recipe NAME.\n\n"
     "pool: the tokens that compete for an expert, or over which load is measured. effective: the tokens that a "
@@ -55,21 +55,22 @@ def describe(name: str) -> dict[str, Any]:
     }
 
 
-def _table(rows: Sequence[dict[str, Any]], summaries: bool) -> Table:
+def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("recipe", no_wrap=True)
-    if summaries:
+    if wide:
         table.add_column("what")
     for name in ("tokens", "pool", "effective", "CE", "CORE"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("in the paper")
+    if wide:
+        table.add_column("in the paper")
     for row in rows:
         paper = row["paper"]
         sizes = (short(row["tokens"]), _size(row["pool"]), _size(row["effective_pool"]))
         loss = "–" if paper["cross_entropy"] is None else f"{paper['cross_entropy']:.3f}"
         core = "–" if paper["core"] is None else f"{paper['core']:g}"
-        summary = [f"{row['preset']}, {row['summary']}"] if summaries else []
-        table.add_row(row["name"], *summary, *sizes, loss, core, paper["where"])
+        what, where = ([f"{row['preset']}, {row['summary']}"], [paper["where"]]) if wide else ([], [])
+        table.add_row(row["name"], *what, *sizes, loss, core, *where)
     return table
 
 

@@ -22,9 +22,8 @@ from ..serve.independence import require_independent
 from ..serve.limits import Limits
 from ..serve.worker import Worker
 from ..train.checks import require_few
-from ..train.config import DeviceName, DtypeName
 from ..train.device import pick_device, pick_dtype
-from .options import Command, Option, field_help, parse_all
+from .options import COMPUTE, STEP, Command, Option, field_help, parse_all
 
 API_KEY = "ET_API_KEY"
 
@@ -38,9 +37,8 @@ OPTIONS = [
     Option("api_key", str | None, None, f"Asked for on every route but /health; none takes that of {API_KEY}, if set."),
     Option("slots", int, 8, "Texts that are written at once."),
     Option("strict", bool, False, "Compute row by row: the same bits whoever shares the batch."),
-    Option("step", int | None, None, "The checkpoint to use; none is the last."),
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    STEP,
+    *COMPUTE,
     Option("threads", int | None, None, "Of torch in products; none is torch's choice."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")

@@ -15,7 +15,7 @@ from ..model.upcycle import upcycle, upcycled_config
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
-from .options import Command, Option, parse_all
+from .options import STEP, Command, Option, parse_all
 
 DESCRIPTION = (
     "Make a dense run the start of a Mixture-of-Experts one: the feed-forward becomes the shared expert, routed experts"
@@ -33,7 +33,7 @@ def _options() -> list[Option]:
         Option("d_expert", int | None, None, "Hidden width of each expert; none is the run's, half a feed-forward."),
         Option("dense_layers", int, 1, "How many of the first layers stay without experts."),
         Option("seed", int, 0, "Draws routers, and which hidden units each expert begins with."),
-        Option("step", int | None, None, "The checkpoint to use; none is the last."),
+        STEP,
     ]
 
 
