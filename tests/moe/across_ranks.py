@@ -266,7 +266,7 @@ def small_model(checkpointing: bool) -> GPT:
 def train(model: GPT, micro_batch: Callable[[int], Tensor], reduce: Callable[[], None]) -> list[float]:
     """Three steps; returns the losses.
 
-    With the default ε, Adam divides a gradient by its own size and so turns the rounding of a tiny one into a step of any
+    With the default ε, Adam divides a gradient by its own size, so the rounding of a tiny one becomes a step of any
     sign; ε of the gradients' size bounds that to lr · rounding / ε.
     """
     config = OptimConfig(ns_dtype="float32", adamw_warmup_steps=0, eps=0.1)
