@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from expert_threshold import glossary
-from expert_threshold.generate import explorer
+from expert_threshold.serve import explorer
 
 ROOT = Path(__file__).parents[1]
 
