@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from expert_threshold import full_run
 from expert_threshold.analysis.report import read_run
 from expert_threshold.cli import main
-from expert_threshold.cli import train as train_command
 from expert_threshold.runs import RunFolder
 
 FILES = (
@@ -69,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a report reads is read, but nothing drawn, which would take most of the time."""
-    monkeypatch.setattr(train_command, "write_report", read_run)
+    monkeypatch.setattr(full_run, "write_report", read_run)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -26,6 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from expert_threshold import full_run
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, serve, train
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
@@ -160,9 +161,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (train, compare):
         monkeypatch.setattr(module, "resolve_run", lambda given: small(resolve_run(given)))
     monkeypatch.setattr(train, "tokens_within", lambda *_: 10**7)
-    steps_of = train.train
-    monkeypatch.setattr(train, "train", lambda *given, **more: steps_of(*given, **more | {"minutes": None}))
-    monkeypatch.setattr(train, "write_report", lambda folder: None)
+    steps_of = full_run.train
+    monkeypatch.setattr(full_run, "train", lambda *given, **more: steps_of(*given, **more | {"minutes": None}))
+    monkeypatch.setattr(full_run, "write_report", lambda folder: None)
     chosen = analyze.chosen_studies
     monkeypatch.setattr(analyze, "chosen_studies", lambda text: [s for s in chosen(text) if s.name in FIGURES])
     for module, name in ((calibrate, "parse"), (analyze, "parse_all"), (generate, "parse_all")):

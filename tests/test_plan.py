@@ -32,11 +32,11 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("off", [True, False])
+@pytest.mark.parametrize("is_off", [True, False])
 def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_json(
-    off: bool, capsys: pytest.CaptureFixture[str]
+    is_off: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with off() if off else nullcontext():
+    with off() if is_off else nullcontext():
         reason = plan(capsys, "tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
         assert (reason is None) == cpu.available()
         assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
@@ -123,11 +123,11 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
 
 
-@pytest.mark.parametrize("off", [False, True])
-def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
+@pytest.mark.parametrize("is_off", [False, True])
+def test_it_takes_kernels_to_compute_what_they_do(is_off: bool) -> None:
     sizes = [(rows, width, hidden) for rows in (63, 64) for width in (32, 48) for hidden in (16, 64, 2**18, 2**18 + 32)]
     taken = set()
-    with off() if off else nullcontext():
+    with off() if is_off else nullcontext():
         for rows, width, hidden in sizes:
             for activation in ACTIVATIONS:
                 config = GPTConfig.preset("tiny", context=rows, d_model=width, heads=1, kv_heads=1)
@@ -138,7 +138,7 @@ def test_it_takes_kernels_to_compute_what_they_do(off: bool) -> None:
                 assert not Step(config, 1, 4, gpu=False).native_feed_forward(hidden)
                 assert not Step(config, 1, 2, gpu=True).native_feed_forward(hidden)
                 taken.add(said)
-    assert taken == ({True, False} if cpu.library() is not None and not off else {False})
+    assert taken == ({True, False} if cpu.library() is not None and not is_off else {False})
 
 
 def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ LINK = re.compile(r"\[`(\w+)`\]\((\.\./[\w/.]+)#L(\d+)\)")
 
 
 def line_of(name: str, path: Path) -> int:
-    """Returns the number of the line that defines a name at a module's top level. Raises ValueError if there is none."""
+    """Returns the number of the line where a module defines a name. Raises ValueError if it does not."""
     definition = re.compile(rf"(def|class) {name}\b|{name}\b.*=")
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if definition.match(line):

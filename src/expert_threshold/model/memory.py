@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from ..kernels.activation import activation_named
 from ..kernels.cpu import FEWEST_ROWS, TILE, available
 from ..kernels.cpu import cross_entropy as loss
@@ -76,6 +78,13 @@ class Step(NamedTuple):
     def fused(self) -> bool:
         """Whether attention is torch's, which keeps no probabilities either."""
         return self.gpu or self.itemsize == FLOAT32
+
+    @property
+    def widens_products(self) -> bool:
+        """Returns True if oneDNN makes bfloat16 products in float32 first: with AVX-512 but no bfloat16 instructions."""
+        has = torch.cpu.get_capabilities()
+        emulated = has.get("avx512_f", False) and not has.get("avx512_bf16", False)
+        return not self.gpu and self.itemsize < FLOAT32 and emulated
 
     @property
     def tokens(self) -> int:
@@ -191,7 +200,7 @@ class Step(NamedTuple):
             chunk, product = rows * (vocab + self.config.d_model) * self.itemsize, 2 * head * self.itemsize
         else:
             rows = min(max(LOGITS_PER_CHUNK["gpu" if self.gpu else "cpu"] // vocab, 1), self.tokens)
-            chunk = rows * vocab * (self.itemsize + 3 * FLOAT32)
+            chunk = rows * vocab * (self.itemsize + (4 if self.widens_products else 3) * FLOAT32)
             product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
         experts = 0 if self.config.rule is None else self.config.rule.num_experts
         layers = sum(self.has_experts(layer) for layer in range(self.config.layers))
