@@ -81,7 +81,7 @@ class Step(NamedTuple):
 
     @property
     def widens_products(self) -> bool:
-        """Returns True if oneDNN makes bfloat16 products in float32 first: with AVX-512 but no bfloat16 instructions."""
+        """Returns True if oneDNN makes bfloat16 products in float32: with AVX-512 but without bfloat16 instructions."""
         has = torch.cpu.get_capabilities()
         emulated = has.get("avx512_f", False) and not has.get("avx512_bf16", False)
         return not self.gpu and self.itemsize < FLOAT32 and emulated
