@@ -23,7 +23,7 @@ import torch
 from common import call, machine, origin, over_seeds
 from torch import Tensor
 
-from expert_threshold.analysis import figures
+from expert_threshold.analysis.figures.style import THEME, style
 from expert_threshold.data import Loader, open_source, pack
 from expert_threshold.routing import CutoffState, ExpertThreshold, Observation
 from expert_threshold.runs import RunFolder, load_model
@@ -223,7 +223,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     """Left, lag and noise along the run; right, the experts per token that training got of the one it was given."""
     from matplotlib.figure import Figure
 
-    with figures.style():
+    with style():
         figure = Figure(figsize=(9, 4), layout="constrained")
         left, right = figure.subplots(1, 2, width_ratios=(1, 1.3))
         steps = [r["step"] for r in result["lag_and_noise"]]
@@ -236,7 +236,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             values = [result["variants"][name][key] for name in names]
             means, spreads = ([v[part] for v in values] for part in ("mean", "spread"))
             right.errorbar(means, range(len(names)), xerr=spreads, fmt=marker, label=label)
-        right.axvline(1, color=figures.THEME["ink"][0], linewidth=0.8)
+        right.axvline(1, color=THEME["ink"][0], linewidth=0.8)
         right.set_yticks(range(len(names)), [VARIANTS[name].what for name in names], fontsize=8)
         right.set(title="experts per token in training, aim 1", xlim=(0, None))
         right.legend(frameon=False, loc="center left", fontsize=8)

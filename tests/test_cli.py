@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from expert_threshold import full_run
-from expert_threshold.analysis.studies import STUDIES
+from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.cli import COMMANDS, main
 from expert_threshold.cli import analyze as analyze_command
 from expert_threshold.cli import calibrate as calibrate_command
@@ -196,7 +196,7 @@ def test_help_lists_every_value_that_has_a_name(command: str, capsys: pytest.Cap
 
 
 def test_help_lists_the_names_that_stand_in_lists(capsys: pytest.CaptureFixture[str]) -> None:
-    for command, names in (("compare", list(methods())), ("analyze", [study.name for study in STUDIES])):
+    for command, names in (("compare", list(methods())), ("analyze", [study.name for study in FIGURES])):
         et(command, "--help")
         assert set(names) <= set(re.split(r"[^\w-]+", capsys.readouterr().out))
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from expert_threshold import full_run
-from expert_threshold.analysis.report import read_run
+from expert_threshold.analysis.run import read_run
 from expert_threshold.cli import main
 from expert_threshold.runs import RunFolder
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from . import __version__
 from .analysis.comparison import NOTES, Result, curves, read_result, summarise, to_csv, to_markdown
-from .analysis.figures import loss_by_method
+from .analysis.figures.learning import draw_loss_by_method
 from .analysis.page import save_figure
 from .analysis.sentences import short
 from .config import RunConfig
@@ -151,7 +151,7 @@ class Comparison(NamedTuple):
             {"method": self.label(method), "kind": method, "points": points}
             for method, points in curves(self.results()).items()
         ]
-        save_figure(loss_by_method({"methods": methods}), self.folder / "loss_by_method")
+        save_figure(draw_loss_by_method({"methods": methods}), self.folder / "loss_by_method")
 
     def label(self, method: str) -> str:
         """Return the method's name in figures, which its rule gives it."""

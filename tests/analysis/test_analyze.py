@@ -15,10 +15,10 @@ import torch
 
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
+from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import plain
-from expert_threshold.analysis.studies import STUDIES, consistency, cutoffs, leakage, load
 from expert_threshold.cli import main
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
@@ -119,7 +119,7 @@ def test_runs_are_called_by_what_sets_them_apart(runs: Path) -> None:
 def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
     html = (out / "report.html").read_text(encoding="utf-8")
     assert "Left out</h2>" in html  # fanout of token choice, and the like
-    for study in STUDIES:
+    for study in FIGURES:
         assert (out / f"{study.name}.png").read_bytes().startswith(b"\x89PNG"), study.name
         assert f"<h3>{study.title}</h3>" in html
         assert f'href="{study.name}.json"' in html
@@ -132,7 +132,7 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
 
 @pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing", "leakage_probe"])
 def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_path: Path) -> None:
-    study = next(study for study in STUDIES if study.name == name)
+    study = next(study for study in FIGURES if study.name == name)
     data = json.loads((out / f"{name}.json").read_text())
     width = 9.0 if study.wide else 4.4
     save_figure(study.draw(data, width), tmp_path / name)
@@ -314,7 +314,7 @@ def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: P
     quiet = lambda what: lambda done, total: None  # noqa: E731
     material = material_module.Material(selection, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
     shown, reasons = set(), []
-    for study in STUDIES:
+    for study in FIGURES:
         try:
             data = json.loads(json.dumps(plain(study.compute(material)), allow_nan=False))
         except material_module.NotShownError as reason:

@@ -14,11 +14,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import StepPatch
 from matplotlib.text import Text
 
-from expert_threshold.analysis import figures
-from expert_threshold.analysis.figures.style import INK, MUTED, SMALL, expert_colours
+from expert_threshold.analysis.figures import FIGURES, learning, training
+from expert_threshold.analysis.figures.leakage import closed_form
+from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours
 from expert_threshold.analysis.leakage import MoELayers
 from expert_threshold.analysis.page import CSS
-from expert_threshold.analysis.studies.leakage import closed_form
 
 KINDS = [
     "token_choice",
@@ -32,7 +32,7 @@ KINDS = [
 ]
 NAMES = ["TC", "TC aux", "TC loss-free", "EC 2k", "EC 512k", "ET", "ET no warmup", "ET capacity_slack 0.25 decay 0.9"]
 EXPERTS, POINTS = 16, 5
-WIDTHS = [figures.NARROW, figures.WIDE]
+WIDTHS = [NARROW, WIDE]
 CHANCE = np.random.Generator(np.random.PCG64(0))
 
 
@@ -119,14 +119,8 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
     return found | extra.get(name, {})
 
 
-DRAWN = [
-    "loss_by_method", "token_multiple", "shared_expert", "train_against_validation", "batch_size_scaling",
-    "cutoff_stability", "cutoff_law", "warmup", "capacity", "cutoffs_and_biases", "score_histograms",
-    "fanout_by_position", "fanout_by_loss", "loss_by_fanout", "fanout_distribution", "specialisation",
-    "specialisation_summary", "routing_consistency", "routing_divergence", "load_balance", "objective",
-    "load_at_scale", "leakage_probe", "leakage_bounds", "passage_intensity", "passage_fanout", "passage_routing",
-    "rules_overview",
-]  # fmt: skip
+DRAW = {study.name: study.draw for study in FIGURES}
+DRAWN = [name for name in DRAW if name != "fanout_norm"]  # drawn as shared_expert is
 
 
 def train_of(layers: int) -> list[dict[str, Any]]:
@@ -148,18 +142,18 @@ def every_figure() -> Iterator[tuple[str, Figure, float]]:
     narrow, wide = WIDTHS
     for methods, layers, width in ((1, 1, narrow), (8, 2, narrow), (8, 2, wide), (1, 12, narrow)):
         for name in DRAWN:
-            yield name, getattr(figures, name)(data_of(name, methods, layers), width), width
+            yield name, DRAW[name](data_of(name, methods, layers), width), width
     for layers, width in ((1, narrow), (2, wide), (12, narrow)):
         train = train_of(layers)
         for name in ("saturation", "starvation"):
-            yield name, getattr(figures, name)(train, 2, width), width
+            yield name, getattr(training, f"draw_{name}")(train, 2, width), width
         for name in ("score_spread", "gate_spread", "speed"):
-            yield name, getattr(figures, name)(train, width), width
-        yield "usage", figures.usage(train, 0.5, width), width
-        yield "load_spread", figures.load_spread(train, train[-1:], 2, width), width
-        yield "cutoffs", figures.cutoffs(train, 2, width), width
-        yield "loss", figures.loss(train, train[-1:], width), width
-        yield "fanout", figures.fanout({layer: [50, 30, 20] for layer in range(1, layers + 1)}, width), width
+            yield name, getattr(training, f"draw_{name}")(train, width), width
+        yield "usage", training.draw_usage(train, 0.5, width), width
+        yield "load_spread", training.draw_load_spread(train, train[-1:], 2, width), width
+        yield "cutoffs", training.draw_cutoffs(train, 2, width), width
+        yield "loss", training.draw_loss(train, train[-1:], width), width
+        yield "fanout", training.draw_fanout({layer: [50, 30, 20] for layer in range(1, layers + 1)}, width), width
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +164,7 @@ def drawn() -> list[tuple[str, Figure, float]]:
 def test_no_type_is_smaller_than_can_be_read_on_a_phone(drawn: list[tuple[str, Figure, float]]) -> None:
     """Six pixels was the smallest: 5.5 and 6 points in a figure of 4.4 inches on a page of 390 pixels."""
     phone = 390 - 2 * 16  # pixels between the margins of a page
-    assert SMALL / 72 / figures.NARROW * phone >= 9
+    assert SMALL / 72 / NARROW * phone >= 9
     for name, figure, _ in drawn:
         for text in figure.findobj(Text):
             assert not text.get_text().strip() or text.get_fontsize() >= SMALL, (name, text.get_text())
@@ -179,8 +173,8 @@ def test_no_type_is_smaller_than_can_be_read_on_a_phone(drawn: list[tuple[str, F
 def test_wide_figures_give_way_to_narrow_ones_before_type_gets_too_small() -> None:
     assert "@media (max-width: 50rem)" in CSS
     wide, half = 50 * 16 - 2 * 16, (50 * 16 - 4 * 16) / 2
-    assert SMALL / 72 / figures.WIDE * wide >= 9
-    assert SMALL / 72 / figures.NARROW * half >= 9
+    assert SMALL / 72 / WIDE * wide >= 9
+    assert SMALL / 72 / NARROW * half >= 9
 
 
 def test_a_key_names_nothing_that_is_not_drawn(drawn: list[tuple[str, Figure, float]]) -> None:
@@ -199,16 +193,16 @@ def test_a_key_names_nothing_that_is_not_drawn(drawn: list[tuple[str, Figure, fl
 
 @pytest.mark.parametrize("name", ["fanout_by_position", "fanout_by_loss", "loss_by_fanout", "capacity"])
 def test_a_single_layer_has_no_line_beside_the_mean(name: str) -> None:
-    texts = {text.get_text() for text in getattr(figures, name)(data_of(name, 1, 1)).texts}
+    texts = {text.get_text() for text in DRAW[name](data_of(name, 1, 1)).texts}
     assert not texts & {"one layer", "mean of layers"}
-    texts = {text.get_text() for text in getattr(figures, name)(data_of(name, 1, 2)).texts}
+    texts = {text.get_text() for text in DRAW[name](data_of(name, 1, 2)).texts}
     assert "one layer" in texts
 
 
 def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
     data = data_of("leakage_probe", 2, 1)
     data["methods"][1] |= {name: [0.0] * 3 for name in ("pool", "future", "next")}
-    texts = [text.get_text() for text in figures.leakage_probe(data).texts]
+    texts = [text.get_text() for text in DRAW["leakage_probe"](data).texts]
     assert data["methods"][0]["method"] in texts
     assert data["methods"][1]["method"] not in texts
 
@@ -217,7 +211,7 @@ def test_every_line_in_the_key_of_the_bounds_on_leakage_is_in_sight() -> None:
     """With four experts and one for each token N·log₂ N lay above the axes."""
     for expansion in (2, 4, 16):
         closed = closed_form(MoELayers(expansion, 1, 2))
-        figure = figures.leakage_bounds({**closed, "finite": {str(k): v for k, v in closed["finite"].items()}})
+        figure = DRAW["leakage_bounds"]({**closed, "finite": {str(k): v for k, v in closed["finite"].items()}})
         axes = figure.axes[0]
         for line in axes.lines:
             assert (np.asarray(line.get_ydata()) <= axes.get_ylim()[1]).sum() >= 2
@@ -229,7 +223,7 @@ def test_every_line_in_the_key_of_the_bounds_on_leakage_is_in_sight() -> None:
 def test_a_checkpoint_and_itself_have_the_colour_of_their_value(name: str, measure: str) -> None:
     """The diagonal was clear, as if a checkpoint were least similar to itself."""
     data = data_of(name, 8, 1)
-    panels = [axes for axes in getattr(figures, name)(data).axes if axes.images][:8]
+    panels = [axes for axes in DRAW[name](data).axes if axes.images][:8]
     for axes, entry in zip(panels, data["methods"], strict=True):
         opacity = np.asarray(axes.images[0].get_array())[..., 3].ravel()
         matrix = np.array(entry[measure]).ravel()
@@ -243,7 +237,7 @@ def test_a_checkpoint_and_itself_have_the_colour_of_their_value(name: str, measu
 @pytest.mark.parametrize("name", ["load_balance", "specialisation_summary"])
 @pytest.mark.parametrize("layers", [1, 2, 12])
 def test_layers_are_whole_numbers_along_an_axis(name: str, layers: int) -> None:
-    axes = getattr(figures, name)(data_of(name, 8, layers)).axes[0]
+    axes = DRAW[name](data_of(name, 8, layers)).axes[0]
     if layers == 1:  # no axis of one layer, which had ticks from 0.96 to 1.04: a row for each method
         assert [text.get_text() for text in axes.get_yticklabels()] == NAMES
         assert axes.get_title(loc="left").endswith("layer 1")
@@ -258,7 +252,7 @@ def test_losses_fill_the_width_of_their_figure() -> None:
         data = {"methods": [{"method": "ET", "kind": "expert_threshold", "points": series()[:points], "std": []}]}
         if points == 3:
             data["methods"][0]["points"] = [[100, 6.0], [200, 4.0], [300, 3.0]]
-        axes = figures.loss_by_method(data).axes[0]
+        axes = learning.draw_loss_by_method(data).axes[0]
         (low, high), (x, y) = axes.get_xlim(), axes.lines[0].get_data()
         seen = np.asarray(x)[np.asarray(y) <= axes.get_ylim()[1]]
         assert np.ptp(seen) >= 0.8 * (high - low)
@@ -268,7 +262,7 @@ def test_long_names_go_into_a_key_and_leave_the_width_to_the_lines() -> None:
     for width, name in itertools.product(WIDTHS, ("loss_by_method", "load_balance", "specialisation_summary")):
         data = data_of(name, 8, 3)
         data["methods"][0]["method"] = "ET " + "a very long name of a method " * 3
-        place = getattr(figures, name)(data, width).axes[0].get_position()
+        place = DRAW[name](data, width).axes[0].get_position()
         assert place.width >= 0.5
 
 
@@ -276,7 +270,7 @@ def test_experts_of_a_layer_have_colours_of_their_own() -> None:
     """Sixteen lines were of one colour, that of their layer."""
     assert len(set(expert_colours(EXPERTS))) == EXPERTS
     assert len(expert_colours(300)) == 300
-    for axes in figures.cutoffs(train_of(2)).axes[:2]:
+    for axes in training.draw_cutoffs(train_of(2)).axes[:2]:
         lines = axes.lines[-EXPERTS:]
         assert [line.get_color() for line in lines] == expert_colours(EXPERTS)
 
@@ -284,5 +278,5 @@ def test_experts_of_a_layer_have_colours_of_their_own() -> None:
 def test_warmup_shows_no_panel_twice() -> None:
     for layers in (1, 2, 12):
         data = data_of("warmup", 2, layers)
-        titles = [axes.get_title(loc="left") for axes in figures.warmup(data).axes]
+        titles = [axes.get_title(loc="left") for axes in DRAW["warmup"](data).axes]
         assert len({title.split(") ", 1)[1] for title in titles}) == len(titles)

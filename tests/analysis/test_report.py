@@ -20,7 +20,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.analysis import figures, sentences
+from expert_threshold.analysis.figures import training
+from expert_threshold.analysis.figures.axes import LONGEST, smooth, spread, thin
+from expert_threshold.analysis.figures.learning import draw_loss_by_method
 from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, series
 from expert_threshold.analysis.report import duration, write_report
@@ -298,7 +300,7 @@ def test_without_matplotlib_the_remedy_is_told(run: Callable[..., RunFolder], mo
 def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> None:
     records = run().metrics.read()
     train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
-    raw, smoothed, measured = figures.loss(train, validation).axes[0].lines
+    raw, smoothed, measured = training.draw_loss(train, validation).axes[0].lines
     assert raw.get_xydata().tolist() == [[r["step"], r["cross_entropy"]] for r in train]
     assert len(smoothed.get_xydata()) == len(train)
     assert measured.get_xydata().tolist() == [[r["step"], r["loss"]] for r in validation]
@@ -306,11 +308,11 @@ def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> Non
 
 def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
     train = [r for r in run().metrics.read() if r["split"] == "train"]
-    first, second = figures.saturation(train).axes[0].lines
+    first, second = training.draw_saturation(train).axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
-    panels = figures.cutoffs(train, 2).axes
+    panels = training.draw_cutoffs(train, 2).axes
     assert [panel.get_title(loc="left") for panel in panels[:2]] == ["layer 1, score", "layer 2, score"]
     batch_cutoffs, means = panels[1].lines[:4], panels[1].lines[4:8]
     for expert in range(4):
@@ -335,40 +337,40 @@ def test_what_is_said_of_after_warmup_leaves_out_the_line_that_warmup_ends_in(ru
 
 
 def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:
-    bars = figures.fanout({1: [50, 30, 20, 0, 0]}).axes[0].patches
+    bars = training.draw_fanout({1: [50, 30, 20, 0, 0]}).axes[0].patches
     assert [bar.get_height() for bar in bars] == pytest.approx([50, 30, 20, 0, 0])
 
 
 def test_usage_is_drawn_for_the_nearest_record() -> None:
     steps = [1, 2, 3, 4, 100]
     train = [{"step": s, "layers": {"1": {"usage": [0.5, 1.0 if s == 100 else 0.25]}}} for s in steps]
-    (image,) = figures.usage(train, 0.5).axes[0].images
+    (image,) = training.draw_usage(train, 0.5).axes[0].images
     colours = np.asarray(image.get_array())
     assert colours.shape == (2, 5, 4)
     assert colours[0, :, 3].tolist() == [0] * 5
     assert colours[1, :, 3].tolist() == [1] * 5
-    assert (colours[1, -1, :3] == figures.ABOVE).all()
-    assert (colours[1, 0, :3] == figures.BELOW).all()
+    assert (colours[1, -1, :3] == training.ABOVE).all()
+    assert (colours[1, 0, :3] == training.BELOW).all()
 
 
 def test_deviations_are_coloured_by_side_and_size() -> None:
-    colours = figures.deviation_colours(np.array([0, 0.5, 2**-0.5, 1, 2**0.5, 2, 8, math.nan]))
+    colours = training.deviation_colours(np.array([0, 0.5, 2**-0.5, 1, 2**0.5, 2, 8, math.nan]))
     np.testing.assert_allclose(colours[:7, 3], [1, 1, 0.5, 0, 0.5, 1, 1])
-    assert (colours[:3, :3] == figures.BELOW).all()
-    assert (colours[4:7, :3] == figures.ABOVE).all()
-    assert (colours[7, :3] == figures.MISSING).all()
+    assert (colours[:3, :3] == training.BELOW).all()
+    assert (colours[4:7, :3] == training.ABOVE).all()
+    assert (colours[7, :3] == training.MISSING).all()
 
 
 def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
     methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
-    axes = figures.loss_by_method({"methods": methods}).axes[0]
+    axes = draw_loss_by_method({"methods": methods}).axes[0]
     assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
-    element = svg(figures.bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
+    element = svg(training.draw_bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
     assert ">1.250</text>" in element
@@ -378,31 +380,31 @@ def test_a_figure_becomes_an_element_with_text_as_text() -> None:
 
 @given(st.lists(st.floats(-1, 2), min_size=1, max_size=8), st.floats(0, 0.12))
 def test_labels_keep_their_order_their_distance_and_to_the_axes(wanted: list[float], gap: float) -> None:
-    places = figures.spread(sorted(wanted), gap)
+    places = spread(sorted(wanted), gap)
     assert len(places) == len(wanted)
     assert all(b - a >= gap - 1e-9 for a, b in pairwise(places))
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
 
 
 def test_labels_with_room_stay_where_they_are() -> None:
-    assert figures.spread([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
-    assert figures.spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
+    assert spread([0.1, 0.5, 0.9], 0.2) == pytest.approx([0.1, 0.5, 0.9])
+    assert spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200))
 def test_smoothing_keeps_within_the_numbers_and_a_constant_as_it_is(values: list[float]) -> None:
     points = list(enumerate(values))
-    smoothed = figures.smooth(points)
+    smoothed = smooth(points)
     assert [x for x, _ in smoothed] == [x for x, _ in points]
     assert all(min(values) - 1e-6 <= y <= max(values) + 1e-6 for _, y in smoothed)
-    assert figures.smooth([(x, 2.5) for x, _ in points]) == [(x, 2.5) for x, _ in points]
-    assert figures.smooth([*points, (len(points), math.nan)])[: len(points)] == smoothed
+    assert smooth([(x, 2.5) for x, _ in points]) == [(x, 2.5) for x, _ in points]
+    assert smooth([*points, (len(points), math.nan)])[: len(points)] == smoothed
 
 
-@pytest.mark.parametrize(("lines", "points"), [(1, figures.LONGEST), (1000, 24), (10**6, 2)])
+@pytest.mark.parametrize(("lines", "points"), [(1, LONGEST), (1000, 24), (10**6, 2)])
 def test_thinned_lines_keep_both_ends(lines: int, points: int) -> None:
     steps = np.arange(10_000)
-    few, values = figures.thin(steps, steps[:, None] * 2.0, lines)
+    few, values = thin(steps, steps[:, None] * 2.0, lines)
     assert len(few) == points
     assert (few[0], few[-1]) == (0, 9_999)
     assert (values[:, 0] == 2 * few).all()
@@ -410,8 +412,8 @@ def test_thinned_lines_keep_both_ends(lines: int, points: int) -> None:
 
 def test_short_lines_are_not_thinned() -> None:
     steps = np.array([3, 5])
-    assert figures.thin(steps, steps, lines=1)[0].tolist() == [3, 5]
-    assert figures.thin(steps[:1], steps[:1], lines=10**6)[0].tolist() == [3]
+    assert thin(steps, steps, lines=1)[0].tolist() == [3, 5]
+    assert thin(steps[:1], steps[:1], lines=10**6)[0].tolist() == [3]
 
 
 def test_series_tell_what_was_not_finite() -> None:
@@ -433,27 +435,27 @@ def records_of(key: str, values: list[Any]) -> list[dict[str, Any]]:
 
 def test_sentences_are_computed_from_the_numbers() -> None:
     losses = [{"step": 1, "cross_entropy": 5.0}, {"step": 8, "cross_entropy": 3.0}, {"step": 10, "cross_entropy": 2.0}]
-    text = sentences.loss(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}])
+    text = training.say_loss(losses, [{"step": 5, "loss": 2.5}, {"step": 10, "loss": 3.5}])
     assert "from 5.000 at step 1 to 2.000 at step 10" in text
     assert "validation ended at 3.500, 1.000 above the mean of training" in text
     assert text.endswith("; the lowest was 2.500 at step 5.")
-    usage = sentences.usage(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]]), 0.5)
+    usage = training.say_usage(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]]), 0.5)
     assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
     assert "1 of 2 experts got between half and twice the target" in usage
-    dropped = sentences.saturation(records_of("saturation", [0.9, 0.1, 0.3]), exact_until=1)
+    dropped = training.say_saturation(records_of("saturation", [0.9, 0.1, 0.3]), exact_until=1)
     assert dropped.startswith("After warmup 20 % of the tokens above a cutoff were dropped on average, at most 30 %")
-    exact = sentences.saturation(records_of("saturation", [0.9]), math.inf)
+    exact = training.say_saturation(records_of("saturation", [0.9]), math.inf)
     assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
-    assert "every expert got 25 % of the tokens" in sentences.usage(records_of("usage", [[0.25] * 4]), 0.25)
-    assert "2 tokens" not in sentences.fanout({1: [1, 1, 2]}, 1)
-    assert "met 1.25 routed experts" in sentences.fanout({1: [1, 1, 2]}, 1)
-    assert sentences.bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
+    assert "every expert got 25 % of the tokens" in training.say_usage(records_of("usage", [[0.25] * 4]), 0.25)
+    assert "2 tokens" not in training.say_fanout({1: [1, 1, 2]}, 1)
+    assert "met 1.25 routed experts" in training.say_fanout({1: [1, 1, 2]}, 1)
+    assert training.say_bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
     cutoffs = [
         {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}}
         for step in (1, 2)
     ]
-    assert "between −2.00 and 1.00" in sentences.cutoffs(cutoffs)
-    assert "lay on average 0.350 from the cutoff that its scores were compared with" in sentences.cutoffs(cutoffs)
+    assert "between −2.00 and 1.00" in training.say_cutoffs(cutoffs)
+    assert "lay on average 0.350 from the cutoff that its scores were compared with" in training.say_cutoffs(cutoffs)
 
 
 def test_durations_have_two_units() -> None:

@@ -15,36 +15,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.analysis.figures.specialisation import lay_out
-from expert_threshold.analysis.leakage import decode, encode
-from expert_threshold.analysis.material import cut_windows
-from expert_threshold.analysis.plain import array, plain
-from expert_threshold.analysis.studies import STUDIES
-from expert_threshold.analysis.studies.activation import _means, _position_edges
-from expert_threshold.analysis.studies.cutoffs import (
+from expert_threshold.analysis.figures import FIGURES
+from expert_threshold.analysis.figures.activation import _means, _position_edges
+from expert_threshold.analysis.figures.cutoffs import (
     _slope,
     _spreads,
     cutoff_stability,
     say_cutoff_stability,
 )
-from expert_threshold.analysis.studies.leakage import Pool, _bits, intervals, probe_layer
-from expert_threshold.analysis.studies.learning import _reached
-from expert_threshold.analysis.studies.load import (
+from expert_threshold.analysis.figures.leakage import Pool, _bits, intervals, probe_layer
+from expert_threshold.analysis.figures.learning import _reached
+from expert_threshold.analysis.figures.load import (
     Spread,
     busiest,
     largest_of,
     resample,
     spread_of_windows,
 )
+from expert_threshold.analysis.figures.specialisation import lay_out
+from expert_threshold.analysis.leakage import decode, encode
+from expert_threshold.analysis.material import cut_windows
+from expert_threshold.analysis.plain import array, plain
 from expert_threshold.data import IGNORED
 
 CHANCE = np.random.Generator(np.random.PCG64(0))
 
 
 def test_studies_have_names_of_their_own_and_all_that_a_reader_is_told() -> None:
-    names = [study.name for study in STUDIES]
+    names = [study.name for study in FIGURES]
     assert len(set(names)) == len(names)
-    assert all(study.title and study.section and study.draw.__doc__ and study.compute.__doc__ for study in STUDIES)
+    assert all(study.title and study.section and study.draw.__doc__ and study.compute.__doc__ for study in FIGURES)
 
 
 # Learning.

@@ -12,17 +12,18 @@ from ..glossary import as_html
 from ..model import parameter_counts
 from ..runs.files import replace_file, to_json
 from .comparison import HEADERS, NOTES, cells, read_result, summarise
-from .figures import NARROW, WIDE, style
+from .figures import FIGURES
+from .figures.study import Study
+from .figures.style import NARROW, WIDE, style
 from .material import Material, NotShownError
 from .methods import LEGEND, Subject
 from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
 from .plain import Data, plain
 from .sentences import counted, listed, short
-from .studies import STUDIES, Study
 
 
 def write_atlas(
-    material: Material, out: Path, studies: Sequence[Study] = STUDIES, say: Callable[[str], None] = lambda line: None
+    material: Material, out: Path, studies: Sequence[Study] = FIGURES, say: Callable[[str], None] = lambda line: None
 ) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 

@@ -10,7 +10,7 @@ from ..recipes import METHODS, method_named
 from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
 from ..runs.files import damage_told
-from .report import Run, read_run
+from .run import Run, read_run
 
 LEGEND = (
     "TC is token choice, EC expert choice with the tokens of its pool in training, ET expert threshold. "

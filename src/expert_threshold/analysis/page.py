@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..runs.files import replace_file
-from .figures import NARROW, THEME, WIDE, style
+from .figures.style import NARROW, THEME, WIDE, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

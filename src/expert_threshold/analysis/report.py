@@ -3,70 +3,24 @@
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..glossary import as_html
-from ..model import PRESETS, GPTConfig, parameter_counts
+from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from ..runs.files import replace_file
-from . import figures, sentences
+from .figures.training import learning, routing
 from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
-from .records import Points, Record, expert_series, finite, layer_series, series
+from .records import finite, series
+from .run import Run, read_run
 from .sentences import counted, short
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-class Run(NamedTuple):
-    """The records of a run."""
-
-    name: str
-    config: dict[str, Any]
-    model: GPTConfig
-    train: Sequence[Record]
-    validation: Sequence[Record]
-    events: Sequence[Record]
-    samples: list[tuple[str, str]]  # name and text, first to last
-    step: int  # steps made, as far as records and checkpoints tell
-
-    @property
-    def rule(self) -> dict[str, Any]:
-        rule: dict[str, Any] = self.config["model"]["rule"]
-        return rule
-
-    @property
-    def warmup_steps(self) -> int:
-        return 0 if self.model.rule is None else self.model.rule.warmup
-
-    @property
-    def target(self) -> float:
-        """The share of the tokens that an expert is meant to get."""
-        assert self.model.rule is not None
-        return self.model.rule.experts_per_token / self.model.rule.num_experts
-
-    @property
-    def tokens_per_step(self) -> int:
-        train = self.config["train"]
-        return int(train["batch_size"] * train["accumulation"] * self.model.context)
-
-    @property
-    def bits_per_byte(self) -> Points:
-        """(tokens trained on, bits per byte) of every validation."""
-        return [(step * self.tokens_per_step, bits) for step, bits in series(self.validation, "bits_per_byte")]
-
-    @property
-    def fanout_counts(self) -> dict[int, list[int]]:
-        """Layer -> tokens by fanout, in the last validation."""
-        last = self.validation[-1]["layers"] if self.validation else {}
-        return {int(layer): values["fanout_counts"] for layer, values in last.items() if any(values["fanout_counts"])}
+    pass
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -79,25 +33,12 @@ def write_report(folder: RunFolder) -> Path:
     return folder.report
 
 
-def read_run(folder: RunFolder) -> Run:
-    """Raises ValueError if a record is damaged."""
-    config, records = folder.config, folder.metrics.read()
-    samples = [
-        (re.sub("_0*", " ", path.stem), path.read_text(encoding="utf-8", errors="replace"))
-        for path in sorted(folder.samples.glob("step_*.txt"))
-    ]
-    train, validation, events = ([r for r in records if r["split"] == s] for s in ("train", "validation", "event"))
-    step = max([record["step"] for record in records] + folder.checkpoints(), default=0)
-    name, model = folder.path.resolve().name, GPTConfig.from_dict(config["model"])
-    return Run(name, config, model, train, validation, events, samples, step)
-
-
 def report(run: Run) -> str:
     """The page, whole in itself. Raises ValueError with the remedy if matplotlib is missing."""
     chosen = {"Learning": list(learning(run)), "Routing": list(routing(run))}
     missing = [entry for entries in chosen.values() for entry in entries if isinstance(entry, LeftOut)]
     return page(
-        f"{run.name}: {_name(run)}",
+        f"{run.name}: {run.rule_name}",
         [
             header(run),
             as_html(),
@@ -111,123 +52,10 @@ def report(run: Run) -> str:
     )
 
 
-def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
-    train, validation, bits = run.train, run.validation, run.bits_per_byte
-    yield _entry(
-        "Loss",
-        "no loss was recorded yet",
-        finite(series(train, "cross_entropy")) or finite(series(validation, "loss")),
-        partial(figures.loss, train, validation),
-        partial(sentences.loss, train, validation),
-        wide=True,
-    )
-    yield _entry(
-        "Bits per byte",
-        "the run was not validated yet",
-        finite(bits),
-        partial(figures.bits_per_byte, bits),
-        partial(sentences.bits_per_byte, bits),
-    )
-    yield _entry(
-        "Tokens per second",
-        "no line of training metrics was written yet",
-        finite(series(train, "tokens_per_second")),
-        partial(figures.speed, train),
-        partial(sentences.speed, train),
-    )
-
-
-def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
-    if run.model.rule is None or run.model.dense_layers == run.model.layers:
-        names = "Usage, load spread, fanout, cutoffs, saturation, starvation, spread of scores and gates"
-        yield LeftOut(names, "no layer of this model has routed experts")
-        return
-    train, validation, warmup = run.train, run.validation, run.warmup_steps
-    # A line tells of the steps since the one before, so the first to tell of none in warmup is an interval after it.
-    last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
-    rule = run.model.rule
-    exact_until = math.inf if rule.looks_ahead else last_warm
-    unrecorded = "no number of it was recorded yet"
-    no_cutoff = f"the rule {_name(run)} does not compare scores with a cutoff"
-    of_cutoff = no_cutoff if rule.thresholds(rule.init()) is None else unrecorded
-    yield _entry(
-        "Usage of each expert",
-        unrecorded,
-        expert_series(train, "usage"),
-        lambda width: figures.usage(train, run.target, width),
-        partial(sentences.usage, train, run.target),
-        wide=True,
-    )
-    yield _entry(
-        "Load spread",
-        unrecorded,
-        layer_series(train, "load_spread") or layer_series(validation, "load_spread"),
-        lambda width: figures.load_spread(train, validation, warmup, width),
-        partial(sentences.load_spread, train, validation),
-        wide=True,
-    )
-    yield _entry(
-        "Fanout",
-        "the run was not validated yet",
-        run.fanout_counts,
-        partial(figures.fanout, run.fanout_counts),
-        lambda: sentences.fanout(run.fanout_counts, run.rule["experts_per_token"]),
-        wide=True,
-    )
-    yield _entry(
-        "Cutoffs",
-        of_cutoff,
-        expert_series(train, "cutoff"),
-        lambda width: figures.cutoffs(train, warmup, width),
-        partial(sentences.cutoffs, train),
-        wide=True,
-    )
-    yield _entry(
-        "Saturation",
-        of_cutoff,
-        layer_series(train, "saturation"),
-        lambda width: figures.saturation(train, warmup, width),
-        partial(sentences.saturation, train, exact_until),
-    )
-    yield _entry(
-        "Starvation",
-        of_cutoff,
-        layer_series(train, "starvation"),
-        lambda width: figures.starvation(train, warmup, width),
-        partial(sentences.starvation, train, exact_until),
-    )
-    yield _entry(
-        "Spread of scores",
-        unrecorded,
-        layer_series(train, "score_std"),
-        partial(figures.score_spread, train),
-        partial(sentences.score_spread, train),
-    )
-    yield _entry(
-        "Spread of gates",
-        unrecorded,
-        layer_series(train, "gate_std"),
-        partial(figures.gate_spread, train),
-        partial(sentences.gate_spread, train),
-    )
-
-
-def _entry(
-    title: str,
-    why_not: str,
-    numbers: object,
-    draw: Callable[[float], Figure],
-    say: Callable[[], str],
-    wide: bool = False,
-) -> Exhibit | LeftOut:
-    """The figure if there are numbers for it, else the reason why not."""
-    return Exhibit(title, say(), draw, wide) if numbers else LeftOut(title, why_not)
-
-
 def header(run: Run) -> str:
     """What was trained, and what it came to."""
     parameters = parameter_counts(run.model)
-    title = f"{_name(run)[0].upper()}{_name(run)[1:]}, {short(parameters['total'])} parameters"
+    title = f"{run.rule_name[0].upper()}{run.rule_name[1:]}, {short(parameters['total'])} parameters"
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(run, parameters))
     return (
@@ -338,11 +166,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours:,} h {minute:02} min"
     return f"{minute} min {second:02} s" if minute else f"{second} s"
-
-
-def _name(run: Run) -> str:
-    name = str(run.rule["name"]).replace("_", " ")
-    return name if run.model.rule is None else f"{name} ({run.model.rule.label})"
 
 
 def _plain(value: object) -> str:

@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from ..analysis.atlas import write_atlas
+from ..analysis.figures import FIGURES
+from ..analysis.figures.study import Study
 from ..analysis.material import Material, Streams
 from ..analysis.methods import find_runs, select_runs
-from ..analysis.studies import STUDIES, Study
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
 from .options import COMPUTE, Command, Option, parse_all, parse_names
@@ -34,7 +35,7 @@ DESCRIPTION = (
     "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
     "Runs of one method with several seeds count as one; an unfinished run is left out where others of its method are "
     "finished. A figure that needs runs that are not there is left out too. The page says what is left out and why.\n\n"
-    "Figures: " + ", ".join(study.name for study in STUDIES) + "."
+    "Figures: " + ", ".join(study.name for study in FIGURES) + "."
 )
 
 
@@ -78,7 +79,7 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
 def chosen_studies(text: str) -> list[Study]:
     """The studies that --figures names. Raises ValueError as `parse_names` does."""
     if text == "all":
-        return STUDIES
-    known = {study.name: study for study in STUDIES}
+        return FIGURES
+    known = {study.name: study for study in FIGURES}
     names = parse_names("--figures", text, known)
-    return [study for study in STUDIES if study.name in names]
+    return [study for study in FIGURES if study.name in names]

@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..analysis.atlas import save
-from ..analysis.figures import style
+from ..analysis.figures.leakage import EXAMPLE, FIGURES, PRECISIONS, closed_form, leakage_probe
+from ..analysis.figures.style import style
 from ..analysis.leakage import MoELayers, decode, encode, least_advice
 from ..analysis.material import NotShownError
 from ..analysis.plain import Data
 from ..analysis.sentences import pool_size
-from ..analysis.studies import STUDIES
-from ..analysis.studies.leakage import EXAMPLE, PRECISIONS, closed_form, leakage_probe
 from .analyze import TRACING, open_material
 from .evaluate import Progress
 from .options import Command, Option, parse_all
@@ -35,7 +34,7 @@ DESCRIPTION = (
     "binary search that puts a whole choice into one cutoff, and the lower bound by exhaustive search. With runs, also "
     "how much is told in their traces, by each rule."
 )
-STUDY = {study.name: study for study in STUDIES}
+STUDY = {study.name: study for study in FIGURES}
 LARGEST = 4
 """Tokens of a pool that is searched exhaustively: a second or so."""
 

@@ -100,7 +100,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     """Write the figure. Raises ValueError where matplotlib is missing, or has no such format."""
-    from ..analysis.figures.dial import dial
+    from ..analysis.figures.dial import draw_dial
     from ..analysis.figures.style import style
 
     names = [Path(name).name for name in results]
@@ -109,6 +109,6 @@ def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         for name, (path, found) in zip(names, results.items(), strict=True)
     ]
     with style():
-        figure = dial({"runs": named})
+        figure = draw_dial({"runs": named})
         with replacing(path) as temporary:
             figure.savefig(temporary, format=path.suffix[1:] or "png", dpi=160, facecolor="white")

@@ -1,100 +1,13 @@
-"""Figures, one function each, drawn from plain records: numbers in, a matplotlib figure out."""
+"""Figures: a file for each group, in which a figure's numbers, its drawing and its sentence stand together.
 
-from .activation import fanout_by_loss, fanout_by_position, fanout_distribution, loss_by_fanout
-from .axes import LONGEST, smooth, spread, thin
-from .consistency import routing_consistency, routing_divergence
-from .cutoffs import capacity, cutoff_law, cutoff_stability, cutoffs_and_biases, score_histograms, warmup
-from .leakage import leakage_bounds, leakage_probe
-from .learning import (
-    batch_size_scaling,
-    fanout_norm,
-    loss_by_method,
-    shared_expert,
-    token_multiple,
-    train_against_validation,
-)
-from .load import load_at_scale, load_balance, objective
-from .overview import rules_overview
-from .specialisation import (
-    lay_out,
-    passage_fanout,
-    passage_intensity,
-    passage_routing,
-    specialisation,
-    specialisation_summary,
-)
-from .style import METHODS, NARROW, THEME, WIDE, style
-from .training import (
-    ABOVE,
-    BELOW,
-    MISSING,
-    bits_per_byte,
-    cutoffs,
-    deviation_colours,
-    fanout,
-    gate_spread,
-    load_spread,
-    loss,
-    saturation,
-    score_spread,
-    speed,
-    starvation,
-    usage,
-)
+A figure of `et analyze` is a `Study` in the `FIGURES` of its group's file; those of a single run's report are in
+`training.py`. Importing this needs no matplotlib, only drawing does.
+"""
 
-__all__ = [
-    "ABOVE",
-    "BELOW",
-    "LONGEST",
-    "METHODS",
-    "MISSING",
-    "NARROW",
-    "THEME",
-    "WIDE",
-    "batch_size_scaling",
-    "bits_per_byte",
-    "capacity",
-    "cutoff_law",
-    "cutoff_stability",
-    "cutoffs",
-    "cutoffs_and_biases",
-    "deviation_colours",
-    "fanout",
-    "fanout_by_loss",
-    "fanout_by_position",
-    "fanout_distribution",
-    "fanout_norm",
-    "gate_spread",
-    "lay_out",
-    "leakage_bounds",
-    "leakage_probe",
-    "load_at_scale",
-    "load_balance",
-    "load_spread",
-    "loss",
-    "loss_by_fanout",
-    "loss_by_method",
-    "objective",
-    "passage_fanout",
-    "passage_intensity",
-    "passage_routing",
-    "routing_consistency",
-    "routing_divergence",
-    "rules_overview",
-    "saturation",
-    "score_histograms",
-    "score_spread",
-    "shared_expert",
-    "smooth",
-    "specialisation",
-    "specialisation_summary",
-    "speed",
-    "spread",
-    "starvation",
-    "style",
-    "thin",
-    "token_multiple",
-    "train_against_validation",
-    "usage",
-    "warmup",
-]
+from __future__ import annotations
+
+from . import activation, consistency, cutoffs, leakage, learning, load, overview, specialisation
+
+GROUPS = (learning, overview, cutoffs, activation, specialisation, consistency, load, leakage)
+FIGURES = [study for group in GROUPS for study in group.FIGURES]
+"""The figures of `et analyze`, in the order of its page."""

@@ -1,24 +1,52 @@
-"""Figures of dynamic computation: a panel for each method, layers dashed, their mean solid."""
+"""Dynamic computation: how many routed experts a token meets, by its position and by its loss (paper, Sec. 4.2.2)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...model.trace import Trace
+from ..material import Material, NotShownError
+from ..measures import fanout_distribution as shares_of
+from ..methods import Subject
 from ..plain import Data, array
-from .axes import key, key_room, outer_labels, panels, whole_ticks
+from ..sentences import listed, percent
+from .axes import key, method_panels, outer_labels, panels, whole_ticks
+from .study import Study
 from .style import INK, ONE_LAYER, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+BINS = 20
+"""Of losses, equally many tokens in each."""
+SINGLE = 16
+"""Positions that stand for themselves; those after them share bins that widen by a quarter."""
+FEWEST = 1 / 1000
+"""The share of the tokens without which a mean says nothing."""
+
 MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersize": 2}
 FANOUT = "routed experts per token"
 
 
-def fanout_by_position(data: Data, width: float = WIDE) -> Figure:
+def fanout_by_position(material: Material) -> Data:
+    """Mean fanout by position in the window, per layer and over all layers."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        edges = _position_edges(trace.context)
+        place = np.searchsorted(edges, trace.positions, side="right") - 1
+        layers = {layer: _means(place, trace.fanout(layer), len(edges) - 1) for layer in trace.layers}
+        centres = [(a + b - 1) / 2 for a, b in pairwise(edges)]
+        return {"x": centres, "layers": layers, "mean": np.mean(list(layers.values()), axis=0)}
+
+    return _per_method(material, study)
+
+
+def draw_fanout_by_position(data: Data, width: float = WIDE) -> Figure:
     """Mean fanout over the position in the window, logarithmic."""
     from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
@@ -36,7 +64,32 @@ def fanout_by_position(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
+def say_fanout_by_position(data: Data) -> str:
+    parts = [f"{entry['mean'][0]:.1f} and {_late_mean(entry):.2f} in {entry['method']}" for entry in data["methods"]]
+    return (
+        f"The first token of a window and those in its second half have a mean fanout, over layers, of {listed(parts)}."
+    )
+
+
+def fanout_by_loss(material: Material) -> Data:
+    """Mean fanout by the loss on the token that follows, in bins of equally many tokens, per layer and over all."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        losses = trace.losses
+        known = np.isfinite(losses)
+        order = np.argsort(losses[known], kind="stable")
+        parts = np.array_split(order, min(BINS, len(order)))
+        layers = {layer: [trace.fanout(layer)[known][part].mean() for part in parts] for layer in trace.layers}
+        return {
+            "x": [losses[known][part].mean() for part in parts],
+            "layers": layers,
+            "mean": np.mean(list(layers.values()), axis=0),
+        }
+
+    return _per_method(material, study)
+
+
+def draw_fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
     """Mean fanout over the mean loss of each bin."""
     with style():
         figure, every = _by_layer(data, width)
@@ -46,7 +99,39 @@ def fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
+def say_fanout_by_loss(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        mean, losses = array(entry["mean"]), array(entry["x"])
+        peak = f"with a peak of {mean.max():.2f} at {losses[mean.argmax()]:.1f} nats"
+        parts.append(f"{mean[0]:.2f} and {mean[-1]:.2f} in {entry['method']}, {peak}")
+    text = "The twentieths of the tokens with the lowest and the highest loss have a mean fanout of"
+    return f"{text} {'; '.join(parts)}."
+
+
+def loss_by_fanout(material: Material) -> Data:
+    """Mean loss by fanout, per layer and over all layers; none where fewer than `FEWEST` of the tokens are."""
+
+    def study(subject: Subject, trace: Trace) -> dict[str, Any]:
+        losses = trace.losses
+        known = np.isfinite(losses)
+        fanouts = {layer: trace.fanout(layer)[known] for layer in trace.layers}
+        fewest = max(round(FEWEST * len(losses)), 1)
+        most = max(fanout.max(initial=0) for fanout in fanouts.values())
+        layers = {layer: _means(fanout, losses[known], most + 1, fewest) for layer, fanout in fanouts.items()}
+        every = np.concatenate(list(fanouts.values()))
+        mean = _means(every, np.tile(losses[known], len(fanouts)), most + 1, fewest)
+        seen = int(np.flatnonzero(np.isfinite(mean)).max(initial=0)) + 1
+        return {
+            "x": np.arange(seen),
+            "layers": {layer: values[:seen] for layer, values in layers.items()},
+            "mean": mean[:seen],
+        }
+
+    return _per_method(material, study)
+
+
+def draw_loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
     """Mean loss over fanout."""
     with style():
         figure, every = _by_layer(data, width)
@@ -56,7 +141,31 @@ def loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def fanout_distribution(data: Data, width: float = WIDE) -> Figure:
+def say_loss_by_fanout(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        mean = array(entry["mean"])
+        known = np.flatnonzero(np.isfinite(mean))
+        parts.append(
+            f"{mean[known[0]]:.2f} nats with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]} in {entry['method']}"
+        )
+    return f"Tokens with the fewest and with the most routed experts in a layer have a mean loss of {listed(parts)}."
+
+
+def fanout_distribution(material: Material) -> Data:
+    """The share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
+    methods = []
+    for subject in material.routed:
+        trace = material.trace(subject)
+        shares = [shares_of(trace.assignment(layer)[None])[0].numpy() for layer in trace.layers]
+        share = np.mean(shares, axis=0)
+        mean = float(np.arange(len(share)) @ share)
+        spread = float(((np.arange(len(share)) - mean) ** 2 @ share) ** 0.5)
+        methods.append({**subject.tag, "share": share, "mean": mean, "std": spread})
+    return {"methods": methods}
+
+
+def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
     """The share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
     with style():
@@ -81,14 +190,7 @@ def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[
     methods = data["methods"]
     several = any(len(entry["layers"]) > 1 for entry in methods)
     names = ["one layer", "mean of layers"] if several else []
-    figure, every = panels(
-        width,
-        len(methods),
-        height=1.5,
-        left=0.62,
-        top=key_room(width, names) + 0.28,
-        titles=[entry["method"] for entry in methods],
-    )
+    figure, every = method_panels(width, methods, 1.5, names)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         x = array(entry["x"]) + shift
         if several:
@@ -99,3 +201,61 @@ def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[
     if several:
         key(figure, names, [ONE_LAYER, MEAN])
     return figure, every
+
+
+def say_fanout_distribution(data: Data) -> str:
+    parts = [
+        f"{entry['mean']:.2f} ± {entry['std']:.2f} in {entry['method']} ({percent(entry['share'][0])} of tokens at 0)"
+        for entry in data["methods"]
+    ]
+    return f"The fanout in a layer, as mean ± standard deviation over tokens, is {listed(parts)}."
+
+
+def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, Any]]) -> dict[str, Any]:
+    """What a study finds in the trace of each method under which tokens differ in fanout."""
+    left_out = {
+        subject.method: "every token has the same number of routed experts"
+        for subject in material.routed
+        if subject.rule.biased_top_k(subject.rule.init()) is not None
+    }
+    shown = [subject for subject in material.routed if subject.method not in left_out]
+    if not shown:
+        raise NotShownError("every token has the same number of routed experts in these runs")
+    methods = [
+        {**subject.tag, "target": subject.run.rule["experts_per_token"], **study(subject, material.trace(subject))}
+        for subject in shown
+    ]
+    return {"methods": methods, "left_out": left_out}
+
+
+def _position_edges(context: int) -> np.ndarray:
+    """Where bins of positions begin, and where the last one ends."""
+    edges = list(range(min(SINGLE, context) + 1))
+    while edges[-1] < context:
+        edges.append(min(max(edges[-1] + 1, round(1.25 * edges[-1])), context))
+    return np.array(edges)
+
+
+def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -> np.ndarray:
+    """The mean of the values at each place, (count,); NaN where there are fewer than `fewest`."""
+    numbers = np.bincount(place, minlength=count)
+    totals = np.bincount(place, weights=values, minlength=count)
+    return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)
+
+
+def _late_mean(entry: dict[str, Any]) -> float:
+    """Over the second half of the window."""
+    x, mean = array(entry["x"]), array(entry["mean"])
+    return float(np.nanmean(mean[x >= x[-1] / 2]))
+
+
+FIGURES = [
+    Study("fanout_by_position", "Dynamic computation", "Fanout by position",
+          fanout_by_position, draw_fanout_by_position, say_fanout_by_position),
+    Study("fanout_by_loss", "Dynamic computation", "Fanout by loss",
+          fanout_by_loss, draw_fanout_by_loss, say_fanout_by_loss),
+    Study("loss_by_fanout", "Dynamic computation", "Loss by fanout",
+          loss_by_fanout, draw_loss_by_fanout, say_loss_by_fanout),
+    Study("fanout_distribution", "Dynamic computation", "Distribution of fanout",
+          fanout_distribution, draw_fanout_distribution, say_fanout_distribution),
+]  # fmt: skip

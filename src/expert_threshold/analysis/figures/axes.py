@@ -108,6 +108,14 @@ def panels(
     return figure, list(grid.flat[:count])
 
 
+def method_panels(
+    width: float, methods: Sequence[Mapping[str, Any]], height: float, names: Sequence[str]
+) -> tuple[Figure, list[Axes]]:
+    """A panel for each method, titled by it, below a key that has `names`."""
+    titles = [entry["method"] for entry in methods]
+    return panels(width, len(methods), height, left=0.62, top=key_room(width, names) + 0.28, titles=titles)
+
+
 def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
     """What the axes of panels that share them show, with units, on the lowest and the leftmost ones."""
     spec = every[0].get_subplotspec()

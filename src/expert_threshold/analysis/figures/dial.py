@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
+def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
     """data: "runs", each with a "name" and "points" as `evaluation.Point` has them; filled: the trained cutoffs."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 

@@ -1,26 +1,84 @@
-"""Figures of what an assignment can tell of the future, and of what it does tell."""
+"""How much of the future an assignment can tell, in closed form, and does tell, in a trace (paper, Appendix A)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
+from ...model.trace import Trace
+from ..leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
+from ..material import Material, NotShownError
+from ..methods import Subject, pool_tokens
 from ..plain import Data, array
-from ..sentences import pool_size
+from ..sentences import counted, listed, pool_size, two_digits
 from .axes import key, key_room, outer_labels, panels, plain_ticks
+from .study import Study
 from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+POOLS = tuple(2**power for power in range(8, 25, 2))
+"""Tokens of a pool in closed form."""
+PRECISIONS = (16, 32)
+"""Bits of a cutoff: bfloat16, float32."""
+EXAMPLE = (False, True, True, False, False, True, False, True)
+"""A choice that is encoded into a cutoff and decoded back."""
+PROBED = tuple(2**power for power in range(6, 19, 2))
+"""Tokens of a pool in the probe."""
+SAMPLES, DRAWS, TOKENS = 128, 512, 2**16
+"""Tokens that are probed, pools that each of them is imagined in, and tokens of a trace that these are drawn from."""
+
 
 LEAST = 1e-6
 """Bits per token below which nothing is drawn."""
 
 
-def leakage_bounds(data: Data, width: float = WIDE) -> Figure:
+def leakage_bounds(material: Material) -> Data:
+    """`closed_form` of the model of the run in focus."""
+    subject = material.focus
+    rule = subject.run.rule
+    per_token, experts = rule["experts_per_token"], rule["num_experts"]
+    if per_token != int(per_token) or experts % per_token or experts == per_token:
+        raise NotShownError("Eq. 7 needs a whole number of experts per token that divides the experts and is fewer")
+    return closed_form(MoELayers(experts // int(per_token), int(per_token), len(subject.layers)))
+
+
+def closed_form(model: MoELayers) -> Data:
+    """Bits per token by the tokens of the pool: Eq. 7 exactly, its bound and its limit, and with finite cutoffs."""
+    lower, upper = encode(EXAMPLE)
+    choice, scores, _ = decode((lower + upper) / 2, len(EXAMPLE))
+    assert tuple(choice) == EXAMPLE
+    return {
+        **model._asdict(),
+        "tokens": POOLS,
+        "exact": [leakage(model, tokens) for tokens in POOLS],
+        "limit": limit(model),
+        "bound": bound(model),
+        "per_expert": [log2_choices(tokens, tokens // model.expansion) for tokens in POOLS],
+        "if_superlinear": [model.layers * model.granularity * np.log2(tokens) for tokens in POOLS],
+        "finite": {bits: [finite_leakage(model, tokens, bits) for tokens in POOLS] for bits in PRECISIONS},
+        "example": {
+            "choice": EXAMPLE,
+            "cutoff": float((lower + upper) / 2),
+            "scores": [float(score) for score in scores],
+            "intervals": [[float(low), float(high)] for low, high in intervals(EXAMPLE)],
+        },
+    }
+
+
+def intervals(choice: Sequence[bool]) -> list[tuple[Fraction, Fraction]]:
+    """The cutoffs that are left before each token, and after the last (paper, Algorithm 2)."""
+    return [encode(choice[:place]) for place in range(len(choice) + 1)]
+
+
+def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
     """Bits per token over the pool's tokens: Eq. 7 and its bound; with finite cutoffs; and one choice as a cutoff."""
     exact: dict[str, Any] = {"color": ACCENT, "marker": "o"}
     lines: dict[str, tuple[str, dict[str, Any]]] = {
@@ -66,7 +124,43 @@ def leakage_bounds(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def leakage_probe(data: Data, width: float = WIDE) -> Figure:
+def say_leakage_bounds(data: Data) -> str:
+    model = MoELayers(data["expansion"], data["granularity"], data["layers"])
+    last = data["tokens"][-1]
+    return (
+        f"{counted(model.layers, 'layer')} with {model.granularity} of {model.granularity * model.expansion} experts "
+        f"per token can leak {data['exact'][-1]:.1f} bits per token by Eq. 7 with pools of {last:,} tokens, and never "
+        f"more than {data['limit']:.1f}, so the bits of a pool grow linearly with its tokens; the paper's bound is "
+        f"{data['bound']:.1f}. Cutoffs of 32 bits can leak {two_digits(data['finite']['32'][-1])} bits per token."
+    )
+
+
+def leakage_probe(material: Material) -> Data:
+    """What an assignment tells in training, bits per token over all layers and experts, by the tokens of the pool.
+
+    A token's score follows from its past; what else its assignment depends on does not. `future`: what it tells of the
+    tokens after it in its own sequence, I(z_t; r_{>t} | r_{≤t}); `next`: of the one that follows alone; `pool`: of all
+    that is not its past, H(z_t | r_{≤t}). Summed over experts, as if each were alone, which is an upper bound.
+    Other futures are the ends of other windows of the trace, other sequences its windows, drawn at random. Expert
+    threshold depends on them by its bounds only; token choice, and any rule in inference, on nothing.
+    """
+    methods: list[dict[str, Any]] = []
+    for subject in material.each("leakage", material.routed):
+        own = pool_tokens(subject.run)
+        if subject.rule.scope(training=True) == "token":
+            methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})
+            continue
+        trace = material.trace(subject)
+        sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
+        bits = _probe(trace, subject, sizes)
+        columns = {name: [getattr(each, name) for each in bits] for name in Bits._fields}
+        methods.append({**subject.tag, "own": own, "tokens": sizes, **columns})
+    if not any(entry["tokens"] for entry in methods):
+        raise NotShownError("under token choice an assignment depends on nothing but its own token")
+    return {"methods": methods, "layers": len(material.focus.layers), "experts": material.focus.run.rule["num_experts"]}
+
+
+def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
     """Bits that an assignment in training tells, over the tokens of the pool; a large dot is the pool trained with."""
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
     methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
@@ -117,3 +211,122 @@ def _binary_search(axes: Axes, example: Data) -> None:
 
 def _short(tokens: int) -> str:
     return f"{tokens // 2**20}M" if tokens % 2**20 == 0 else pool_size(tokens)
+
+
+def say_leakage_probe(data: Data) -> str:
+    told = [entry for entry in data["methods"] if entry["own"] in entry["tokens"]]
+    parts = []
+    for entry in told:
+        place = entry["tokens"].index(entry["own"])
+        future, following = entry["future"][place], entry["next"][place]
+        pool = f"pools of {pool_size(entry['own'])} tokens"
+        parts.append(f"{two_digits(future)} and {two_digits(following)} in {entry['method']} ({pool})")
+    silent = [entry["method"] for entry in data["methods"] if not entry["tokens"]]
+    text = (
+        "In training the assignment of a token leaks so many bits about its whole future, and about the next token: "
+        f"{listed(parts)}"
+        if parts
+        else "No run's own pool fits into its trace"
+    )
+    return f"{text}; none in {listed(silent)}." if silent else f"{text}."
+
+
+class Bits(NamedTuple):
+    """Per token; see `leakage_probe`."""
+
+    pool: float
+    future: float
+    next: float
+
+
+def _fits(size: int, trace: Trace, subject: Subject) -> bool:
+    """Experts get a token of such a pool, and pools are made of whole windows, or windows of whole pools."""
+    longer, shorter = max(size, trace.context), min(size, trace.context)
+    return longer % shorter == 0 and size * subject.run.target >= 1 and len(trace) >= 2 * shorter
+
+
+class Pool(NamedTuple):
+    """A pool of a token's own sequence and so many others, and an expert's bounds in it."""
+
+    others: int
+    k_min: int
+    k_max: int
+
+
+def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
+    """Over all layers and experts, of pools of each size."""
+    rule = subject.rule
+    found = []
+    for time, alike in groupby(sizes, lambda size: min(size, trace.context)):
+        pools = [
+            Pool(size // time - 1, *(rule.load_bounds(size) or (0, size)))  # without bounds nothing is enforced
+            for size in alike
+        ]
+        totals = np.zeros((len(pools), len(Bits._fields)))
+        for layer in trace.layers:
+            scores = trace.scores(layer)[: max(TOKENS, 2 * time)]
+            always = None if rule.looks_ahead else rule.thresholds(trace.state(layer))
+            rows = scores[: len(scores) // time * time].view(-1, time, scores.shape[1])
+            totals += np.array(probe_layer(rows, pools, always))
+        found += [Bits(*row) for row in totals.tolist()]
+    return found
+
+
+def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> list[Bits]:
+    """Of scores (sequences, time, experts), in each of the pools: means over `SAMPLES` tokens, summed over experts.
+
+    always: cutoffs (experts,) that bounds are for, or None if the bounds are equal and no cutoff matters.
+    """
+    generator = np.random.Generator(np.random.PCG64(0))
+    sequences, time, experts = rows.shape
+    even = np.full(sequences, 1 / sequences)
+    drawn = [generator.multinomial(pool.others, even, size=DRAWS).astype(np.float32) for pool in pools]
+    totals = np.zeros((len(pools), len(Bits._fields)))
+    for sample in range(SAMPLES):
+        position = sample * time // SAMPLES
+        own = rows[int(generator.integers(sequences))]
+        score = own[position]
+        above = np.zeros(experts, bool) if always is None else (score > always).numpy()
+        past = (own[:position] > score).sum(0).numpy()  # (experts,)
+        greater = rows > score
+        follows = greater[:, position + 1 : position + 2].sum(1).numpy()  # (sequences, experts): 0 or 1
+        later = greater[:, position + 2 :].sum(1).numpy()
+        in_window = greater.sum(1).float().numpy()
+        for place, pool in enumerate(pools):
+            room = np.where(above, pool.k_max, pool.k_min) - past
+            elsewhere = np.sort(drawn[place] @ in_window, axis=0)  # (draws, experts)
+            for expert in range(experts):
+                totals[place] += _bits(room[expert], elsewhere[:, expert], follows[:, expert], later[:, expert])
+    return [Bits(*row) for row in (totals / SAMPLES).tolist()]
+
+
+def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarray) -> np.ndarray:
+    """Of one token and one expert, which takes it if fewer than `room` of the tokens that are not past score more.
+
+    elsewhere: how many do in other sequences, sorted, for each draw; follows, later: of the next token, 0 or 1, and of
+    those after it, for each future.
+    """
+
+    def taken(greater: np.ndarray) -> np.ndarray:
+        return np.searchsorted(elsewhere, room - greater, side="left") / len(elsewhere)
+
+    by_future = taken(follows + later)
+    all_of_it = _entropy(by_future.mean())
+    shares = [1 - follows.mean(), follows.mean()]
+    by_next = [taken(later + step).mean() for step in (0, 1)]
+    of_next = _entropy(np.dot(shares, by_next)) - np.dot(shares, _entropy(np.array(by_next)))
+    return np.array([all_of_it, all_of_it - _entropy(by_future).mean(), max(float(of_next), 0.0)])
+
+
+def _entropy(p: Any) -> Any:
+    """h(p) in bits."""
+    q = 1 - p
+    return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))
+
+
+FIGURES = [
+    Study("leakage_bounds", "Leakage", "Bounds on leakage",
+          leakage_bounds, draw_leakage_bounds, say_leakage_bounds),
+    Study("leakage_probe", "Leakage", "Leakage in training",
+          leakage_probe, draw_leakage_probe, say_leakage_probe),
+]  # fmt: skip

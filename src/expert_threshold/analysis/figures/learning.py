@@ -1,18 +1,26 @@
-"""Figures of how methods learn, side by side. `data` are what the study of the same name found."""
+"""How well methods learn: their losses, and what the pool, the shared expert and the norm change in them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby, pairwise
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...recipes import REFERENCE
+from ...runs.files import read_json
+from ..material import Material, NotShownError
+from ..methods import Subject, options, pool_tokens
 from ..plain import Data, array
-from ..sentences import pool_size
+from ..records import finite, series
+from ..sentences import listed, pool_size, short, signed
 from .axes import (
     key,
     key_room,
     marker,
+    method_panels,
     name_lines,
     named_lines,
     outer_labels,
@@ -21,21 +29,115 @@ from .axes import (
     single,
     tokens_axis,
 )
+from .study import Study
 from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+LATE = 0.9
+"""Where the last tenth of training begins, over which training losses are averaged."""
+
 LOSS = "validation loss (nats per token)"
 
 
-def loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
+def loss_by_method(material: Material) -> Data:
+    """Validation loss, nats per token, over tokens trained on; mean over seeds, and their standard deviation."""
+    found = [_curve(runs) for runs in material.compared]
+    shown = [entry for entry in found if entry["points"]]
+    if not shown:
+        raise NotShownError("no run was validated yet")
+    return {"methods": shown, "left_out": _without(found, shown, NOT_VALIDATED)}
+
+
+def draw_loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
     """Validation loss of each method over tokens trained on; a band of one standard deviation over seeds."""
     return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4))
 
 
-def token_multiple(data: Data, width: float = WIDE) -> Figure:
+def say_loss_by_method(data: Data) -> str:
+    at, ends = _last_shared(data["methods"])
+    if at is None:
+        parts = [
+            f"{entry['points'][-1][1]:.3f} in {entry['method']} after {short(entry['points'][-1][0])} tokens"
+            for entry in data["methods"]
+        ]
+        text = "The methods were not validated at the same step; their last losses, in nats per token, are"
+        return f"{text} {listed(parts)}."
+    (best, name, _), *others = sorted(ends)
+    text = f"After {short(at)} tokens {name} has the lowest validation loss, {best:.3f} nats per token"
+    if others:
+        text += f", followed by {listed([f'{method} ({signed(loss - best)})' for loss, method, _ in others])}"
+    if not others:
+        text = f"After {short(at)} tokens the validation loss of {name} is {best:.3f} nats per token"
+    spreads = [std for *_, std in ends if std is not None]
+    seeds = f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else "each has one seed"
+    return f"{text}; {seeds if others or spreads else 'there is one seed'}."
+
+
+def _last_shared(methods: Sequence[Data]) -> tuple[float | None, list[tuple[float, str, float | None]]]:
+    """The tokens after which all methods were last validated, and there each one's loss, name and spread."""
+    at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in methods]
+    shared = max(set.intersection(*map(set, at)), default=None)
+    if shared is None:
+        return None, []
+    places = [each[shared] for each in at]
+    return shared, [
+        (entry["points"][place][1], entry["method"], entry["std"][place])
+        for entry, place in zip(methods, places, strict=True)
+    ]
+
+
+NOT_VALIDATED = "its runs were not validated at a step that all of them share"
+
+
+def _without(every: Sequence[Data], shown: Sequence[Data], reason: str) -> dict[str, str]:
+    """Methods that are not shown, and why."""
+    names = {entry["method"] for entry in shown}
+    return {entry["method"]: reason for entry in every if entry["method"] not in names}
+
+
+def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
+    """The validation losses of a method's runs at the steps that all of them have."""
+    losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
+    steps = sorted(set.intersection(*(set(each) for each in losses)))
+    at = [[each[step] for each in losses] for step in steps]
+    tokens = runs[0].run.tokens_per_step
+    return {
+        **runs[0].tag,
+        "seeds": len(runs),
+        "points": [[step * tokens, fmean(values)] for step, values in zip(steps, at, strict=True)],
+        "std": [stdev(values) if len(values) > 1 else None for values in at],
+    }
+
+
+def token_multiple(material: Material) -> Data:
+    """Tokens that the reference, token choice if there is one, needs for a loss over those that a method needs for it.
+
+    At each validation of the reference; losses are the lowest so far, between validations on a straight line.
+    """
+    every = [_curve(runs) for runs in material.compared]
+    curves = [curve for curve in every if len(curve["points"]) > 1]
+    if len(curves) < 2:
+        raise NotShownError("it compares two methods or more, each validated twice or more")
+    reference = next((curve for curve in curves if curve["kind"] == REFERENCE), curves[0])
+    methods = []
+    for curve in curves:
+        if curve is not reference:
+            points = [
+                [tokens, tokens / needed] for tokens, loss in _lowest(reference) if (needed := _reached(curve, loss))
+            ]
+            methods.append({"method": curve["method"], "kind": curve["kind"], "points": points})
+    shown = [entry for entry in methods if entry["points"]]
+    if not shown:
+        raise NotShownError(f"no other method came down to a loss of {reference['method']}")
+    left_out = _without(every, curves, "it was not validated twice")
+    left_out |= _without(methods, shown, f"it never had a loss that {reference['method']} was validated at")
+    return {"reference": reference["method"], "methods": shown, "left_out": left_out}
+
+
+def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
     """Tokens that the reference needs for a loss over those that each method needs for it."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
     figure = _curves(data, "{:.2f}", title, width, 2)
@@ -45,51 +147,58 @@ def token_multiple(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def train_against_validation(data: Data, width: float = WIDE) -> Figure:
-    """Running mean of the training loss, and the validation loss, of each method, over the last two thirds."""
-    methods, drawn = data["methods"], strokes(data["methods"])
-    causal: dict[str, Any] = {
-        "color": INK, "linestyle": (0, (3, 1.5)), "marker": "o", "markersize": 2.5, "linewidth": 1
-    }  # fmt: skip
-    pools: dict[str, Any] = {
-        "color": INK, "linestyle": "none", "marker": "D", "markersize": 4, "markerfacecolor": "none"
-    }  # fmt: skip
-    names, samples = ["training", "validation"], [{"color": MUTED, "linestyle": "-"}, causal]
-    if any(entry["pools_gap"] is not None for entry in methods):
-        names, samples = [*names, "validation, routed by the pools of training"], [*samples, pools]
-    with style():
-        figure, every = panels(
-            width,
-            len(methods),
-            height=1.4,
-            left=0.62,
-            top=key_room(width, names) + 0.28,
-            titles=[entry["method"] for entry in methods],
+def say_token_multiple(data: Data) -> str:
+    ends = sorted(((entry["points"][-1][1], entry["method"]) for entry in data["methods"]), reverse=True)
+    parts = [f"{method} {multiple:.2f} times" for multiple, method in ends]
+    return (
+        f"To reach the last loss that both it and {data['reference']} reach, each method needs so many times fewer "
+        f"tokens than {data['reference']}: {listed(parts)}."
+    )
+
+
+def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(tokens, lowest loss so far)."""
+    tokens, losses = zip(*curve["points"], strict=True)
+    return list(zip(tokens, np.minimum.accumulate(losses).tolist(), strict=True))
+
+
+def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
+    """The tokens after which the curve is down at a loss; None if it never is, or began below."""
+    points = _lowest(curve)
+    for (before, above), (after, below) in pairwise(points):
+        if above >= loss > below or above > loss >= below:
+            return before + (after - before) * (above - loss) / (above - below)
+    return None
+
+
+def batch_size_scaling(material: Material) -> Data:
+    """Expert choice by the tokens of its pool: losses and, where it was measured, CORE; expert threshold beside it."""
+    entries = []
+    for subjects in material.compared:
+        first = subjects[0]
+        losses = [
+            (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
+        ]
+        found = [(_late(train), validation[-1][1]) for train, validation in losses if train and validation]
+        if first.layers and first.has_cutoffs and found:
+            entries.append(
+                {
+                    **first.tag,
+                    "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
+                    "train": fmean(train for train, _ in found),
+                    "validation": fmean(validation for _, validation in found),
+                    "core": _evaluated(first, "core").get("metric"),
+                }
+            )
+    pools = {entry["pool"] for entry in entries} - {None}
+    if len(pools) < 2:
+        raise NotShownError(
+            "it needs expert choice with two pools or more: et train --rule expert_choice --pool TOKENS"
         )
-        low, high = [], []
-        for axes, entry, stroke in zip(every, methods, drawn, strict=True):
-            train, validation = array(entry["train"]), array(entry["validation"])
-            axes.plot(*train.T, **stroke, **marker(len(train)))
-            axes.plot(*validation.T, **causal)
-            if entry["pools_gap"] is not None:
-                pooled = validation[-1, 1] - entry["pools_gap"]
-                axes.plot(validation[-1, 0], pooled, **pools)
-            axes.set_title(entry["method"], color=stroke["color"])
-            seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
-            low.append(np.nanmin(seen))
-            high.append(np.nanmax(seen))
-        room = 0.06 * (max(high) - min(low))
-        every[0].set_ylim(min(low) - room, max(high) + room)
-        for axes in every:
-            tokens_axis(axes)
-            axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
-            axes.set_xlabel("")
-        outer_labels(every, "tokens trained on", "nats per token")
-        key(figure, names, samples)
-    return figure
+    return {"methods": entries}
 
 
-def batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
+def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
     """Losses of expert choice over the tokens of its pool, and of expert threshold as lines across; CORE below."""
     with style():
         choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
@@ -117,12 +226,128 @@ def batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
     return figure
 
 
-def shared_expert(data: Data, width: float = NARROW) -> Figure:
+def say_batch_size_scaling(data: Data) -> str:
+    choice = [entry for entry in data["methods"] if entry["pool"] is not None]
+    parts = [f"{entry['validation']:.3f} with {pool_size(entry['pool'])}" for entry in choice]
+    text = f"The validation loss of expert choice is {listed(parts)} tokens in its pool"
+    others = [entry for entry in data["methods"] if entry["pool"] is None]
+    threshold = [f"{entry['validation']:.3f} in {entry['method']}" for entry in others]
+    return f"{text}; it is {listed(threshold)}." if threshold else f"{text}."
+
+
+def train_against_validation(material: Material) -> Data:
+    """Cross-entropy in training, a running mean, and in validation, over tokens; nats per token.
+
+    gap: the last validation loss less the training loss of the last tenth; pools_gap: of expert choice where `et
+    evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
+    """
+    methods, left_out = [], {}
+    for subject in material.first_runs:
+        tokens = subject.run.tokens_per_step
+        train, validation = (
+            [[step * tokens, loss] for step, loss in finite(series(records, key))]
+            for records, key in ((subject.run.train, "cross_entropy"), (subject.run.validation, "loss"))
+        )
+        if not (train and validation):
+            left_out[subject.method] = "it was not validated yet"
+        else:
+            late = _late(train)
+            methods.append(
+                {
+                    **subject.tag,
+                    "train": _running_mean(train),
+                    "validation": validation,
+                    "gap": validation[-1][1] - late,
+                    "pools_gap": _pools_gap(subject),
+                }
+            )
+    if not methods:
+        raise NotShownError("no run was validated yet")
+    return {"methods": methods, "left_out": left_out}
+
+
+def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
+    """Running mean of the training loss, and the validation loss, of each method, over the last two thirds."""
+    methods, drawn = data["methods"], strokes(data["methods"])
+    causal: dict[str, Any] = {
+        "color": INK, "linestyle": (0, (3, 1.5)), "marker": "o", "markersize": 2.5, "linewidth": 1
+    }  # fmt: skip
+    pools: dict[str, Any] = {
+        "color": INK, "linestyle": "none", "marker": "D", "markersize": 4, "markerfacecolor": "none"
+    }  # fmt: skip
+    names, samples = ["training", "validation"], [{"color": MUTED, "linestyle": "-"}, causal]
+    if any(entry["pools_gap"] is not None for entry in methods):
+        names, samples = [*names, "validation, routed by the pools of training"], [*samples, pools]
+    with style():
+        figure, every = method_panels(width, methods, 1.4, names)
+        low, high = [], []
+        for axes, entry, stroke in zip(every, methods, drawn, strict=True):
+            train, validation = array(entry["train"]), array(entry["validation"])
+            axes.plot(*train.T, **stroke, **marker(len(train)))
+            axes.plot(*validation.T, **causal)
+            if entry["pools_gap"] is not None:
+                pooled = validation[-1, 1] - entry["pools_gap"]
+                axes.plot(validation[-1, 0], pooled, **pools)
+            axes.set_title(entry["method"], color=stroke["color"])
+            seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
+            low.append(np.nanmin(seen))
+            high.append(np.nanmax(seen))
+        room = 0.06 * (max(high) - min(low))
+        every[0].set_ylim(min(low) - room, max(high) + room)
+        for axes in every:
+            tokens_axis(axes)
+            axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
+            axes.set_xlabel("")
+        outer_labels(every, "tokens trained on", "nats per token")
+        key(figure, names, samples)
+    return figure
+
+
+def say_train_against_validation(data: Data) -> str:
+    gaps = [f"{signed(entry['gap'])} ({entry['method']})" for entry in data["methods"]]
+    pooled = [
+        f"{signed(entry['pools_gap'])} ({entry['method']})"
+        for entry in data["methods"]
+        if entry["pools_gap"] is not None
+    ]
+    text = f"The last validation loss less the mean training loss of the last tenth of the steps is {listed(gaps)}."
+    if pooled:
+        text += f" On one text, routing causally instead of by training's pools changes the loss by {listed(pooled)}."
+    return text
+
+
+def shared_expert(material: Material) -> Data:
+    """Validation losses with a shared expert, and without one and with two routed experts per token (Shared Expert)."""
+    return _pairs(
+        material,
+        ("shared_experts", "rule.experts_per_token", "d_expert"),
+        lambda run: run["shared_experts"] > 0,
+        "it needs a run and its like with --shared-experts 0 --experts-per-token 2",
+    )
+
+
+def draw_shared_expert(data: Data, width: float = NARROW) -> Figure:
     """Validation losses with and without the shared expert."""
     return _variants(data, width)
 
 
-def fanout_norm(data: Data, width: float = NARROW) -> Figure:
+def say_shared_expert(data: Data) -> str:
+    return (
+        f"Leaving out the shared expert changes the last validation loss, in nats per token, by {_differences(data)}."
+    )
+
+
+def fanout_norm(material: Material) -> Data:
+    """Validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
+    return _pairs(
+        material,
+        ("gate_norm",),
+        lambda run: run["gate_norm"] is None,
+        "it needs a run and its like with --gate-norm fanout",
+    )
+
+
+def draw_fanout_norm(data: Data, width: float = NARROW) -> Figure:
     """Validation losses without and with the fanout norm."""
     return _variants(data, width)
 
@@ -160,3 +385,79 @@ def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
         axes.set_ylim(low - room, high + room)
         room = 0.03 * (right - left) or right / 2
         axes.set_xlim(left - room, right + room)
+
+
+def say_fanout_norm(data: Data) -> str:
+    return f"The fanout norm changes the last validation loss, in nats per token, by {_differences(data)}."
+
+
+def _differences(data: Data) -> str:
+    pairs = [(first, second) for first, second in zip(data["methods"][::2], data["methods"][1::2], strict=True)]
+    return listed([f"{signed(b['points'][-1][1] - a['points'][-1][1])} ({a['method']})" for a, b in pairs])
+
+
+def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
+    """Curves of methods in pairs that differ in the `free` options alone: the one that `has` first."""
+
+    def rest(runs: Sequence[Subject]) -> str:
+        return str({name: value for name, value in options(runs[0].run).items() if name not in free})
+
+    routed = [runs for runs in material.methods.values() if runs[0].layers]
+    shown: list[dict[str, Any]] = []
+    for _, alike in groupby(sorted(routed, key=rest), rest):
+        group = list(alike)
+        first = [runs for runs in group if has(options(runs[0].run))]
+        second = [runs for runs in group if not has(options(runs[0].run))]
+        if first and second:
+            curves = [_curve(first[0]), _curve(second[0])]
+            if all(curve["points"] for curve in curves):
+                shown += curves
+    if not shown:
+        raise NotShownError(why_not)
+    return {"methods": shown}
+
+
+def _late(points: Sequence[Sequence[float]]) -> float:
+    """The mean over the last tenth of training."""
+    return fmean(loss for at, loss in points if at > LATE * points[-1][0])
+
+
+def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Exponential, over a twentieth of the points, debiased."""
+    decay = 1 - 1 / max(len(points) / 20, 1)
+    mean = weight = 0.0
+    found = []
+    for at, loss in points:
+        mean, weight = decay * mean + (1 - decay) * loss, decay * weight + 1 - decay
+        found.append([at, mean / weight])
+    return found
+
+
+def _pools_gap(subject: Subject) -> float | None:
+    measured = _evaluated(subject, "validation")
+    causal, pooled = measured.get("loss"), measured.get("training_pools", {}).get("loss")
+    return None if causal is None or pooled is None else causal - pooled
+
+
+def _evaluated(subject: Subject, section: str) -> dict[str, Any]:
+    """A section of the run's evaluation.json; empty if `et evaluate` did not measure it at the last checkpoint."""
+    path = subject.folder.path / "evaluation.json"
+    saved = read_json(path) if path.exists() else {}
+    found = saved.get(section) if saved.get("step") == subject.folder.latest_checkpoint() else None
+    return found if isinstance(found, dict) else {}
+
+
+FIGURES = [
+    Study("loss_by_method", "Learning", "Validation loss by method",
+          loss_by_method, draw_loss_by_method, say_loss_by_method),
+    Study("token_multiple", "Learning", "Token multiple at equal loss",
+          token_multiple, draw_token_multiple, say_token_multiple),
+    Study("batch_size_scaling", "Learning", "Batch size scaling",
+          batch_size_scaling, draw_batch_size_scaling, say_batch_size_scaling, wide=False),
+    Study("train_against_validation", "Learning", "Training and validation loss",
+          train_against_validation, draw_train_against_validation, say_train_against_validation),
+    Study("shared_expert", "Learning", "Shared expert on and off",
+          shared_expert, draw_shared_expert, say_shared_expert, wide=False),
+    Study("fanout_norm", "Learning", "With and without fanout norm",
+          fanout_norm, draw_fanout_norm, say_fanout_norm, wide=False),
+]  # fmt: skip

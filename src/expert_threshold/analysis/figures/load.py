@@ -1,27 +1,194 @@
-"""Figures of loads, of what they cost at scale, and of the routing objective."""
+"""How evenly experts are loaded, what that costs at scale, and how near rules come to what they maximise."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import math
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ...model import GPTConfig, flops_per_token, parameter_counts
+from ...model.trace import Trace
+from ...routing import kth_largest, take
+from ..material import Material, NotShownError
+from ..measures import best_expert_choice, best_token_choice, load_variation, routing_objective
+from ..measures import load_spread as spread_of
 from ..plain import Data, array
-from ..sentences import pool_size
+from ..sentences import listed, percent, pool_size
 from .axes import CHARACTER, by_layer, key, key_room, panels, ratio_axis, single
+from .study import Study
 from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
+EXPERTS = (16, 256, 4096)
+DEVICES = (8, 32, 128, 512, 2048, 4096)
+AT = 1024
+"""Tokens of an expert where devices are compared."""
+STEPS = 64
+"""Steps that are drawn for each size."""
+REFERENCE = "d20"
+"""The preset of whose FLOPs a step's routed experts are a share."""
+BATCH, BATCHES, LAYERS = 128, 4, 4
+"""Of batches of tokens for which the optimum is found: tokens in each, batches of a layer, layers at most."""
 
-def load_balance(data: Data, width: float = NARROW) -> Figure:
+
+def load_balance(material: Material) -> Data:
+    """Largest load over mean load, and the coefficient of variation, per layer, routed causally."""
+    methods = []
+    for subject in material.routed:
+        trace = material.trace(subject)
+        loads = torch.stack([trace.assignment(layer).sum(0) for layer in trace.layers])
+        methods.append(
+            {**subject.tag, "layers": trace.layers, "spread": spread_of(loads), "variation": load_variation(loads)}
+        )
+    return {"methods": methods}
+
+
+def draw_load_balance(data: Data, width: float = NARROW) -> Figure:
     """The busiest expert over the mean one, over layers, logarithmic; of a single layer, a dot for each method."""
     most = max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
     return by_layer(data, "spread", "largest load / mean load", width, 1, lambda axis: ratio_axis(axis, most))
 
 
-def load_at_scale(data: Data, width: float = WIDE) -> Figure:
+def say_load_balance(data: Data) -> str:
+    parts = [f"{entry['method']} {max(entry['spread']):.2f}" for entry in data["methods"]]
+    return f"In the worst layer the busiest expert has so many times the mean load: {listed(parts)}."
+
+
+def objective(material: Material) -> Data:
+    """Mean score of a routed token, Σ z·r / Σ z, of each rule and of the optima (paper, Eq. 3 to 5).
+
+    In standard deviations above the mean score of the layer, mean over layers. The fewer tokens are routed, the higher
+    they score, so the optima route as many as the rule did, whose load over the load aimed at is `load`. `population`:
+    every expert has as many tokens of the whole trace, Eq. 5 on average; `choice`: of each batch of `BATCH` tokens, Eq.
+    4; `balanced`: every token has as many experts as well, Eq. 3, by linear programming, where that is a whole number.
+    """
+    methods: list[dict[str, Any]] = []
+    left_out = {}
+    for subject in material.each("routing objective", material.routed):
+        trace = material.trace(subject)
+        layers = trace.layers[:LAYERS]
+        found = [each for layer in layers if (each := _objectives(trace.scores(layer), trace.assignment(layer)))]
+        if not found:
+            left_out[subject.method] = "no token is routed"
+            continue
+        shared = set.intersection(*map(set, found))
+        means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
+        means["load"] /= subject.run.rule["experts_per_token"]
+        fixed = subject.rule.biased_top_k(subject.rule.init()) is not None
+        own = "balanced" if fixed and "balanced" in means else "population"
+        methods.append({**subject.tag, **means, "own": own})
+    if not methods:
+        raise NotShownError("no token is routed")
+    return {"batch": BATCH, "methods": methods, "left_out": left_out}
+
+
+def draw_objective(data: Data, width: float = NARROW) -> Figure:
+    """The mean score of routed tokens of each rule beside the optima with as many routed tokens."""
+    methods = data["methods"]
+    marks: dict[str, tuple[str, dict[str, Any]]] = {
+        "rule": ("the rule", {"marker": "o", "markersize": 6}),
+        "balanced": ("Eq. 3, token and expert fixed", {"marker": "s", "markersize": 5, "markerfacecolor": "none"}),
+        "choice": ("Eq. 4, expert fixed per batch", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
+        "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
+    }
+    drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
+    names = [name for name, _ in drawn.values()]
+    labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
+    with style():
+        left = max(map(len, labels)) * CHARACTER + 0.15
+        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, top=key_room(width, names) + 0.12)
+        for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
+            for name, (_, mark) in drawn.items():
+                if entry.get(name) is not None:
+                    axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
+        axes.set_yticks(np.arange(len(methods)), labels, color=INK)
+        axes.set_ylim(len(methods) - 0.5, -0.5)
+        axes.grid(axis="x")
+        figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
+        key(figure, names, [{"color": MUTED, "linestyle": "none", **mark} for _, mark in drawn.values()])
+    return figure
+
+
+def say_objective(data: Data) -> str:
+    parts = [
+        f"{entry['method']} {entry['rule']:.2f} against {entry[entry['own']]:.2f} (load {percent(entry['load'])})"
+        for entry in data["methods"]
+    ]
+    return (
+        "The mean score of a routed token, in standard deviations above the layer's mean, is compared with the best "
+        "that equal loads allow with as many routed tokens (Eq. 3 for token choice, Eq. 5 for the others), at a load "
+        f"given as a share of the load aimed at: {listed(parts)}. Unequal loads can put a rule above that optimum."
+    )
+
+
+def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
+    """Of a layer's scores and assignment (tokens, experts); None if no token is routed."""
+    routed, (tokens, experts) = int(assignment.sum()), scores.shape
+    if routed == 0:
+        return None
+    fanout = routed / tokens
+    mean, std = scores.double().mean(), scores.double().std().clamp(min=1e-12)
+
+    def edge(chosen: Tensor, of: Tensor) -> float:
+        return float((routing_objective(of, chosen).sum() / chosen.sum() - mean) / std)
+
+    size = max(BATCH // experts, 1) * experts
+    if tokens < size * BATCHES:
+        raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; give more --tokens")
+    batches = scores[: size * BATCHES].view(BATCHES, size, experts)
+    (population,) = kth_largest(scores[None], [max(round(routed / experts), 1)])
+    found = {"rule": edge(assignment, scores), "population": edge(take(scores[None], population)[0], scores)}
+    found["load"] = fanout
+    if size * fanout >= experts:
+        found["choice"] = edge(torch.stack([best_expert_choice(batch, fanout) for batch in batches]), batches)
+    if fanout == int(fanout):
+        try:
+            balanced = torch.stack([best_token_choice(batch, int(fanout)) for batch in batches])
+        except ValueError as missing:
+            raise NotShownError(str(missing)) from None
+        found["balanced"] = edge(balanced, batches)
+    return found
+
+
+def load_at_scale(material: Material) -> Data:
+    """The busiest expert and the busiest device over the mean, as tokens, experts and devices grow; and the waiting.
+
+    Resampled: an expert of a large layer is one of the recorded ones, and a step gives it whole windows of the trace
+    until it has as many tokens on average as it is meant to; so its tokens are as clustered, and its mean usage as far
+    off, as what was recorded. Closed form: loads are normal with the variance
+
+        (load / mean)² = φ · (1 − p) / tokens_per_expert + s²,
+
+    p the mean usage, φ the variance over that of independent tokens, s the spread of mean usages over experts; of a
+    device with n experts the n-th part. The largest of m is expected Φ⁻¹((m − 3/8) / (m + 1/4)) deviations above the
+    mean (Blom). A step waits for the busiest device; experts take as much of its time as of its FLOPs, `experts_share`.
+    """
+    methods = []
+    for subject in material.each("load at scale", material.routed):
+        trace = material.trace(subject)
+        loads = window_loads(trace)
+        spread = spread_of_windows(loads, trace.context)
+        methods.append({**subject.tag, **spread._asdict(), **_grow(loads, spread)})
+    model = GPTConfig.preset(REFERENCE)
+    return {
+        "tokens_per_expert": TOKENS_PER_EXPERT,
+        "experts": EXPERTS,
+        "devices": DEVICES,
+        "at": AT,
+        "experts_share": _experts_share(model),
+        "reference": REFERENCE,
+        "methods": methods,
+    }
+
+
+def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
     """The busiest over the mean by tokens and by devices, and the waiting; dots: resampled, lines: the closed form."""
     methods, drawn = data["methods"], strokes(data["methods"])
     names = [*(entry["method"] for entry in methods), "resampled", "closed form"]
@@ -58,28 +225,134 @@ def load_at_scale(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def objective(data: Data, width: float = NARROW) -> Figure:
-    """The mean score of routed tokens of each rule beside the optima with as many routed tokens."""
-    methods = data["methods"]
-    marks: dict[str, tuple[str, dict[str, Any]]] = {
-        "rule": ("the rule", {"marker": "o", "markersize": 6}),
-        "balanced": ("Eq. 3, token and expert fixed", {"marker": "s", "markersize": 5, "markerfacecolor": "none"}),
-        "choice": ("Eq. 4, expert fixed per batch", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
-        "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
+def say_load_at_scale(data: Data) -> str:
+    last = len(data["devices"]) - 1
+    parts = []
+    for entry in data["methods"]:
+        spread = entry["by_devices"]["resampled"][last]
+        parts.append(f"{entry['method']} {spread:.2f} times ({percent(data['experts_share'] * (spread - 1))})")
+    share = percent(data["experts_share"])
+    return (
+        f"With {data['experts'][-1]:,} experts, each on a device of its own with {pool_size(data['at'])} tokens on "
+        "average, the busiest device has so many times the mean load, and a step of which routed experts take "
+        f"{share}, as in {data['reference']}, lasts longer by the percentage in brackets: {listed(parts)}. Expert "
+        "choice is routed as in inference here; while it trains its loads are exact."
+    )
+
+
+def rows_load_at_scale(data: Data) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of the table: what is resampled, and the closed form."""
+    head = ["method", "experts", "devices", "tokens / expert", "busiest expert", "busiest device", "waiting"]
+    rows = []
+    for entry in data["methods"]:
+        for place, count in enumerate(data["devices"]):
+            device, closed = (entry["by_devices"][name][place] for name in ("resampled", "closed_form"))
+            at = data["tokens_per_expert"].index(data["at"])
+            expert, expert_closed = (entry["by_tokens"][name][-1][at] for name in ("resampled", "closed_form"))
+            wait = data["experts_share"] * (device - 1)
+            rows.append(
+                [
+                    entry["method"],
+                    f"{data['experts'][-1]:,}",
+                    f"{count:,}",
+                    f"{data['at']:,}",
+                    f"{expert:.2f} ({expert_closed:.2f})",
+                    f"{device:.2f} ({closed:.2f})",
+                    percent(wait),
+                ]
+            )
+    return head, rows
+
+
+class Spread(NamedTuple):
+    """What decides how unequal loads are, of recorded experts."""
+
+    usage: float  # mean share of the tokens
+    clustering: float  # φ, the variance of a window's load over that of independent tokens
+    usage_spread: float  # s, the standard deviation over experts of mean usage, over its mean
+
+    def closed_form(self, tokens: int, experts: int, devices: int) -> float:
+        """The busiest device over the mean, see `load_at_scale`."""
+        variance = self.clustering * (1 - self.usage) / tokens + self.usage_spread**2
+        return 1 + largest_of(devices) * math.sqrt(variance * devices / experts)
+
+
+def window_loads(trace: Trace) -> np.ndarray:
+    """Tokens of each window that each expert of each layer got, (windows, layers · experts)."""
+    windows = len(trace) // trace.context
+    if windows < 2:
+        raise NotShownError(f"it needs a trace of {2 * trace.context} tokens or more; give more --tokens")
+    found = [
+        trace.assignment(layer)[: windows * trace.context].view(windows, trace.context, -1).sum(1).numpy()
+        for layer in trace.layers
+    ]
+    return np.concatenate(found, axis=1).astype(float)
+
+
+def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
+    """Of loads (windows, experts) in windows of `context` tokens."""
+    usage = loads.mean(0) / context
+    mean = max(usage.mean(), 1e-12)
+    independent = max((context * usage * (1 - usage)).sum(), 1e-12)
+    return Spread(float(mean), float(loads.var(0, ddof=1).sum() / independent), float(usage.std() / mean))
+
+
+def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> np.ndarray:
+    """Loads of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts), windows drawn from loads (windows, columns).
+
+    tokens: of an expert, on average. Columns are used over and over, each time with windows of their own.
+    """
+    windows, columns = loads.shape
+    drawn = max(round(tokens / max(loads.mean(), 1e-12)), 1)
+    layers = -(-EXPERTS[-1] // columns)
+    steps = []
+    for _ in range(STEPS):
+        counts = generator.multinomial(drawn, np.full(windows, 1 / windows), size=layers)
+        steps.append(generator.permutation((counts @ loads).ravel())[: EXPERTS[-1]])
+    return np.stack(steps)
+
+
+def busiest(loads: np.ndarray, devices: int) -> float:
+    """The busiest device over the mean, of loads (steps, experts), mean over steps."""
+    device = loads.reshape(len(loads), devices, -1).sum(2)
+    return float((device.max(1) / np.maximum(device.mean(1), 1e-12)).mean())
+
+
+def largest_of(count: int) -> float:
+    """The expected largest of so many standard normals (Blom, 1958)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
+    """Busiest over mean: of experts, (numbers of experts, tokens of an expert); of devices, at `AT` tokens."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
+    most = EXPERTS[-1]
+    return {
+        "by_tokens": {
+            "resampled": [[busiest(drawn[k][:, :e], e) for k in TOKENS_PER_EXPERT] for e in EXPERTS],
+            "closed_form": [[spread.closed_form(k, e, e) for k in TOKENS_PER_EXPERT] for e in EXPERTS],
+        },
+        "by_devices": {
+            "resampled": [busiest(drawn[AT], d) for d in DEVICES],
+            "closed_form": [spread.closed_form(AT, most, d) for d in DEVICES],
+        },
     }
-    drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
-    names = [name for name, _ in drawn.values()]
-    labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
-    with style():
-        left = max(map(len, labels)) * CHARACTER + 0.15
-        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, top=key_room(width, names) + 0.12)
-        for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
-            for name, (_, mark) in drawn.items():
-                if entry.get(name) is not None:
-                    axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
-        axes.set_yticks(np.arange(len(methods)), labels, color=INK)
-        axes.set_ylim(len(methods) - 0.5, -0.5)
-        axes.grid(axis="x")
-        figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
-        key(figure, names, [{"color": MUTED, "linestyle": "none", **mark} for _, mark in drawn.values()])
-    return figure
+
+
+def _experts_share(model: GPTConfig) -> float:
+    """The share of a token's FLOPs that are those of its routed experts."""
+    counts = parameter_counts(model)
+    assert model.rule is not None
+    routed = counts["routed_experts"] * model.rule.experts_per_token / model.rule.num_experts
+    return 6 * routed / flops_per_token(model)
+
+
+FIGURES = [
+    Study("load_balance", "Load", "Load balance",
+          load_balance, draw_load_balance, say_load_balance, wide=False),
+    Study("objective", "Load", "Routing objective",
+          objective, draw_objective, say_objective, wide=False),
+    Study("load_at_scale", "Load", "Load at scale",
+          load_at_scale, draw_load_at_scale, say_load_at_scale, rows=rows_load_at_scale),
+]  # fmt: skip

@@ -1,20 +1,82 @@
-"""The rules side by side on the same scores."""
+"""What the rules do with the same scores (paper, Figure 2)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
+from ...routing import kth_largest, take
+from ..material import Material, NotShownError
 from ..plain import Data, array
+from ..sentences import listed
 from .axes import key, key_room, outer_labels, panels
+from .study import Study
 from .style import GRID, INK, MUTED, SMALL, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+SEQUENCES, TOKENS = 3, 16
+"""That are shown of a trace."""
 
-def rules_overview(data: Data, width: float = WIDE) -> Figure:
+
+def rules_overview(material: Material) -> Data:
+    """Scores of one expert for a few tokens of three sequences, and what each rule compares them with.
+
+    Token choice with the best score that another expert has for the token; expert choice with the k-th largest of the
+    sequence or of all sequences shown; expert threshold with the running mean. k is what the expert's share comes to.
+    """
+    subject = material.focus
+    if not subject.has_cutoffs:
+        raise NotShownError("no run has cutoffs, with which all rules could be shown")
+    trace = material.trace(subject)
+    layer = trace.layers[len(trace.layers) // 2]
+    windows = len(trace) // trace.context
+    length = min(TOKENS, trace.context)
+    begin = min(trace.context // 4, trace.context - length)
+    if windows < SEQUENCES:
+        raise NotShownError(f"it needs a trace of {SEQUENCES * trace.context} tokens or more; give more --tokens")
+    scores = trace.scores(layer)[: windows * trace.context].view(windows, trace.context, -1)
+    scores = scores[:SEQUENCES, begin : begin + length]
+    means = subject.rule.thresholds(trace.state(layer))
+    assert means is not None
+    expert = _ordinary(scores, means, SEQUENCES * length * subject.run.target)
+    own = scores[..., expert]
+    others = scores.clone()
+    others[..., expert] = -torch.inf
+    rival = others.amax(-1)
+
+    def kth(pools: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k = max(round(pools.shape[1] * subject.run.target), 1)
+        (cut,) = kth_largest(pools[..., None].contiguous(), [k])
+        return cut.score.expand_as(pools), take(pools[..., None], cut)[..., 0]
+
+    by_sequence, taken_by_sequence = kth(own)
+    by_batch, taken_by_batch = (t.view_as(own) for t in kth(own.reshape(1, -1)))
+    mean = means[expert].expand_as(own)
+    panels = {
+        "token_choice": ("TC", rival, own > rival),
+        "expert_choice_sequence": ("EC over a sequence", by_sequence, taken_by_sequence),
+        "expert_choice_batch": ("EC over a batch", by_batch, taken_by_batch),
+        "expert_threshold": ("ET", mean, own > mean),
+    }
+    rules = [
+        {"kind": kind, "method": name, "cutoff": line, "taken": taken} for kind, (name, line, taken) in panels.items()
+    ]
+    return {**subject.tag, "layer": layer, "expert": expert, "scores": own, "rules": rules}
+
+
+def _ordinary(scores: torch.Tensor, means: torch.Tensor, expected: float) -> int:
+    """The expert whose loads by its cutoff and by token choice are nearest to what is expected."""
+    experts = scores.shape[-1]
+    above = (scores > means).sum((0, 1))
+    best = torch.nn.functional.one_hot(scores.argmax(-1), experts).sum((0, 1))
+    return int(((above - expected).abs() + (best - expected).abs()).argmin())
+
+
+def draw_rules_overview(data: Data, width: float = WIDE) -> Figure:
     """A bar for each token's score, in colour if it is taken; dashed: what it is compared with; how many are taken."""
     scores = array(data["scores"])
     sequences, tokens = scores.shape
@@ -53,3 +115,19 @@ def rules_overview(data: Data, width: float = WIDE) -> Figure:
         outer_labels(every, "tokens", f"score, layer {data['layer']} expert {data['expert']}")
         key(figure, names, [dashed])
     return figure
+
+
+def say_rules_overview(data: Data) -> str:
+    tokens = array(data["scores"]).size
+    parts = [f"{int(np.sum(rule['taken']))} by {rule['method']}" for rule in data["rules"]]
+    return (
+        "Every rule compares a score with a cutoff. The bars are the scores that expert "
+        f"{data['expert']} in layer {data['layer']} of {data['method']} gives to {tokens} tokens of "
+        f"{len(data['scores'])} sequences, coloured where the token is taken: {listed(parts)}."
+    )
+
+
+FIGURES = [
+    Study("rules_overview", "Cutoffs", "Overview of rules",
+          rules_overview, draw_rules_overview, say_rules_overview),
+]  # fmt: skip

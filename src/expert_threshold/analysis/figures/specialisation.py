@@ -1,21 +1,29 @@
-"""Figures of which expert serves what: domains as heatmaps, passages token by token."""
+"""Which experts serve which domain, and what single tokens of a passage get (paper, Expert Specialization)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
+from ..material import DOMAINS, Material
+from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, array
+from ..sentences import counted, listed, percent
 from .axes import LEFT, RIGHT, TOP, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
+from .study import Study
 from .style import INK, MUTED, NARROW, SMALL, WIDE, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+CELLS = 108
+"""Tokens of a passage that is shown in cells: two rows on a wide page."""
 
 TEXT = SMALL
 ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
@@ -23,7 +31,23 @@ CELL = 0.17  # inches of a token's column
 LONGEST = 9  # characters of a token below its column
 
 
-def specialisation(data: Data, width: float = WIDE) -> Figure:
+def specialisation(material: Material) -> Data:
+    """The share of each domain's tokens that each expert gets, per layer: code (HumanEval) and math (GSM8K).
+
+    bits: what the expert of a routed token tells of its domain, per layer, when both have equally many tokens.
+    """
+    methods = []
+    for subject in material.each("expert specialisation", material.routed):
+        ratios = {}
+        for domain in DOMAINS:
+            trace = material.trace(subject, domain)
+            ratios[domain] = torch.cat([expert_token_ratio(trace.assignment(layer)[None]) for layer in trace.layers])
+        bits = mutual_information(torch.stack(list(ratios.values()), dim=1))
+        methods.append({**subject.tag, "layers": subject.layers, "ratios": ratios, "bits": bits})
+    return {"domains": DOMAINS, "methods": methods}
+
+
+def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
     """The share of a domain's tokens by expert and layer: a row of panels for each method, a column for each domain."""
     shown = [(entry, domain) for entry in data["methods"] for domain in data["domains"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
@@ -51,7 +75,24 @@ def specialisation(data: Data, width: float = WIDE) -> Figure:
     return figure
 
 
-def specialisation_summary(data: Data, width: float = NARROW) -> Figure:
+def say_specialisation(data: Data) -> str:
+    bits = [f"{entry['method']} {array(entry['bits']).mean():.3f}" for entry in data["methods"]]
+    most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
+    return (
+        "The expert of a routed token reveals its domain, code (HumanEval) or math (GSM8K), by so many bits, averaged "
+        f"over layers and at most 1: {listed(bits)}. "
+        f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
+    )
+
+
+def specialisation_summary(material: Material) -> Data:
+    """The bits of `specialisation` per layer."""
+    found = specialisation(material)
+    keep = ("method", "kind", "layers", "bits")
+    return {"methods": [{name: entry[name] for name in keep} for entry in found["methods"]]}
+
+
+def draw_specialisation_summary(data: Data, width: float = NARROW) -> Figure:
     """Bits that the expert tells of the domain, over layers."""
     title = "mutual information of expert and domain (bits)"
     return by_layer(data, "bits", title, width, 0, lambda axes: axes.set_ylim(bottom=0))
@@ -66,7 +107,19 @@ class Placed(NamedTuple):
     token: int
 
 
-def passage_intensity(data: Data, width: float = WIDE) -> Figure:
+def say_specialisation_summary(data: Data) -> str:
+    ends = [(max(array(entry["bits"])), entry) for entry in data["methods"]]
+    most, entry = max(ends, key=lambda end: end[0])
+    layer = entry["layers"][int(array(entry["bits"]).argmax())]
+    return f"Experts are most specialised in layer {layer} of {entry['method']}, at {most:.3f} bits."
+
+
+def passage_intensity(material: Material) -> Data:
+    """Passages, each token with its routed experts of all layers together."""
+    return _passages(material, lambda assignment: assignment.sum(axis=(0, 2)))
+
+
+def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
     """Passages as text, each token on the colour of its routed experts."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
@@ -119,7 +172,27 @@ def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
                 line, column = line + 1, 0
 
 
-def passage_fanout(data: Data, width: float = WIDE) -> Figure:
+def say_passage_intensity(data: Data) -> str:
+    parts = []
+    for passage in data["passages"]:
+        fanout = array(passage["values"])
+        order = sorted(range(len(fanout)), key=lambda place: -fanout[place])
+        words = [f"“{passage['tokens'][place].strip()}”" for place in order if passage["tokens"][place].strip()]
+        top = list(dict.fromkeys(words))[:5]
+        parts.append(
+            f"{fanout.mean():.1f} on average in {passage['name']}, with a maximum of {fanout.max():.0f}, and highest "
+            f"for {listed(top)}"
+        )
+    layers = counted(len(data["layers"]), "layer")
+    return f"In {data['method']} the fanout of a token, summed over {layers}, is {'; '.join(parts)}."
+
+
+def passage_fanout(material: Material) -> Data:
+    """Passages, each token with its routed experts of every layer: (layers, tokens)."""
+    return _passages(material, lambda assignment: assignment.sum(axis=2), CELLS)
+
+
+def draw_passage_fanout(data: Data, width: float = WIDE) -> Figure:
     """Passages below the cells of their tokens: routed experts by layer."""
     most = max(array(passage["values"]).max() for passage in data["passages"])
 
@@ -133,7 +206,24 @@ def passage_fanout(data: Data, width: float = WIDE) -> Figure:
     return _blocks(data, width, ROW * len(data["layers"]), draw, "layer")
 
 
-def passage_routing(data: Data, width: float = WIDE) -> Figure:
+def say_passage_fanout(data: Data) -> str:
+    parts = []
+    for passage in data["passages"]:
+        means = array(passage["values"]).mean(1)
+        text = f"{means.mean():.2f} in {passage['name']}"
+        if len(means) > 1:
+            low, high = (data["layers"][int(place)] for place in (means.argmin(), means.argmax()))
+            text += f" ({means.min():.2f} in layer {low} to {means.max():.2f} in layer {high})"
+        parts.append(text)
+    return f"A token of {data['method']} has a mean fanout in a layer of {listed(parts)}."
+
+
+def passage_routing(material: Material) -> Data:
+    """Passages, each token with the experts of every layer that it was routed to: (layers, tokens, experts), 0 or 1."""
+    return _passages(material, lambda assignment: assignment.astype(int), CELLS)
+
+
+def draw_passage_routing(data: Data, width: float = WIDE) -> Figure:
     """Passages below the cells of their tokens: filled where the token went to the expert, all layers' experts."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -218,3 +308,43 @@ def _intensity_key(axes: Axes, most: float, colour: str) -> None:
         box = (x, 0.15 - ROW / 2), 0.32, ROW
         axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
         axes.text(x + 0.16, 0.15, str(value), color=INK, ha="center", va="center", fontsize=SMALL)
+
+
+def say_passage_routing(data: Data) -> str:
+    parts = []
+    for passage in data["passages"]:
+        used = array(passage["values"]).any(axis=1)
+        parts.append(f"{used.sum():.0f} of {used.size} experts get a token of {passage['name']}")
+    return f"Black cells are tokens routed to an expert of {data['method']}: {listed(parts)}."
+
+
+def _passages(
+    material: Material, measure: Callable[[np.ndarray], np.ndarray], most: int | None = None
+) -> dict[str, Any]:
+    """What is measured of the assignment (layers, tokens, experts) of each passage, in the run that is in focus.
+
+    most: tokens of its beginning; None is all that was traced.
+    """
+    subject = material.focus
+    passages = []
+    for name, (trace, tokens) in material.passages(subject).items():
+        # Without the first token, which opens every document and is no text.
+        shown = slice(1, None if most is None else most + 1)
+        assignment = np.stack([trace.assignment(layer)[shown].numpy() for layer in trace.layers])
+        passages.append({"name": name, "tokens": tokens[shown], "values": measure(assignment)})
+    experts = subject.run.rule["num_experts"]
+    return {**subject.tag, "layers": subject.layers, "experts": experts, "passages": passages}
+
+
+FIGURES = [
+    Study("specialisation", "Specialisation", "Expert specialisation",
+          specialisation, draw_specialisation, say_specialisation),
+    Study("specialisation_summary", "Specialisation", "Information of experts about the domain",
+          specialisation_summary, draw_specialisation_summary, say_specialisation_summary, wide=False),
+    Study("passage_intensity", "Specialisation", "Computation over the text",
+          passage_intensity, draw_passage_intensity, say_passage_intensity),
+    Study("passage_fanout", "Specialisation", "Fanout of every token, by layer",
+          passage_fanout, draw_passage_fanout, say_passage_fanout),
+    Study("passage_routing", "Specialisation", "Experts of every token, by layer",
+          passage_routing, draw_passage_routing, say_passage_routing),
+]  # fmt: skip

@@ -1,13 +1,22 @@
-"""Figures of one training run: `train` and `validation` are the lines of metrics.jsonl of that split."""
+"""The figures of one run's report, from its records: each drawing beside its sentence, and then which a run has.
+
+`train` and `validation` are the lines of metrics.jsonl of that split.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..records import Points, Record, expert_series, layer_series, series
+from ..page import Exhibit, LeftOut
+from ..records import Points, Record, expert_series, finite, layer_series, series
+from ..run import Run
+from ..sentences import percent, short
 from .axes import (
     HEAT,
     LONGEST,
@@ -36,7 +45,11 @@ if TYPE_CHECKING:
 ABOVE, BELOW, MISSING = HEAT, (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 
 
-def loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
+LATE = 0.75
+"""Where the last quarter of the steps begins, over which sentences look at what a run came to."""
+
+
+def draw_loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
     """Cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
     with style():
         figure, axes = single(width, height=2)
@@ -51,7 +64,23 @@ def loss(train: Sequence[Record], validation: Sequence[Record], width: float = W
     return figure
 
 
-def bits_per_byte(points: Points, width: float = NARROW) -> Figure:
+def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
+    made, measured = finite(series(train, "cross_entropy")), finite(series(validation, "loss"))
+    parts = []
+    if made:
+        (first, start), (last, end) = made[0], made[-1]
+        parts.append(f"training went from {start:.3f} at step {first:,} to {end:.3f} at step {last:,}")
+    if measured:
+        step, value = measured[-1]
+        before = [y for x, y in made if LATE * step < x <= step]
+        gap = value - fmean(before) if before else 0
+        side = "above" if gap >= 0 else "below"
+        than = f", {abs(gap):.3f} {side} the mean of training over the quarter of the steps before" if before else ""
+        parts.append(f"validation ended at {value:.3f}{than}{_best(measured)}")
+    return _sentence(parts)
+
+
+def draw_bits_per_byte(points: Points, width: float = NARROW) -> Figure:
     """Bits per byte of the validation text over tokens trained on: (tokens, bits per byte)."""
     with style():
         figure, axes = single(width)
@@ -62,7 +91,16 @@ def bits_per_byte(points: Points, width: float = NARROW) -> Figure:
     return figure
 
 
-def usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure:
+def say_bits_per_byte(points: Points) -> str:
+    numbers = finite(points)
+    (first, start), (last, end) = numbers[0], numbers[-1]
+    if len(numbers) == 1:
+        return f"Validation gave {end:.3f} bits per byte after {short(last)} tokens."
+    went = f"It went from {start:.3f} after {short(first)} tokens to {end:.3f} after {short(last)}"
+    return f"{went}{_best(numbers, 'tokens')}."
+
+
+def draw_usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure:
     """Share of tokens that each expert of each layer got over steps, as a multiple of the target share."""
     with style():
         shares = expert_series(train, "usage")
@@ -85,7 +123,28 @@ def usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure
     return figure
 
 
-def load_spread(
+def say_usage(train: Sequence[Record], target: float) -> str:
+    shares = {
+        (layer, expert): share
+        for layer, values in _late_means(train, "usage").items()
+        for expert, share in enumerate(values)
+        if math.isfinite(share)
+    }
+    least, most = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+    if percent(shares[least]) == percent(shares[most]):
+        return (
+            f"Over the last quarter of the steps every expert got {percent(shares[least])} of the tokens; the target "
+            f"is {percent(target)}."
+        )
+    near = sum(target / 2 <= share <= 2 * target for share in shares.values())
+    return (
+        f"Over the last quarter of the steps an expert got on average {percent(shares[least])} (expert {least[1]} of "
+        f"layer {least[0]}) to {percent(shares[most])} (expert {most[1]} of layer {most[0]}) of the tokens; the "
+        f"target is {percent(target)}. {_of_all(near, len(shares), 'expert')} got between half and twice the target."
+    )
+
+
+def draw_load_spread(
     train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0, width: float = WIDE
 ) -> Figure:
     """The busiest expert's load over the mean load, per layer: lines in training, dots in validation."""
@@ -103,7 +162,21 @@ def load_spread(
     return figure
 
 
-def cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
+def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
+    """Of training the mean over steps of each step's own spread; of validation that of all its tokens."""
+    parts = []
+    for what, records in (("a step of training", train), ("a validation", validation)):
+        late = {layer: _late(points) for layer, points in layer_series(records, "load_spread").items()}
+        means = {layer: fmean(values) for layer, values in late.items() if values}
+        if means:
+            worst = max(means, key=means.__getitem__)
+            parts.append(f"{means[worst]:.2f} times the mean load in {what} (layer {worst})")
+    had = " and ".join(parts)
+    text = f"Over the last quarter of the steps the busiest expert of the worst layer had on average {had}."
+    return f"{text}{_each_point(train)}"
+
+
+def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
     """Per layer, each expert's cutoff (the running mean) in its own colour over its batch cutoffs, in scores."""
     with style():
         means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
@@ -124,7 +197,24 @@ def cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE)
     return figure
 
 
-def fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
+def say_cutoffs(train: Sequence[Record]) -> str:
+    ends = [values[np.isfinite(values).any(1)][-1] for _, values in expert_series(train, "cutoff").values()]
+    low, high = float(np.nanmin(ends)), float(np.nanmax(ends))
+    text = f"The cutoffs end between {low:.2f} and {high:.2f}.".replace("-", "−")
+    distances, spreads = (
+        [y for points in layer_series(train, key).values() for y in _late(points)]
+        for key in ("cutoff_distance", "score_std")
+    )
+    if not distances or not spreads:  # older runs have no distances of single steps
+        return text
+    return (
+        f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
+        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert), which is "
+        f"{percent(fmean(distances) / fmean(spreads))} of the scores' standard deviation.{_each_point(train)}"
+    )
+
+
+def draw_fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
     """Per layer, the share of tokens with 0, 1, … routed experts. counts: layer -> tokens by fanout."""
     with style():
         shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
@@ -143,27 +233,56 @@ def fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
     return figure
 
 
-def saturation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
+def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
+    total = np.sum([np.array(tokens, dtype=float) for tokens in counts.values()], axis=0)
+    share = total / max(total.sum(), 1)
+    mean = float(np.arange(len(share)) @ share)
+    most = int(np.flatnonzero(total).max(initial=0))
+    return (
+        f"A token met {mean:.2f} routed experts in a layer on average, where the target is {target:g}; "
+        f"{percent(share[0])} of the tokens met none, and no token met more than {most}."
+    )
+
+
+def draw_saturation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
     """Tokens dropped by the upper bound over tokens above the cutoff, in percent, per layer the mean over experts."""
     return _layers_over_steps(train, "saturation", "dropped, % of tokens above a cutoff", width, 100, warmup_steps)
 
 
-def starvation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
+def say_saturation(train: Sequence[Record], exact_until: float) -> str:
+    """exact_until: the last step at which an expert takes exactly k tokens; infinite in expert choice."""
+    return _bounded(train, "saturation", "of the tokens above a cutoff were dropped", exact_until)
+
+
+def draw_starvation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
     """Tokens filled in by the lower bound over k, in percent, per layer the mean over experts."""
     return _layers_over_steps(train, "starvation", "filled in, % of the places aimed at", width, 100, warmup_steps)
 
 
-def score_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
+def say_starvation(train: Sequence[Record], exact_until: float) -> str:
+    """exact_until: as in `saturation`."""
+    return _bounded(train, "starvation", "of the places aimed at were filled with tokens below the cutoff", exact_until)
+
+
+def draw_score_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
     """Standard deviation of an expert's scores over tokens, per layer the mean over experts."""
     return _layers_over_steps(train, "score_std", "scores of an expert, standard deviation", width)
 
 
-def gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
+def say_score_spread(train: Sequence[Record]) -> str:
+    return _went(train, "score_std")
+
+
+def draw_gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
     """Standard deviation of an expert's gates, σ(scores), over tokens, per layer the mean over experts."""
     return _layers_over_steps(train, "gate_std", "gates of an expert, standard deviation", width)
 
 
-def speed(train: Sequence[Record], width: float = NARROW) -> Figure:
+def say_gate_spread(train: Sequence[Record]) -> str:
+    return _went(train, "gate_std")
+
+
+def draw_speed(train: Sequence[Record], width: float = NARROW) -> Figure:
     """Tokens per second over steps, raw and smoothed."""
     from matplotlib.ticker import StrMethodFormatter
 
@@ -179,6 +298,11 @@ def speed(train: Sequence[Record], width: float = NARROW) -> Figure:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         step_axis(axes)
     return figure
+
+
+def say_speed(train: Sequence[Record]) -> str:
+    rates = [y for _, y in finite(series(train, "tokens_per_second"))]
+    return f"The median is {median(rates):,.0f} tokens per second; the range is {min(rates):,.0f} to {max(rates):,.0f}."
 
 
 def deviation_colours(ratio: np.ndarray) -> np.ndarray:
@@ -216,3 +340,189 @@ def _deviation_key(figure: Figure) -> None:
     key.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
     key.yaxis.tick_right()
     key.grid(False)
+
+
+def _sentence(parts: Sequence[str]) -> str:
+    text = "; ".join(parts)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _best(points: Points, unit: str = "") -> str:
+    """What the lowest was, or that the last is it."""
+    x, y = min(points, key=lambda point: point[1])
+    if len(points) == 1:
+        return ""
+    if y == points[-1][1]:
+        return "; it was never lower"
+    where = f"after {short(x)} {unit}" if unit else f"at step {x:,}"
+    return f"; the lowest was {y:.3f} {where}"
+
+
+def _late(points: Points) -> list[float]:
+    """The numbers of the last quarter of the steps; the last number at least, if there is any."""
+    numbers = finite(points)
+    return [y for x, y in numbers if x > LATE * numbers[-1][0]]
+
+
+def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
+    """Layer -> mean over the last quarter of the steps, per expert; NaN where there is no number."""
+    means = {}
+    for layer, (steps, values) in expert_series(train, key).items():
+        columns = [[(float(x), float(y)) for x, y in zip(steps, column, strict=True)] for column in values.T]
+        means[layer] = [fmean(late) if (late := _late(points)) else math.nan for points in columns]
+    return means
+
+
+def _steps_of_a_line(train: Sequence[Record]) -> int:
+    """Steps that a line of metrics is the mean of; 1 where older runs do not say."""
+    return max((int(record.get("steps", 1)) for record in train), default=1)
+
+
+def _each_point(train: Sequence[Record]) -> str:
+    steps = _steps_of_a_line(train)
+    return "" if steps == 1 else f" Each point of training is the mean of {steps} steps."
+
+
+def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -> str:
+    every = [
+        (step, value, layer) for layer, points in layer_series(train, key).items() for step, value in finite(points)
+    ]
+    after = [entry for entry in every if entry[0] > exact_until]
+    step, most, layer = max(after or every, key=lambda entry: entry[1])
+    mean = fmean(value for _, value, _ in after or every)
+    when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
+    steps = _steps_of_a_line(train)
+    most_of = "at most" if steps == 1 else f"in {steps} steps at most"
+    return f"{when}{percent(mean)} {what} on average, {most_of} {percent(most)} (layer {layer}, step {step:,})."
+
+
+def _went(train: Sequence[Record], key: str) -> str:
+    lines = {layer: finite(points) for layer, points in layer_series(train, key).items()}
+    (start, first), (end, last) = ((max(p[i][0] for p in lines.values()), i) for i in (0, -1))
+    widest = max(lines, key=lambda layer: lines[layer][-1][1])
+    where = f", largest in layer {widest}" if len(lines) > 1 else ""
+    values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
+    return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
+
+
+def _range(values: Sequence[float]) -> str:
+    """The layers' values."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low}–{high}"
+
+
+def _of_all(some: int, count: int, what: str) -> str:
+    return f"All {count} {what}s" if some == count else f"{some} of {count} {what}s"
+
+
+def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
+    train, validation, bits = run.train, run.validation, run.bits_per_byte
+    yield _entry(
+        "Loss",
+        "no loss was recorded yet",
+        finite(series(train, "cross_entropy")) or finite(series(validation, "loss")),
+        partial(draw_loss, train, validation),
+        partial(say_loss, train, validation),
+        wide=True,
+    )
+    yield _entry(
+        "Bits per byte",
+        "the run was not validated yet",
+        finite(bits),
+        partial(draw_bits_per_byte, bits),
+        partial(say_bits_per_byte, bits),
+    )
+    yield _entry(
+        "Tokens per second",
+        "no line of training metrics was written yet",
+        finite(series(train, "tokens_per_second")),
+        partial(draw_speed, train),
+        partial(say_speed, train),
+    )
+
+
+def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
+    if run.model.rule is None or run.model.dense_layers == run.model.layers:
+        names = "Usage, load spread, fanout, cutoffs, saturation, starvation, spread of scores and gates"
+        yield LeftOut(names, "no layer of this model has routed experts")
+        return
+    train, validation, warmup = run.train, run.validation, run.warmup_steps
+    # A line tells of the steps since the one before, so the first to tell of none in warmup is an interval after it.
+    last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
+    rule = run.model.rule
+    exact_until = math.inf if rule.looks_ahead else last_warm
+    unrecorded = "no number of it was recorded yet"
+    no_cutoff = f"the rule {run.rule_name} does not compare scores with a cutoff"
+    of_cutoff = no_cutoff if rule.thresholds(rule.init()) is None else unrecorded
+    yield _entry(
+        "Usage of each expert",
+        unrecorded,
+        expert_series(train, "usage"),
+        lambda width: draw_usage(train, run.target, width),
+        partial(say_usage, train, run.target),
+        wide=True,
+    )
+    yield _entry(
+        "Load spread",
+        unrecorded,
+        layer_series(train, "load_spread") or layer_series(validation, "load_spread"),
+        lambda width: draw_load_spread(train, validation, warmup, width),
+        partial(say_load_spread, train, validation),
+        wide=True,
+    )
+    yield _entry(
+        "Fanout",
+        "the run was not validated yet",
+        run.fanout_counts,
+        partial(draw_fanout, run.fanout_counts),
+        lambda: say_fanout(run.fanout_counts, run.rule["experts_per_token"]),
+        wide=True,
+    )
+    yield _entry(
+        "Cutoffs",
+        of_cutoff,
+        expert_series(train, "cutoff"),
+        lambda width: draw_cutoffs(train, warmup, width),
+        partial(say_cutoffs, train),
+        wide=True,
+    )
+    yield _entry(
+        "Saturation",
+        of_cutoff,
+        layer_series(train, "saturation"),
+        lambda width: draw_saturation(train, warmup, width),
+        partial(say_saturation, train, exact_until),
+    )
+    yield _entry(
+        "Starvation",
+        of_cutoff,
+        layer_series(train, "starvation"),
+        lambda width: draw_starvation(train, warmup, width),
+        partial(say_starvation, train, exact_until),
+    )
+    yield _entry(
+        "Spread of scores",
+        unrecorded,
+        layer_series(train, "score_std"),
+        partial(draw_score_spread, train),
+        partial(say_score_spread, train),
+    )
+    yield _entry(
+        "Spread of gates",
+        unrecorded,
+        layer_series(train, "gate_std"),
+        partial(draw_gate_spread, train),
+        partial(say_gate_spread, train),
+    )
+
+
+def _entry(
+    title: str,
+    why_not: str,
+    numbers: object,
+    draw: Callable[[float], Figure],
+    say: Callable[[], str],
+    wide: bool = False,
+) -> Exhibit | LeftOut:
+    """The figure if there are numbers for it, else the reason why not."""
+    return Exhibit(title, say(), draw, wide) if numbers else LeftOut(title, why_not)

@@ -1,0 +1,28 @@
+"""A figure of `et analyze`: its numbers, its drawing and its sentence under one name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..material import Material
+from ..plain import Data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Study(NamedTuple):
+    """A figure. `compute` raises NotShownError where the figure has no meaning; `draw` and `say` take what it returned.
+
+    draw: takes the width in inches too. rows: the head and the rows of a table below the figure.
+    """
+
+    name: str  # of its files
+    section: str
+    title: str
+    compute: Callable[[Material], Data]
+    draw: Callable[..., Figure]
+    say: Callable[[Data], str]
+    wide: bool = True
+    rows: Callable[[Data], tuple[list[str], list[list[str]]]] | None = None
