@@ -18,7 +18,7 @@ TERMS = {
     "slack": "How far training lets a load be from k, as a share of it: from k(1 − slack) to k(1 + slack).",
     "saturation": "Tokens above the cutoff that the upper bound on the load drops, as a share.",
     "starvation": "Tokens below the cutoff that the lower bound on the load fills in, as a share.",
-    "warmup": "The first steps of expert threshold, which route as expert choice while cutoffs settle.",
+    "warmup": "First steps that a rule routes otherwise: expert threshold as expert choice, while its cutoffs settle.",
     "dial": "Other cutoffs for a trained model, so that it runs at another rate: routed experts per token, on average.",
     "sketch": "Quantiles of an expert's scores, kept beside its cutoff; the dial reads other cutoffs off it.",
     "observation": "What one forward pass saw and the rule, the metrics and the figures need: loads, batch cutoffs.",

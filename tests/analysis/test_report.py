@@ -159,7 +159,7 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: 
         (
             "token_choice",
             ["Cutoffs", "Saturation", "Starvation"],
-            "does not compare scores with a cutoff",
+            "has no cutoffs",
         ),
     ],
 )

@@ -16,7 +16,7 @@ from .figures import FIGURES
 from .figures.study import Study
 from .figures.style import NARROW, WIDE, style
 from .material import Material, NotShownError
-from .methods import LEGEND, Subject
+from .methods import Subject, legend
 from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
 from .plain import Data, plain
 from .sentences import counted, listed, short
@@ -73,7 +73,7 @@ def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequenc
         f"Analysis of {', '.join(methods)}",
         [
             f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
-            f'<p class="muted">{escape(LEGEND)}</p></header>',
+            f'<p class="muted">{escape(legend(material.subjects))}</p></header>',
             as_html(),
             *(exhibits(section, entries) for section, entries in shown.items()),
             _results(material),

@@ -11,11 +11,8 @@ from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
 from ..runs.files import damage_told
 from .run import Run, read_run
+from .sentences import listed
 
-LEGEND = (
-    "TC is token choice, EC expert choice with the tokens of its pool in training, ET expert threshold. "
-    "All are routed causally here, as in inference: EC by the running means of its cutoffs."
-)
 # What of the training loop makes a method another one; and what of the rest does not.
 _TRAINING = ("steps", "batch_size", "accumulation")
 _ASIDE = ("dispatch", "skip_damaged")
@@ -53,8 +50,8 @@ class Subject(NamedTuple):
 
     @property
     def has_cutoffs(self) -> bool:
-        """Whether inference compares scores with cutoffs."""
-        return self.rule.thresholds(self.rule.init()) is not None
+        """True if inference compares scores with cutoffs that training moves."""
+        return self.run.has_cutoffs
 
     @property
     def has_bounds(self) -> bool:
@@ -150,6 +147,24 @@ def _read(folder: RunFolder) -> _Read:
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
     """Method -> its runs, which differ by seed."""
     return {name: [s for s in subjects if s.method == name] for name in dict.fromkeys(s.method for s in subjects)}
+
+
+def legend(subjects: Sequence[Subject]) -> str:
+    """Return which rule the label of each run stands for, and how the page routes; nothing if no run has experts."""
+    labels: dict[str, list[str]] = {}
+    pooled = []
+    for subject in subjects:
+        if subject.layers:
+            label = subject.rule.label_of(pool_tokens(subject.run))
+            same = labels.setdefault(subject.run.rule["name"].replace("_", " "), [])
+            if label not in same:
+                same.append(label)
+                pooled += [label] if subject.has_cutoffs and subject.rule.looks_ahead else []
+    if not labels:
+        return ""
+    parts = [f"{listed(same)} {'is' if len(same) == 1 else 'are'} {name}" for name, same in labels.items()]
+    text = f"{'; '.join(parts)}. Routing is causal here, as in inference"
+    return f"{text}: by the running means of the cutoffs in {listed(pooled)}." if pooled else f"{text}."
 
 
 def pool_tokens(run: Run) -> int | None:

@@ -39,6 +39,14 @@ class Run(NamedTuple):
         return 0 if self.model.rule is None else self.model.rule.warmup
 
     @property
+    def has_cutoffs(self) -> bool:
+        """True if inference compares scores with cutoffs that training moves."""
+        if self.model.rule is None:
+            return False
+        state = self.model.rule.init()
+        return self.model.rule.thresholds(state) is not None and "cutoff" in self.model.rule.describe(state)
+
+    @property
     def target(self) -> float:
         """The share of the tokens that an expert is meant to get."""
         assert self.model.rule is not None

@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> None:
         _dial(options, None if "figure" not in given else Path(given["figure"]))
         return
     for path in options["run"] if options["rate"] is not None else ():
-        rates.require_cutoffs(RunFolder.open(path), f"--rate {options['rate']:g}: ")
+        rates.require_rates(RunFolder.open(path), f"--rate {options['rate']:g}: ")
     tasks = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}

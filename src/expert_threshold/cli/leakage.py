@@ -138,6 +138,6 @@ def probe_table(data: Data) -> Table:
             place = entry["tokens"].index(entry["own"])
             bits = [f"{entry[name][place]:.3g}" for name in ("pool", "future", "next")]
             table.add_row(entry["method"], pool_size(entry["own"]), *bits)
-        elif not entry["tokens"]:
+        elif entry["own"] is None and not entry["tokens"]:
             table.add_row(entry["method"], "–", "0", "0", "0")
     return table

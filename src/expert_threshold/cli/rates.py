@@ -33,22 +33,24 @@ def read_rates(text: str) -> list[float | None]:
     return [None, *rates]
 
 
-def require_cutoffs(folder: RunFolder, flag: str = "") -> None:
-    """Raise ValueError, which begins with the flag, unless the run's rule routes by cutoffs, and so at any rate."""
-    rule = rule_from_dict(folder.section("model")["rule"])
-    if rule is None or rule.thresholds(rule.init()) is None:
-        name = folder.section("model")["rule"]["name"]
-        raise ValueError(
-            f"{flag}{folder.path} is trained by {name}, which has no cutoffs; name a run whose rule has thresholds, "
-            "such as expert_choice or expert_threshold"
-        )
+def require_cutoffs(folder: RunFolder) -> None:
+    """Raise ValueError unless the run's rule can be calibrated."""
+    _require(folder, "calibrated", "")
 
 
 def require_rates(folder: RunFolder, flag: str) -> None:
     """Raise ValueError, which begins with the flag, unless the run's rule can aim at another rate."""
-    rule = rule_from_dict(folder.section("model")["rule"])
-    if rule is None or type(rule).at_rate is Rule.at_rate:
-        require_cutoffs(folder, flag)
+    _require(folder, "at_rate", flag)
+
+
+def _require(folder: RunFolder, answer: str, flag: str) -> None:
+    record = folder.section("model")["rule"]
+    rule = rule_from_dict(record)
+    if rule is None or getattr(type(rule), answer) is getattr(Rule, answer):
+        raise ValueError(
+            f"{flag}{folder.path} is trained by {record['name']}, which has no cutoffs; name a run whose rule moves "
+            "cutoffs, such as expert_choice or expert_threshold"
+        )
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:

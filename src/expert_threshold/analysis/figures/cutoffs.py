@@ -174,11 +174,11 @@ def say_cutoff_stability(data: Data) -> str:
     text = f"Over the last quarter of the steps in layer {layer}, on average, {'; '.join(parts)}."
     if (steps := max(entry["interval"] for entry in data["methods"])) > 1:
         text += f" Each point, and each of these loads, is the mean of {steps} steps."
-    if any(entry["exact"] for entry in data["methods"]):
-        text += " Expert choice routes by the batch cutoff, so its loads are exact."
+    for entry in data["methods"]:
+        text += f" {entry['method']} routes by the batch cutoff, so its loads are exact." if entry["exact"] else ""
     if (threshold := next((entry for entry in data["methods"] if not entry["exact"]), None)) is None:
         return text
-    text += " Expert threshold routes by the running mean, so the batch's deviation shows in the loads instead"
+    text += f" {threshold['method']} routes by the running mean, so the batch's deviation shows in the loads instead"
     if threshold["bound"] is None:
         return f"{text}."
     if threshold["bound_share"] is None:
@@ -273,7 +273,9 @@ def warmup(material: Material) -> Data:
     """
     choices, thresholds = _by_cutoff(material)
     if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
-        raise NotShownError("it needs expert threshold with a warmup, and with --warmup-steps 0")
+        raise NotShownError(
+            "it needs a rule that trains by running means of cutoffs, with a warmup and with --warmup-steps 0"
+        )
     shown = thresholds + sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:]
     ends = max(subject.run.warmup_steps for subject in thresholds)
     layers = shown[0].layers
@@ -362,7 +364,10 @@ def say_warmup(data: Data) -> str:
 
 
 def capacity(material: Material) -> Data:
-    """Expert threshold after the longest warmup: usage before the bounds, saturation, starvation (paper, Appendix)."""
+    """After the longest warmup: usage before the bounds, saturation, starvation (paper, Appendix).
+
+    `bounds`: the share of a pool's tokens that an expert gets at least and at most.
+    """
     shown = [subject for subject in material.routed if subject.has_bounds and subject.has_cutoffs]
     if not shown:
         raise NotShownError("no run has capacity bounds")
@@ -371,12 +376,15 @@ def capacity(material: Material) -> Data:
     for subject in shown:
         interval = subject.run.config["train"]["log_every"]
         train = [record for record in subject.run.train if record["step"] - interval >= begin]
+        pool = pool_tokens(subject.run) or subject.rule.num_experts**2
+        bounds = subject.rule.load_bounds(pool)
+        assert bounds is not None
         if len(train) > 1:
             values = {name: layer_series(train, name) for name in ("raw_usage", "saturation", "starvation")}
             methods.append(
                 {
                     **subject.tag,
-                    "slack": subject.run.rule["capacity_slack"],
+                    "bounds": [load / pool for load in bounds],
                     "target": subject.run.target,
                     **values,
                 }
@@ -428,10 +436,10 @@ def say_capacity(data: Data) -> str:
 
 
 def cutoffs_and_biases(material: Material) -> Data:
-    """Cutoffs of expert choice and threshold, and biases of loss-free token choice, turned round, in the first layer.
+    """Cutoffs of the rules that have them, and negated biases of those that have these, in the first layer.
 
-    Of each expert over steps: what is subtracted from its scores before they are compared (paper, Table "Conceptual
-    connections").
+    `values`: for each expert, over steps, the number subtracted from its scores before they are compared (paper, Table
+    "Conceptual connections").
     """
     methods = []
     for subject in material.routed:
@@ -443,7 +451,10 @@ def cutoffs_and_biases(material: Material) -> Data:
                 {**subject.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T}
             )
     if {entry["of"] for entry in methods} != {"bias", "cutoff"}:
-        raise NotShownError("it needs a rule with cutoffs and loss-free token choice whose biases were recorded")
+        names = [entry["method"] for entry in methods]
+        kind = {"bias": "biases", "cutoff": "cutoffs"}[methods[0]["of"]] if methods else ""
+        recorded = f"these runs recorded only the {kind} of {listed(names)}" if methods else "no run recorded either"
+        raise NotShownError(f"it compares cutoffs with biases, and {recorded}")
     return {"layer": material.routed[0].layers[0], "methods": methods}
 
 
@@ -536,9 +547,11 @@ def say_score_histograms(data: Data) -> str:
         f"{entry['method']} {' and '.join(signed(each['skewness'], 2) for each in entry['experts'])}"
         for entry in data["methods"]
     ]
+    has_line = any(each["cutoff"] is not None for entry in data["methods"] for each in entry["experts"])
+    line = "; the dashed line is the score that a token has to exceed" if has_line else ""
     return (
         f"The two distributions of each method have a skewness, positive where the right tail is heavier, of "
-        f"{listed(parts)}. Filled bars are the assigned tokens; the dashed line is the cutoff."
+        f"{listed(parts)}. Filled bars are the assigned tokens{line}."
     )
 
 

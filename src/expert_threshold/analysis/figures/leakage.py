@@ -141,14 +141,20 @@ def leakage_probe(material: Material) -> Data:
     A token's score follows from its past; what else its assignment depends on does not. `future`: what it tells of the
     tokens after it in its own sequence, I(z_t; r_{>t} | r_{≤t}); `next`: of the one that follows alone; `pool`: of all
     that is not its past, H(z_t | r_{≤t}). Summed over experts, as if each were alone, which is an upper bound.
-    Other futures are the ends of other windows of the trace, other sequences its windows, drawn at random. Expert
-    threshold depends on them by its bounds only; token choice, and any rule in inference, on nothing.
+    Other futures are the ends of other windows of the trace, other sequences its windows, drawn at random. A rule
+    that trains by its cutoffs depends on them by its bounds alone; one of token scope on nothing.
     """
     methods: list[dict[str, Any]] = []
+    left_out = {}
     for subject in material.each("leakage", material.routed):
         own = pool_tokens(subject.run)
         if subject.rule.scope(training=True) == "token":
             methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})
+            continue
+        if subject.rule.load_bounds(subject.rule.num_experts**2) is None and (
+            subject.rule.looks_ahead or not subject.has_cutoffs
+        ):
+            left_out[subject.method] = "its rule does not say how many tokens of a pool an expert takes"
             continue
         trace = material.trace(subject)
         sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
@@ -156,8 +162,16 @@ def leakage_probe(material: Material) -> Data:
         columns = {name: [getattr(each, name) for each in bits] for name in Bits._fields}
         methods.append({**subject.tag, "own": own, "tokens": sizes, **columns})
     if not any(entry["tokens"] for entry in methods):
-        raise NotShownError("under token choice an assignment depends on nothing but its own token")
-    return {"methods": methods, "layers": len(material.focus.layers), "experts": material.focus.run.rule["num_experts"]}
+        silent = [entry["method"] for entry in methods if entry["own"] is None]
+        if silent and len(silent) == len(methods):
+            raise NotShownError(f"in {listed(silent)} an assignment depends on nothing but its own token")
+        raise NotShownError("no pool can be formed from these traces; give more --tokens")
+    return {
+        "left_out": left_out,
+        "methods": methods,
+        "layers": len(material.focus.layers),
+        "experts": material.focus.run.rule["num_experts"],
+    }
 
 
 def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
@@ -221,7 +235,7 @@ def say_leakage_probe(data: Data) -> str:
         future, following = entry["future"][place], entry["next"][place]
         pool = f"pools of {pool_size(entry['own'])} tokens"
         parts.append(f"{two_digits(future)} and {two_digits(following)} in {entry['method']} ({pool})")
-    silent = [entry["method"] for entry in data["methods"] if not entry["tokens"]]
+    silent = [entry["method"] for entry in data["methods"] if entry["own"] is None and not entry["tokens"]]
     text = (
         "In training the assignment of a token leaks so many bits about its whole future, and about the next token: "
         f"{listed(parts)}"

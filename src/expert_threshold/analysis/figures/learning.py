@@ -172,7 +172,7 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 
 
 def batch_size_scaling(material: Material) -> Data:
-    """Expert choice by the tokens of its pool: losses and, where it was measured, CORE; expert threshold beside it."""
+    """Losses and, where it was measured, CORE, by the tokens of the pool in training; rules without one beside it."""
     entries = []
     for subjects in material.compared:
         first = subjects[0]
@@ -193,18 +193,18 @@ def batch_size_scaling(material: Material) -> Data:
     pools = {entry["pool"] for entry in entries} - {None}
     if len(pools) < 2:
         raise NotShownError(
-            "it needs expert choice with two pools or more: et train --rule expert_choice --pool TOKENS"
+            "it needs a rule with cutoffs trained with two sizes of pools: et train --rule expert_choice --pool TOKENS"
         )
     return {"methods": entries}
 
 
 def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
-    """Losses of expert choice over the tokens of its pool, and of expert threshold as lines across; CORE below."""
+    """Losses over the tokens of the pool, and as lines across those of methods without one; CORE below."""
     with style():
         choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
         threshold = [entry for entry in data["methods"] if entry["pool"] is None]
         measured = any(entry["core"] is not None for entry in data["methods"])
-        names = ["EC in training", "EC, validation", *(f"{entry['method']}, validation" for entry in threshold)]
+        names = ["training, by pool", "validation, by pool", *(f"{entry['method']}, validation" for entry in threshold)]
         figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, top=key_room(width, names) + 0.22)
         pools = array([entry["pool"] for entry in choice])
         train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
@@ -221,15 +221,15 @@ def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         every[0].set_ylabel("nats per token")
         every[0].set_xscale("log", base=2)
         every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
-        every[-1].set_xlabel("tokens of the pool of expert choice", loc="right")
+        every[-1].set_xlabel("tokens of the pool in training", loc="right")
         key(figure, names, [train, held_out, *lines])
     return figure
 
 
 def say_batch_size_scaling(data: Data) -> str:
     choice = [entry for entry in data["methods"] if entry["pool"] is not None]
-    parts = [f"{entry['validation']:.3f} with {pool_size(entry['pool'])}" for entry in choice]
-    text = f"The validation loss of expert choice is {listed(parts)} tokens in its pool"
+    parts = [f"{entry['validation']:.3f} in {entry['method']}" for entry in choice]
+    text = f"By the tokens of the pool the validation loss is {listed(parts)}"
     others = [entry for entry in data["methods"] if entry["pool"] is None]
     threshold = [f"{entry['validation']:.3f} in {entry['method']}" for entry in others]
     return f"{text}; it is {listed(threshold)}." if threshold else f"{text}."
@@ -238,7 +238,7 @@ def say_batch_size_scaling(data: Data) -> str:
 def train_against_validation(material: Material) -> Data:
     """Cross-entropy in training, a running mean, and in validation, over tokens; nats per token.
 
-    gap: the last validation loss less the training loss of the last tenth; pools_gap: of expert choice where `et
+    gap: the last validation loss less the training loss of the last tenth; pools_gap: where `et
     evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
     """
     methods, left_out = [], {}

@@ -123,8 +123,9 @@ def say_objective(data: Data) -> str:
     ]
     return (
         "The mean score of a routed token, in standard deviations above the layer's mean, is compared with the best "
-        "that equal loads allow with as many routed tokens (Eq. 3 for token choice, Eq. 5 for the others), at a load "
-        f"given as a share of the load aimed at: {listed(parts)}. Unequal loads can put a rule above that optimum."
+        "that equal loads allow with as many routed tokens (Eq. 3 if every token goes to the same number of experts, "
+        f"otherwise Eq. 5), at a load given as a share of the load aimed at: {listed(parts)}. Unequal loads can put a "
+        "rule above that optimum."
     )
 
 
@@ -175,7 +176,9 @@ def load_at_scale(material: Material) -> Data:
         trace = material.trace(subject)
         loads = window_loads(trace)
         spread = spread_of_windows(loads, trace.context)
-        methods.append({**subject.tag, **spread._asdict(), **_grow(loads, spread)})
+        bounds = subject.rule.load_bounds(subject.rule.num_experts**2)
+        exact = bounds is not None and bounds[0] == bounds[1]
+        methods.append({**subject.tag, **spread._asdict(), **_grow(loads, spread), "exact": exact})
     model = GPTConfig.preset(REFERENCE)
     return {
         "tokens_per_expert": TOKENS_PER_EXPERT,
@@ -232,11 +235,15 @@ def say_load_at_scale(data: Data) -> str:
         spread = entry["by_devices"]["resampled"][last]
         parts.append(f"{entry['method']} {spread:.2f} times ({percent(data['experts_share'] * (spread - 1))})")
     share = percent(data["experts_share"])
+    exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
+    training = ""
+    if exact:
+        training = f" In training every load of {listed(exact)} is exact; here routing is that of inference."
     return (
         f"With {data['experts'][-1]:,} experts, each on a device of its own with {pool_size(data['at'])} tokens on "
         "average, the busiest device has so many times the mean load, and a step of which routed experts take "
-        f"{share}, as in {data['reference']}, lasts longer by the percentage in brackets: {listed(parts)}. Expert "
-        "choice is routed as in inference here; while it trains its loads are exact."
+        f"{share}, as in {data['reference']}, lasts longer by the percentage in brackets: {listed(parts)}."
+        f"{training}"
     )
 
 

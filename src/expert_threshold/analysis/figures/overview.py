@@ -121,7 +121,7 @@ def say_rules_overview(data: Data) -> str:
     tokens = array(data["scores"]).size
     parts = [f"{int(np.sum(rule['taken']))} by {rule['method']}" for rule in data["rules"]]
     return (
-        "Every rule compares a score with a cutoff. The bars are the scores that expert "
+        "Each of these rules compares a score with a cutoff. The bars are the scores that expert "
         f"{data['expert']} in layer {data['layer']} of {data['method']} gives to {tokens} tokens of "
         f"{len(data['scores'])} sequences, coloured where the token is taken: {listed(parts)}."
     )

@@ -250,7 +250,7 @@ def draw_saturation(train: Sequence[Record], warmup_steps: int = 0, width: float
 
 
 def say_saturation(train: Sequence[Record], exact_until: float) -> str:
-    """exact_until: the last step at which an expert takes exactly k tokens; infinite in expert choice."""
+    """exact_until: the last step at which an expert takes exactly k tokens; infinite if that is every step."""
     return _bounded(train, "saturation", "of the tokens above a cutoff were dropped", exact_until)
 
 
@@ -274,7 +274,7 @@ def say_score_spread(train: Sequence[Record]) -> str:
 
 
 def draw_gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Standard deviation of an expert's gates, σ(scores), over tokens, per layer the mean over experts."""
+    """Standard deviation of an expert's gates over tokens, per layer the mean over experts."""
     return _layers_over_steps(train, "gate_std", "gates of an expert, standard deviation", width)
 
 
@@ -452,8 +452,7 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
     rule = run.model.rule
     exact_until = math.inf if rule.looks_ahead else last_warm
     unrecorded = "no number of it was recorded yet"
-    no_cutoff = f"the rule {run.rule_name} does not compare scores with a cutoff"
-    of_cutoff = no_cutoff if rule.thresholds(rule.init()) is None else unrecorded
+    of_cutoff = unrecorded if run.has_cutoffs else f"the rule {run.rule_name} has no cutoffs"
     yield _entry(
         "Usage of each expert",
         unrecorded,

@@ -1,0 +1,137 @@
+"""Pages and figures guess nothing about a rule and speak of no rule but those of the runs that are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.analysis.figures import training
+from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases, say_score_histograms
+from expert_threshold.analysis.figures.leakage import leakage_probe
+from expert_threshold.analysis.figures.load import say_load_at_scale, say_objective
+from expert_threshold.analysis.material import NotShownError
+from expert_threshold.analysis.methods import Subject, legend
+from expert_threshold.analysis.page import LeftOut
+from expert_threshold.analysis.run import Run
+from expert_threshold.cli.rates import require_cutoffs, require_rates
+from expert_threshold.model import GPTConfig
+from expert_threshold.routing import (
+    ExpertChoice,
+    ExpertThreshold,
+    QuantileBalancing,
+    ReLU,
+    Rule,
+    TokenChoice,
+    TopP,
+    rule_to_dict,
+)
+
+
+def subject_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Subject:
+    """A run of three steps whose layers recorded the same numbers each time."""
+    model = GPTConfig.preset("tiny", rule=rule, context=16)
+    config = {
+        "model": model.to_dict(),
+        "train": {"batch_size": 4, "accumulation": 1, "log_every": 1, "steps": 3, "seed": 0},
+    }
+    layers = {str(layer): recorded or {} for layer in range(model.dense_layers, model.layers)}
+    train = [{"step": step, "split": "train", "layers": layers} for step in (1, 2, 3)]
+    run = Run("run", config, model, train, [], [], [], 3)
+    return Subject(None, run, rule.label, rule.label)  # type: ignore[arg-type]
+
+
+class Shown:
+    """Material of some runs, without traces."""
+
+    def __init__(self, *subjects: Subject) -> None:
+        self.routed = list(subjects)
+        self.focus = subjects[0]
+
+    def each(self, what: str, items: list[Subject]) -> list[Subject]:
+        return items
+
+
+def reason(study: Any, *subjects: Subject) -> str:
+    with pytest.raises(NotShownError) as error:
+        study(Shown(*subjects))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "moves"),
+    [
+        (ReLU(), False),  # it compares scores with 0, which nothing moves
+        (TopP(), False),
+        (QuantileBalancing(), False),
+        (ExpertThreshold(), True),
+        (ExpertChoice(), True),
+    ],
+)
+def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
+    subject = subject_of(rule)
+    assert subject.has_cutoffs == moves
+    left_out = {e.titles: e.reason for e in training.routing(subject.run) if isinstance(e, LeftOut)}
+    assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
+
+
+@pytest.mark.parametrize("rule", [ReLU(), TopP(), QuantileBalancing()])
+def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, tmp_path: Path) -> None:
+    class Folder:
+        path = tmp_path
+
+        def section(self, name: str) -> dict[str, Any]:
+            return {"rule": rule_to_dict(rule)}
+
+    folder: Any = Folder()
+    with pytest.raises(ValueError, match="has no cutoffs; name a run"):
+        require_cutoffs(folder)
+    with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; name a run"):
+        require_rates(folder, "--rate 1: ")
+
+
+def test_the_legend_is_about_the_rules_that_are_shown() -> None:
+    assert legend([subject_of(ReLU()), subject_of(ReLU())]) == (
+        "ReMoE is relu. Routing is causal here, as in inference."
+    )
+    text = legend([subject_of(rule) for rule in (TokenChoice(16), TokenChoice(16, balance="aux"), ExpertChoice(16))])
+    assert text == (
+        "TC and TC aux are token choice; EC 64 is expert choice. "
+        "Routing is causal here, as in inference: by the running means of the cutoffs in EC 64."
+    )
+    assert legend([]) == ""
+
+
+def test_what_leaks_nothing_is_named() -> None:
+    told = reason(leakage_probe, subject_of(ReLU()), subject_of(QuantileBalancing()))
+    assert told == "in ReMoE and QB an assignment depends on nothing but its own token"
+
+
+def test_biases_are_those_of_the_rule_that_recorded_them() -> None:
+    subject = subject_of(QuantileBalancing(16), {"bias": [0.5] * 16})
+    assert reason(cutoffs_and_biases, subject) == (
+        "it compares cutoffs with biases, and these runs recorded only the biases of QB"
+    )
+    assert reason(cutoffs_and_biases, subject_of(ReLU())).endswith("no run recorded either")
+
+
+def test_bounds_are_what_the_rule_says() -> None:
+    recorded = {name: [0.1] * 16 for name in ("raw_usage", "saturation", "starvation")}
+    (entry,) = capacity(Shown(subject_of(ExpertThreshold(16, warmup_steps=0, capacity_slack=0.5), recorded)))["methods"]  # type: ignore[arg-type]
+    assert entry["bounds"] == [2 / 64, 6 / 64]  # k is 4 of 64 tokens
+    assert reason(capacity, subject_of(ReLU())) == "no run has capacity bounds"
+
+
+def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
+    tag = {"method": "ReMoE", "kind": "ReMoE"}
+    load = {
+        "experts": [16], "devices": [8], "at": 1024, "experts_share": 0.2, "reference": "d20",
+        "methods": [{**tag, "exact": False, "by_devices": {"resampled": [1.5]}}],
+    }  # fmt: skip
+    objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "own": "population", "load": 0.9}]}
+    histogram = {"methods": [{**tag, "experts": [{"skewness": 0.1, "cutoff": None}] * 2}]}
+    for text in (say_load_at_scale(load), say_objective(objective), say_score_histograms(histogram)):
+        assert "choice" not in text
+        assert "threshold" not in text
+        assert "dashed" not in text
