@@ -149,7 +149,7 @@ def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: 
         assert re.search(r"\d", caption), caption
         assert "nan" not in caption
     assert page.texts["h1"][0].startswith(name.replace("_", " ").capitalize())
-    assert {"What it writes", "Validation", "Configuration", "Learning"} <= set(page.texts["h2"])
+    assert {"Samples", "Validation", "Configuration", "Learning"} <= set(page.texts["h2"])
 
 
 @pytest.mark.parametrize(
@@ -448,7 +448,7 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
     assert "every expert got 25 % of the tokens" in training.say_usage(records_of("usage", [[0.25] * 4]), 0.25)
     assert "2 tokens" not in training.say_fanout({1: [1, 1, 2]}, 1)
-    assert "met 1.25 routed experts" in training.say_fanout({1: [1, 1, 2]}, 1)
+    assert "went to 1.25 routed experts" in training.say_fanout({1: [1, 1, 2]}, 1)
     assert training.say_bits_per_byte([(1000, 2.0), (2000, 1.5)]).endswith("1.500 after 2k; it was never lower.")
     cutoffs = [
         {"step": step, "layers": {"1": {"cutoff": [1.0, -2.0], "cutoff_distance": [0.3, 0.4], "score_std": 2.0}}}

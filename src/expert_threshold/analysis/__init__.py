@@ -1,1 +1,1 @@
-"""What runs show: figures from their records, and a page per run."""
+"""Figures, sentences and pages made from run folders."""

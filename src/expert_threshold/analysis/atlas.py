@@ -1,4 +1,4 @@
-"""All figures of some runs: files of each, and one page that shows them with a sentence on what is seen."""
+"""The output of `et analyze`: files for each figure, and a page with all figures and a sentence about each."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def write_atlas(
 ) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 
-    say is told a line about each figure. Raises ValueError if a run is damaged or something to install is missing.
+    say: receives a line about each figure. Raises ValueError if a run is damaged or something to install is missing.
     """
     with style():
-        pass  # without matplotlib there is nothing to begin
+        pass  # fails early without matplotlib
     out.mkdir(parents=True, exist_ok=True)
     shown: dict[str, list[Exhibit]] = {}
     missing: list[LeftOut] = []
@@ -52,9 +52,9 @@ def write_atlas(
 
 
 def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut]]:
-    """Draw and save one figure with its data; and the methods it leaves out, by reason."""
+    """Draw and save one figure with its data. Returns it, and the methods that it leaves out with reasons."""
     text = to_json(plain(computed), indent=1)
-    data = json.loads(text)  # what is drawn is what the file says
+    data = json.loads(text)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
     draw = cache(partial(study.draw, data))
     save_figure(draw(WIDE if study.wide else NARROW), out / study.name)
@@ -67,7 +67,7 @@ def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut
 
 
 def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequence[LeftOut]) -> str:
-    """The page: figures first, then tables, then what was left out."""
+    """Return the page: figures, tables, and the list of omissions."""
     methods = list(material.methods)
     return page(
         f"Analysis of {', '.join(methods)}",
@@ -88,7 +88,7 @@ def _title(material: Material) -> str:
 
 
 def _incomplete(material: Material) -> str:
-    """What the title does not count, and what it counts though it is unfinished."""
+    """Return the runs left out and the unfinished runs that are shown."""
     left_out, unfinished = material.selection.left_out, material.selection.unfinished
     lines = [f"{counted(len(left_out), 'run')} left out: {'; '.join(f'{p}: {w}' for p, w in left_out.items())}."]
     lines += [f"Shown as far as they went: {'; '.join(f'{path}: {how}' for path, how in unfinished.items())}."]
@@ -97,7 +97,7 @@ def _incomplete(material: Material) -> str:
 
 
 def _results(material: Material) -> str:
-    """What each method reached, as `et compare` has it."""
+    """Return the results of each method in the table of `et compare`."""
     results, without = [], []
     for method, subjects in material.methods.items():
         read = (read_result(s.folder, method, s.run.config["train"]["seed"]) for s in subjects)
@@ -112,7 +112,7 @@ def _results(material: Material) -> str:
 
 
 def _runs(subjects: Sequence[Subject]) -> str:
-    """What was analysed."""
+    """Return the table of analysed runs."""
     head = ("run", "method", "seed", "step", "tokens", "parameters", "active")
     rows = []
     for subject in subjects:

@@ -1,4 +1,4 @@
-"""What several methods reached with the same budget, data order and seeds: the finished runs' numbers in one table."""
+"""The table of `et compare`: results of several methods with the same budget, data order and seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..runs.files import damage_told
 
 
 class Result(NamedTuple):
-    """What one finished run reached. Without routed experts there is neither load nor fanout."""
+    """The result of one finished run. Load and fanout are None without routed experts."""
 
     method: str
     seed: int
@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A method's results over `seeds` runs: means, but for the speed, which is a median. A spread needs two runs."""
+    """A method's mean results over `seeds` runs; the speed is a median. A standard deviation needs two runs."""
 
     method: str
     seeds: int
@@ -50,7 +50,7 @@ NOTES = (
 
 
 def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
-    """The result of a run; None if it is not finished. Raises ValueError if it is damaged or does not validate."""
+    """Return the result of a run, None if it is not finished. Raises ValueError if it is damaged."""
     train, model, records = folder.section("train"), folder.section("model"), folder.metrics.read()
     validations = {record["step"]: record for record in records if record["split"] == "validation"}
     with damage_told(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
@@ -77,12 +77,12 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
 
 
 def _number(value: Any) -> Any:
-    """A number or None, as it is. Raises TypeError for whatever else a damaged record has."""
+    """Return a number or None unchanged. Raises TypeError for anything else in a damaged record."""
     return value if value is None else value + 0
 
 
 def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
-    """Mean and standard deviation of a number of which `counts[n]` tokens have n."""
+    """Return mean and standard deviation of fanout, where `counts[n]` tokens have fanout n; None without tokens."""
     total = sum(counts)
     if not total:
         return None, None
@@ -91,7 +91,7 @@ def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
-    """A row for each method, in the order in which they first occur."""
+    """Return a row for each method, in order of first occurrence."""
     rows = []
     for method in dict.fromkeys(result.method for result in results):
         runs = [result for result in results if result.method == method]
@@ -115,7 +115,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 
 
 def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
-    """Validation loss over the tokens trained on, by method, mean over the seeds; where all of them were validated."""
+    """Return (tokens, validation loss) by method, the mean over seeds, at the steps that all of them validated."""
     found = {}
     for method in dict.fromkeys(result.method for result in results):
         runs = [dict(result.curve) for result in results if result.method == method]
@@ -125,13 +125,13 @@ def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]
 
 
 def _over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
-    """None as soon as one run has no number."""
+    """Return the statistic, None if any value is missing."""
     known = [value for value in values if value is not None]
     return statistic(known) if len(known) == len(values) else None
 
 
 def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str]]:
-    """The table as text, below `HEADERS`; the best loss and the best bits per byte are emphasised."""
+    """Return the table's cells below `HEADERS`; the best loss and bits per byte are passed to `emphasise`."""
     lines = []
     for row in rows:
         loss, bits = _show(row.loss, 3), _show(row.bits_per_byte, 3)
@@ -159,13 +159,13 @@ def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:
 
 
 def to_markdown(rows: Sequence[Row]) -> str:
-    """The table as README files have it."""
+    """Return the table in Markdown."""
     lines = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)], *cells(rows, lambda text: f"**{text}**")]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def to_csv(rows: Sequence[Row]) -> str:
-    """Every digit of every row; empty where there is no number."""
+    """Return the rows as CSV in full precision; missing numbers are empty."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(Row._fields)

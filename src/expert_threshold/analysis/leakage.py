@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 
 class MoELayers(NamedTuple):
-    """What leaks: `layers` with granularity · expansion experts each, of which a token gets `granularity`."""
+    """A model with `layers` MoE layers of granularity · expansion experts; each token goes to `granularity` of them."""
 
     expansion: int
     granularity: int
@@ -29,41 +29,43 @@ class MoELayers(NamedTuple):
 
     @property
     def experts(self) -> int:
-        """Of all layers together."""
+        """The number of experts in all layers."""
         return self.layers * self.granularity * self.expansion
 
 
 def leakage(model: MoELayers, tokens: int) -> float:
-    """Bits per token with cutoffs of infinite precision, GE/N · log2 C(N, ⌊N/E⌋) per layer (paper, Eq. 7)."""
+    """Return bits per token with cutoffs of infinite precision, GE/N · log2 C(N, ⌊N/E⌋) per layer (paper, Eq. 7)."""
     return model.experts * log2_choices(tokens, tokens // model.expansion) / tokens
 
 
 def limit(model: MoELayers) -> float:
-    """Bits per token as the pool grows without end, G·E·h(1/E) per layer: `leakage` stays below it for any N."""
+    """Return G·E·h(1/E) bits per token and layer, which `leakage` approaches from below as the pool grows."""
     return model.experts * binary_entropy(1 / model.expansion)
 
 
 def bound(model: MoELayers) -> float:
-    """Bits per token that `leakage` exceeds where E divides N, G·log2(E − 1) per layer (paper, Eq. 7)."""
+    """Return G·log2(E − 1) bits per token and layer, a lower bound of `leakage` if E divides N (paper, Eq. 7)."""
     return model.layers * model.granularity * math.log2(model.expansion - 1)
 
 
 def finite_leakage(model: MoELayers, tokens: int, bits: int) -> float:
-    """Bits per token at most with cutoffs of so many bits (paper, Finite-precision cutoff): a cutoff is advice enough.
+    """Return the most bits per token that cutoffs of `bits` bits can leak (paper, Finite-precision cutoff).
 
-    The advice may as well be the choice itself, so this is never more than `leakage`.
+    A cutoff determines the choice, and the choice itself is advice too, so this never exceeds `leakage`.
     """
     return min(model.experts * bits / tokens, leakage(model, tokens))
 
 
 def binary_entropy(p: float) -> float:
-    """h(p) in bits."""
+    """Return h(p) in bits."""
     return 0.0 if p in (0, 1) else -(p * math.log2(p) + (1 - p) * math.log1p(-p) / math.log(2))
 
 
 def log2_choices(n: int, k: int) -> float:
-    """log2 C(n, k), 0 ≤ k ≤ n, to about 1e-14 of itself for any size: Stirling's main terms are put together by hand,
-    where differences of lgamma would cancel."""
+    """Return log2 C(n, k) for 0 ≤ k ≤ n with a relative error of about 1e-14 at any size.
+
+    Stirling's main terms are combined by hand, because differences of lgamma cancel.
+    """
     if k in (0, n):
         return 0.0
     rest = n - k
@@ -73,31 +75,31 @@ def log2_choices(n: int, k: int) -> float:
 
 
 def _stirling_rest(n: int) -> float:
-    """ln n! − ln(√(2πn)·(n/e)^n)."""
+    """Return ln n! − ln(√(2πn)·(n/e)^n)."""
     if n < 16:
         return math.lgamma(n + 1) - (n + 0.5) * math.log(n) + n - 0.5 * math.log(2 * math.pi)
     return (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / n**2) / n**2) / n**2) / n
 
 
 Cutoffs = tuple[Fraction, Fraction]
-"""All cutoffs from the first up to, but without, the second."""
+"""A half-open interval of cutoffs, [first, second)."""
 
 
 def encode(choice: Sequence[bool]) -> Cutoffs:
-    """The cutoffs that tell a causal decoder this choice, 2⁻ᴺ of [0, 1) (paper, Encoding Strategy).
+    """Return the cutoffs from which a causal decoder reads this choice, 2⁻ᴺ of [0, 1) (paper, Encoding Strategy).
 
-    Its lower end is one of them because a score must exceed the cutoff: with the paper's r ≥ c there, the query that
-    ends at the cutoff would be taken, though the choice says no.
+    The lower end belongs to the interval because a score must exceed the cutoff. With the paper's r ≥ c, a score equal
+    to the cutoff would be taken although the choice says no.
     """
     lower = Fraction(int("0" + "".join("01"[not taken] for taken in choice), 2), 2 ** len(choice))
     return lower, lower + Fraction(1, 2 ** len(choice))
 
 
 def decode(cutoff: Fraction, tokens: int) -> tuple[list[bool], list[Fraction], Cutoffs]:
-    """The choice that a cutoff in [0, 1) tells, token by token (paper, Algorithm 2), in exact arithmetic.
+    """Decode the choice in a cutoff from [0, 1) token by token (paper, Algorithm 2), in exact arithmetic.
 
-    Returns the choice; the scores, each the middle of the cutoffs that the tokens before it have left; and what the
-    last one has left.
+    Returns the choice, the scores, and the cutoffs that remain after the last token. Each score is the middle of the
+    cutoffs that remain before its token.
     """
     lower, upper = Fraction(0), Fraction(1)
     choice, scores = [], []
@@ -111,12 +113,12 @@ def decode(cutoff: Fraction, tokens: int) -> tuple[list[bool], list[Fraction], C
 
 
 def least_advice(tokens: int, k: int, levels: int) -> int:
-    """The least number of labels with which a causal decoder can choose the k largest of any `tokens` different scores
-    out of so many levels: log2 of it is the leakage (paper, Definition of Future Information Leakage).
+    """Return the fewest labels that let a causal decoder choose the k largest of `tokens` distinct scores.
 
-    By exhaustive search over all sequences of scores. Two of them need different labels if they agree up to a token
-    which only one of them takes: groups that differ in what the latest token gets add up, groups that differ in its
-    score can share labels.
+    Scores take `levels` values. log2 of the result is the leakage (paper, Definition of Future Information Leakage).
+    The search over all sequences of scores is exhaustive. Two sequences need different labels if they agree up to a
+    token that only one of them takes: groups that differ in the choice for the latest token add up, groups that differ
+    in its score can share labels.
     """
     sequences = [
         (scores, [score in sorted(scores)[tokens - k :] for score in scores])
@@ -126,7 +128,7 @@ def least_advice(tokens: int, k: int, levels: int) -> int:
 
 
 def _labels(sequences: Sequence[tuple[tuple[int, ...], list[bool]]], token: int) -> int:
-    """Labels for sequences that are alike in everything before `token`."""
+    """Return the labels needed for sequences that agree before `token`."""
     if len(sequences) == 1:
         return 1
     groups: dict[int, dict[bool, list[tuple[tuple[int, ...], list[bool]]]]] = {}

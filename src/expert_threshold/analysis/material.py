@@ -1,4 +1,4 @@
-"""What figures are made of: the runs, and traces of their checkpoints over fixed token streams, kept on the disk."""
+"""The inputs of figures: runs, and cached traces of their checkpoints over fixed token streams."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..runs.checkpoint import folder_of
 from .methods import Selection, Subject, by_method
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""What is done -> a function that wants to be told how much of it, and of how much."""
+"""Name of a task -> a callback that takes the amount done and the total."""
 
 Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
 DOMAIN_FLAGS = ("--human-eval", "--gsm8k")
 PASSAGE = 384
-"""Tokens of a passage that is shown as text."""
+"""The most tokens of a passage shown as text."""
 
 
 class NotShownError(Exception):
-    """A figure has no meaning for these runs, or lacks something; says why, without a full stop."""
+    """A figure does not apply to these runs or lacks data. The message is the reason, without a full stop."""
 
 
 class Streams(NamedTuple):
-    """Sources of what is read. source: what all runs are traced on; None is each run's own validation split."""
+    """Sources of text. source: traces all runs; None is each run's own validation split."""
 
     source: str | None
     tokens: int
@@ -49,7 +49,7 @@ class Streams(NamedTuple):
 
 
 class Material:
-    """Runs and their traces. `folder` is where traces are kept: those of the same weights and tokens are used again."""
+    """Runs and their traces. Traces are cached in `folder` by weights and tokens."""
 
     def __init__(
         self,
@@ -73,18 +73,18 @@ class Material:
 
     @cached_property
     def compared(self) -> list[list[Subject]]:
-        """The runs of each method, without those that switch the shared expert or the norm if there are others."""
+        """The runs of each method; ablations of the shared expert or the norm only if there is nothing else."""
         every = list(self.methods.values())
         return [runs for runs in every if runs[0].ordinary] or every
 
     @cached_property
     def first_runs(self) -> list[Subject]:
-        """The first run of each method that is compared."""
+        """The first run of each compared method."""
         return [runs[0] for runs in self.compared]
 
     @cached_property
     def routed(self) -> list[Subject]:
-        """Of these the ones with routed experts. Raises NotShownError if there is none."""
+        """The first runs that have routed experts. Raises NotShownError if there are none."""
         found = [subject for subject in self.first_runs if subject.layers]
         if not found:
             raise NotShownError("no run has routed experts")
@@ -92,29 +92,30 @@ class Material:
 
     @property
     def focus(self) -> Subject:
-        """The run that figures of a single run show: with cutoffs rather than without, and causal in training."""
+        """The run for figures of a single run: preferably one with cutoffs, then one causal in training."""
         return min(self.routed, key=lambda subject: (not subject.has_cutoffs, subject.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
-        """The items, with progress told after each."""
+        """Yield the items and report progress after each."""
         progress = self._progress(what)
         for done, item in enumerate(items, start=1):
             yield item
             progress(done, len(items))
 
     def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
-        """Of a checkpoint, the last by default, over a stream: `validation`, `start` (its first quarter) or a domain.
+        """Return the trace of a checkpoint, the last by default, over a stream.
 
-        Raises ValueError if the run is damaged or its text is gone, NotShownError if no text of the domain was named.
+        stream: `validation`, `start` (its first quarter) or a domain. Raises ValueError if the run is damaged or its
+        text has changed, NotShownError if the domain has no source.
         """
         context = subject.run.model.context
         tokens = max(self.streams.tokens // 4, 2) if stream == "start" else self.streams.tokens
         return self._trace(subject, stream, cut_windows(self._read(subject, stream).ids, context, tokens), step)
 
     def passages(self, subject: Subject) -> dict[str, tuple[Trace, list[str]]]:
-        """Name -> the trace of the beginning of a document, and each of its tokens as text.
+        """Return name -> the trace of the beginning of a document, and each of its tokens as text.
 
-        One of each domain there is, else one of the validation split. bos, which opens a document, is no text.
+        There is one document per available domain, or else one from the validation split. bos has no text.
         """
         streams = {DOMAINS[name]: name for name in DOMAINS if getattr(self.streams, name)}
         return {
@@ -128,17 +129,17 @@ class Material:
         windows = cut_windows(ids, subject.run.model.context, PASSAGE)
         trace = self._trace(subject, f"passage-{stream}", windows, None)
         tokenizer, decode = subject.folder.tokenizer(), getincrementaldecoder("utf-8")("replace").decode
-        # A character of several tokens is the text of the last of them.
+        # A character split over several tokens becomes the text of the last one.
         return trace, [
             "" if token == tokenizer.bos else decode(tokenizer.decode_bytes([token])) for token in trace.tokens.tolist()
         ]
 
     def _read(self, subject: Subject, stream: str) -> Tokens:
-        """The stream's first tokens by the run's tokenizer; read once for all checkpoints and all runs like it."""
+        """Return the stream's first tokens by the run's tokenizer, cached by text and tokenizer."""
         corpus, tokenizer = self._corpus(subject, stream), subject.folder.tokenizer()
         key = corpus.hash, tokenizer.hash
         if key not in self._tokens:
-            # Windows need one token more, as the last target.
+            # Windows need one more token, the last target.
             told = self._progress(f"{corpus.name}: tokenizing")
             enough = self.streams.tokens + subject.run.model.context + 1
             self._tokens[key] = pack(corpus, tokenizer, "validation", told, max_tokens=enough)
@@ -147,7 +148,7 @@ class Material:
     def _corpus(self, subject: Subject, stream: str) -> Corpus:
         source = getattr(self.streams, stream) if stream in DOMAINS else self.streams.source
         if stream in DOMAINS and source is None:
-            raise NotShownError(f"name the text of each domain: {' and '.join(DOMAIN_FLAGS)}")
+            raise NotShownError(f"it needs the text of both domains: {' and '.join(DOMAIN_FLAGS)}")
         data = DataConfig(**subject.folder.section("data"))
         key = source or str(data)
         if key not in self._corpora:
@@ -170,7 +171,7 @@ class Material:
         }
         path = self._folder / f"{_slug(folder)}-step_{step:06d}-{stream}.parquet"
         if path.exists():
-            with suppress(ValueError):  # a damaged one is recorded again
+            with suppress(ValueError):  # a damaged trace is recorded again
                 kept = Trace(path)
                 if kept.facts == facts:
                     return kept
@@ -180,17 +181,17 @@ class Material:
         return record_trace(model, windows, path, facts=facts, progress=self._progress(what))
 
     def _load(self, folder: RunFolder, step: int) -> tuple[GPT, Tokenizer]:
-        """The model of a checkpoint; the last one is kept, since several streams follow each other."""
+        """Load the model of a checkpoint. The latest one stays loaded, because several streams follow each other."""
         if self._loaded is None or self._loaded[0] != (folder.path, step):
-            self._loaded = None  # two models need not fit into memory
+            self._loaded = None  # free the old model first
             self._loaded = (folder.path, step), load_model(folder.path, step, self._device, self._dtype)
         return self._loaded[1]
 
 
 def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
-    """The first `tokens` ids as whole windows, (rows, context + 1) int32: each row's last is the next one's first.
+    """Cut the first `tokens` ids into windows (rows, context + 1) int32; each row ends with the next row's first id.
 
-    Fewer ids than a window make one that is shorter, whose last target is IGNORED.
+    Fewer ids than a window give one shorter window whose last target is IGNORED.
     """
     rows = min(tokens, len(ids) - 1) // context
     if rows == 0:
@@ -201,7 +202,7 @@ def cut_windows(ids: Ids, context: int, tokens: int) -> Tensor:
 
 
 def _slug(folder: RunFolder) -> str:
-    """A file name of the run's, which no other folder has."""
+    """Return a readable file name that is unique to the folder."""
     path = folder.path.resolve()
     readable = re.sub(r"[^\w.-]+", "_", "-".join(path.parts[-2:]))
     return f"{readable}-{_hash(str(path).encode())[:6]}"

@@ -74,23 +74,23 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def expert_token_ratio(assignment: Tensor) -> Tensor:
-    """The share of the tokens that each expert got, float64 (layers, experts) (paper, Expert Specialization)."""
+    """Return each expert's share of the tokens, float64 (layers, experts) (paper, Expert Specialization)."""
     return assignment.sum(-2).double() / assignment.shape[-2]
 
 
 def mutual_information(weights: Tensor) -> Tensor:
-    """I(row; column) in bits of the joint distribution proportional to weights (…, rows, columns), none negative.
+    """Return I(row; column) in bits of the joint distribution proportional to nonnegative weights (…, rows, columns).
 
-    With the expert token ratios of several domains, (domains, experts), it says how much the expert of a routed token
-    tells of its domain when all domains have equally many tokens: 0 where experts are blind to domains, at most
-    log2(min(domains, experts)). 0 where nothing is routed.
+    With expert token ratios (domains, experts), it is the information that the expert of a routed token gives about its
+    domain if all domains have equally many tokens: 0 if experts ignore domains, at most log2(min(domains, experts)),
+    and 0 if nothing is routed.
     """
     weights = weights.double()
     largest = weights.amax((-2, -1), keepdim=True)
-    weights = torch.where(largest > 0, weights / largest, 0)  # by the largest first: a sum of subnormals has few digits
+    weights = torch.where(largest > 0, weights / largest, 0)  # scaled first, because a sum of subnormals loses digits
     joint = weights / weights.sum((-2, -1), keepdim=True).clamp(min=1)
     marginals = _entropy(joint.sum(-1)) + _entropy(joint.sum(-2))
-    return (marginals - _entropy(joint.flatten(-2))).clamp(min=0)  # no rounding below 0
+    return (marginals - _entropy(joint.flatten(-2))).clamp(min=0)  # rounding may go below 0
 
 
 def _entropy(p: Tensor) -> Tensor:
@@ -98,32 +98,33 @@ def _entropy(p: Tensor) -> Tensor:
 
 
 def load_spread(load: Tensor) -> Tensor:
-    """Largest load over mean load of loads (…, experts): 1 is perfect balance; NaN where nothing is routed."""
+    """Return largest load / mean load of loads (…, experts): 1 is perfect balance, NaN if nothing is routed."""
     return load.max(-1).values / load.double().mean(-1)
 
 
 def load_variation(load: Tensor) -> Tensor:
-    """Coefficient of variation of loads (…, experts), their standard deviation over their mean: 0 is perfect balance;
-    NaN where nothing is routed."""
+    """Return standard deviation / mean of loads (…, experts): 0 is perfect balance, NaN if nothing is routed."""
     load = load.double()
     return load.std(-1, correction=0) / load.mean(-1)
 
 
 def fanout_distribution(assignment: Tensor) -> Tensor:
-    """The share of tokens with fanout 0, 1, …, experts, float64 (layers, experts + 1)."""
+    """Return the share of tokens with fanout 0, 1, …, experts, float64 (layers, experts + 1)."""
     tokens, experts = assignment.shape[-2:]
     fanout = assignment.sum(-1)
     return torch.stack([(fanout == count).sum(-1) for count in range(experts + 1)], -1).double() / tokens
 
 
 def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
-    """Σ z·r over tokens and experts (…, tokens, experts), float64: what routing maximises (paper, Eq. 3 to 5)."""
+    """Return Σ z·r over tokens and experts (…, tokens, experts), float64, the routing objective (paper, Eq. 3 to 5)."""
     return torch.where(assignment, scores.double(), 0).sum((-2, -1))
 
 
 def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
-    """The assignment of the largest Σ z·r in which every expert has k = ⌊tokens · experts_per_token / experts⌋ tokens
-    (paper, Eq. 4), of scores (tokens, experts) float32. Raises ValueError if k is 0."""
+    """Return the assignment that maximises Σ z·r over scores (tokens, experts) float32 with k tokens per expert.
+
+    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Raises ValueError if k is 0.
+    """
     tokens, experts = scores.shape
     k, _, _ = bounds(tokens, experts_per_token, experts, slack=0)
     (cut,) = kth_largest(scores[None], [k])
@@ -131,11 +132,11 @@ def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
 
 
 def best_token_choice(scores: Tensor, experts_per_token: int) -> Tensor:
-    """The assignment of the largest Σ z·r in which every token has `experts_per_token` experts and all experts have
-    equally many tokens (paper, Eq. 3), of scores (tokens, experts).
+    """Return the assignment that maximises Σ z·r over scores (tokens, experts) with equal fanouts and equal loads.
 
-    A linear program: its constraints are those of a bipartite graph, so that its vertices are whole numbers. Seconds
-    for thousands of tokens. Raises ValueError if experts cannot share the tokens equally, or without scipy.
+    Every token goes to `experts_per_token` experts (paper, Eq. 3). Solves a linear program whose vertices are integral
+    because its constraints form a bipartite graph; thousands of tokens take seconds. Raises ValueError if the experts
+    cannot share the tokens equally or scipy is missing.
     """
     try:
         from scipy.optimize import linprog

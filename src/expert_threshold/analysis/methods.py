@@ -1,4 +1,4 @@
-"""Which runs are of the same method, and what each method is called in figures."""
+"""Grouping of runs by method, and the methods' names in figures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..runs.files import damage_told
 from .run import Run, read_run
 from .sentences import listed
 
-# What of the training loop makes a method another one; and what of the rest does not.
+# Options of the training loop that distinguish methods, and other options that do not.
 _TRAINING = ("steps", "batch_size", "accumulation")
 _ASIDE = ("dispatch", "skip_damaged")
 _NAMES = {("shared_experts", 0): "no shared expert", ("gate_norm", "fanout"): "fanout norm"}
 
 
 class Subject(NamedTuple):
-    """A run to analyse, and the method it is of."""
+    """A run to analyse, with its method."""
 
     folder: RunFolder
     run: Run
@@ -29,22 +29,22 @@ class Subject(NamedTuple):
 
     @property
     def tag(self) -> dict[str, str]:
-        """What the data of every figure say of a run they show."""
+        """The fields that identify a run in the data of every figure."""
         return {"method": self.method, "kind": self.kind}
 
     @property
     def ordinary(self) -> bool:
-        """With a shared expert and without a norm; those that are not have figures of their own."""
+        """True with a shared expert and without a fanout norm; other runs have figures of their own."""
         return self.run.model.shared_experts > 0 and self.run.model.gate_norm is None
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The step of the last checkpoint, and the steps that the run was to make."""
+        """The step of the last checkpoint, and the planned number of steps."""
         return self.folder.latest_checkpoint() or 0, self.run.config["train"]["steps"]
 
     @property
     def rule(self) -> Rule:
-        """The routing rule of a run that has one."""
+        """The routing rule; the run must have one."""
         assert self.run.model.rule is not None
         return self.run.model.rule
 
@@ -55,7 +55,7 @@ class Subject(NamedTuple):
 
     @property
     def has_bounds(self) -> bool:
-        """Whether training bounds loads by more than their definition."""
+        """True if training bounds loads that are not exact by definition."""
         return not self.rule.looks_ahead and self.rule.load_bounds(self.rule.num_experts**2) is not None
 
     @property
@@ -65,23 +65,23 @@ class Subject(NamedTuple):
 
 
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
-    """The run folders that are named, each once; of a folder that `et compare` wrote, or one of its methods, all in it.
+    """Return the named run folders, each once; a comparison or one of its methods stands for all runs in it.
 
-    Raises ValueError that names a folder which is neither.
+    Raises ValueError for a folder that is none of these.
     """
     found: dict[Path, RunFolder] = {}
     for path in map(Path, paths):
         configs = [*path.glob("seed_*/config.json"), *path.glob("*/seed_*/config.json")]
         inside = sorted(config.parent for config in configs)
         if not inside and (path / "compare.json").is_file():
-            raise ValueError(f"{path}: a comparison without a run yet; go on with its `et compare` first")
+            raise ValueError(f"{path}: this comparison has no runs yet; continue it with `et compare`")
         for run in inside or [path]:
             found.setdefault(run.resolve(), RunFolder.open(run))
     return list(found.values())
 
 
 class Selection(NamedTuple):
-    """The runs to analyse, and by folder why others are left out and how far unfinished ones went."""
+    """The runs to analyse, and by folder the reasons for omissions and the progress of unfinished runs."""
 
     subjects: list[Subject]
     left_out: dict[str, str]
@@ -89,9 +89,9 @@ class Selection(NamedTuple):
 
 
 def select_runs(folders: Sequence[RunFolder]) -> Selection:
-    """All finished runs; of a method that has none, those that saved a checkpoint.
+    """Return all finished runs, and runs with a checkpoint of methods without finished ones.
 
-    An unfinished run beside finished ones of its method would cut their curves to its own length, so it is left out.
+    An unfinished run would shorten the curves of finished runs of its method, so it is left out.
     Raises ValueError if a run is damaged or no run saved a checkpoint.
     """
     begun = [folder for folder in folders if folder.latest_checkpoint() is not None]
@@ -113,7 +113,7 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
 
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
-    """The runs by method: dense, token, expert choice by pool, expert threshold. Raises ValueError if damaged."""
+    """Read the runs and sort them by method. Raises ValueError if one is damaged."""
     read = sorted(map(_read, folders), key=lambda each: _order(each.run))
     differing = _differing([each.options for each in read])
     subjects = []
@@ -145,12 +145,12 @@ def _read(folder: RunFolder) -> _Read:
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    """Method -> its runs, which differ by seed."""
+    """Return method -> its runs, which differ by seed."""
     return {name: [s for s in subjects if s.method == name] for name in dict.fromkeys(s.method for s in subjects)}
 
 
 def legend(subjects: Sequence[Subject]) -> str:
-    """Return which rule the label of each run stands for, and how the page routes; nothing if no run has experts."""
+    """Return the rule behind each label and how the page routes; empty if no run has experts."""
     labels: dict[str, list[str]] = {}
     pooled = []
     for subject in subjects:
@@ -168,7 +168,7 @@ def legend(subjects: Sequence[Subject]) -> str:
 
 
 def pool_tokens(run: Run) -> int | None:
-    """The tokens that compete with each other in training; None where none do."""
+    """Return the pool size in training, in tokens; None without pools."""
     rule, train = run.model.rule, run.config["train"]
     if rule is None or rule.scope(training=True) == "token":
         return None
@@ -177,7 +177,7 @@ def pool_tokens(run: Run) -> int | None:
 
 
 def _rule(run: Run) -> tuple[str, str]:
-    """The kind and the name of the run's rule."""
+    """Return the kind and the name of the run's rule."""
     if run.model.rule is None:
         return DENSE, DENSE
     name = run.model.rule.label_of(pool_tokens(run))
@@ -185,7 +185,7 @@ def _rule(run: Run) -> tuple[str, str]:
 
 
 def _order(run: Run) -> tuple[Any, ...]:
-    """Dense, then rules as the table has them, each by its methods and the size of its pools."""
+    """Return the sort key: dense first, then rules in the order of `RULES`, each by method and pool size."""
     name, kind = run.rule["name"], method_named(run.rule)
     place = list(METHODS).index(kind) if kind is not None else len(METHODS)
     rank = -1 if run.model.rule is None else list(RULES).index(name)
@@ -194,7 +194,7 @@ def _order(run: Run) -> tuple[Any, ...]:
 
 
 def options(run: Run) -> dict[str, Any]:
-    """All that makes a run what it is, but for its seed and its machine; the rule's options are named `rule.…`."""
+    """Return the options that define a run, except seed and machine; the rule's options are named `rule.…`."""
     train = {name: run.config["train"][name] for name in _TRAINING}
     flat = run.config["model"] | run.config["optim"] | run.config["data"] | train
     rule = flat.pop("rule")
@@ -203,20 +203,20 @@ def options(run: Run) -> dict[str, Any]:
 
 
 def _differing(every: Sequence[Mapping[str, Any]]) -> set[str]:
-    """Options that all runs have, and not all alike."""
+    """Return the options that all runs have with differing values."""
     common = set.intersection(*(set(each) for each in every))
     return {name for name in common if any(each[name] != every[0][name] for each in every)}
 
 
 def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[str]) -> list[str]:
-    """What sets a run apart from the first of its kind and, in what no rule decides, from other runs."""
+    """Return what distinguishes a run from the first of its kind, and in options outside the rule from all runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
     return [_name(name, mine) for name in apart if not _follows(name, mine, apart)]
 
 
 def _follows(name: str, mine: Mapping[str, Any], apart: Sequence[str]) -> bool:
-    """Two routed experts for a token are a part of leaving the shared expert out (paper, Shared Expert)."""
+    """Return True for an option implied by another: two routed experts replace the shared one (Shared Expert)."""
     return name == "rule.experts_per_token" and "shared_experts" in apart and mine["shared_experts"] == 0
 
 

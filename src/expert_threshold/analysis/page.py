@@ -1,4 +1,4 @@
-"""A page whole in itself: text, style and vector figures in one file, for light and dark, screens and phones."""
+"""Self-contained HTML pages with vector figures, for light and dark themes, screens and phones."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 
 class Exhibit(NamedTuple):
-    """A figure with what to say about it. draw: width in inches -> figure."""
+    """A figure with its caption. draw: width in inches -> figure."""
 
     title: str
     sentence: str
     draw: Callable[[float], Figure]
-    wide: bool = False  # as wide as the page; on a phone it is drawn anew, narrow
-    files: str | None = None  # what the names of its files beside the page begin with, if there are any
-    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # head and rows, folded away below it
+    wide: bool = False  # as wide as the page; phones get a narrow drawing
+    files: str | None = None  # the stem of its files beside the page, if any
+    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # head and rows, collapsed below it
 
 
 class LeftOut(NamedTuple):
-    """Figures that are not shown, and why."""
+    """Figures that are not shown, with the reason."""
 
     titles: str
     reason: str
@@ -87,7 +87,7 @@ VARIABLES = f":root {{ {LIGHT} }}\n@media (prefers-color-scheme: dark) {{ :root 
 
 
 def page(title: str, body: Iterable[str]) -> str:
-    """The whole document. title: plain text; body: HTML."""
+    """Return the document. title: plain text; body: HTML."""
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -109,7 +109,7 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def exhibits(section: str, shown: Sequence[Exhibit]) -> str:
-    """Figures side by side, under a heading; nothing if there are none."""
+    """Return a section of figures side by side, empty if there are none."""
     if not shown:
         return ""
     figures = "\n".join(_figure(f"{section} {exhibit.title}", exhibit) for exhibit in shown)
@@ -117,13 +117,13 @@ def exhibits(section: str, shown: Sequence[Exhibit]) -> str:
 
 
 def left_out(entries: Sequence[LeftOut]) -> str:
-    """What is not shown and why, under a heading; nothing if all is shown."""
+    """Return the section of omitted figures with reasons, empty if there are none."""
     lines = "".join(f"<li>{escape(titles)}: {escape(reason)}.</li>" for titles, reason in entries)
     return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if entries else ""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table that scrolls where it is too wide."""
+    """Return a table that scrolls if it is too wide."""
     names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
@@ -133,14 +133,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def text_block(text: str) -> str:
-    """Text as it is, but for control characters, which HTML has not."""
+    """Return preformatted text; control characters, which HTML forbids, are replaced."""
     visible = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "\N{REPLACEMENT CHARACTER}", text)
     return f"<pre>{escape(visible)}</pre>"
 
 
 def _figure(name: str, exhibit: Exhibit) -> str:
     prefix = re.sub(r"\W+", "-", name.lower())
-    alt = f"Chart: {exhibit.title}"  # the caption tells what it shows
+    alt = f"Chart: {exhibit.title}"  # the caption describes it
     if exhibit.wide:
         drawn = [
             svg(exhibit.draw(WIDE), prefix, alt, "broad"),
@@ -164,7 +164,7 @@ def _links(files: str | None) -> str:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write path.png and path.svg, each whole or not at all, on white."""
+    """Write path.png and path.svg atomically, on white."""
     for kind in ("png", "svg"):
         image = io.BytesIO()
         with style():
@@ -172,13 +172,13 @@ def save_figure(figure: Figure, path: Path) -> None:
         replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
 
 
-_UNDATED = {"png": None, "svg": {"Date": None}}  # the same figure is the same file
+_UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identical files
 
 
 def svg(figure: Figure, prefix: str, alt: str, kind: str) -> str:
-    """The figure as an <svg> element for a page: text as text, the theme's colours as variables, ids of its own.
+    """Return the figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
 
-    prefix: what no other figure's ids on the page begin with. alt: what those are told who do not see it.
+    prefix: of all ids, unique on the page. alt: the text for screen readers.
     """
     file = io.StringIO()
     with style():
@@ -205,11 +205,11 @@ def _for_page(name: str, value: str, prefix: str) -> str:
     if name == "href" and value.startswith("#"):
         return f"#{prefix}-{value[1:]}"
     if name == "style":
-        value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)  # the page's typeface
+        value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)  # use the page's typeface
         value = re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", value)
     return value
 
 
 def _local(name: str) -> str:
-    """Without the namespace, which HTML knows by itself."""
+    """Return the name without its namespace, which HTML implies."""
     return name.rpartition("}")[2]

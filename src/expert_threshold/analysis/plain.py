@@ -1,4 +1,4 @@
-"""Numbers as figures' data files hold them: lists of floats of six digits, null where there is no number."""
+"""Conversion to and from figures' data files: lists of floats with six significant digits, null for missing numbers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor
 
 Data = Mapping[str, Any]
-"""What a figure is drawn from; JSON has it all."""
+"""The JSON-compatible data of a figure."""
 
 
 def plain(value: Any) -> Any:
-    """Arrays, tensors and tuples as lists, every float cut to six digits, None for what is not finite."""
+    """Return lists for arrays, tensors and tuples, floats rounded to six significant digits, None if not finite."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -27,5 +27,5 @@ def plain(value: Any) -> Any:
 
 
 def array(values: Any) -> np.ndarray:
-    """The float64 array of what `plain` made of one, NaN for None."""
+    """Return the float64 array of a list that `plain` returned, NaN for None."""
     return np.array(values, dtype=object).astype(float)

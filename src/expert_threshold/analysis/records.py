@@ -1,4 +1,4 @@
-"""Series of numbers out of the lines of metrics.jsonl. What was not finite, null there, is NaN here."""
+"""Series of numbers from the lines of metrics.jsonl; null becomes NaN."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import numpy as np
 
 Record = Mapping[str, Any]
 Points = Sequence[tuple[float, float]]
-"""(x, y) in the order of x; y is NaN where there is no number."""
+"""(x, y) sorted by x; a missing y is NaN."""
 
 
 def series(records: Sequence[Record], key: str) -> Points:
-    """(step, value) of every record that has the key."""
+    """Return (step, value) of every record that has the key."""
     return [(record["step"], _number(record[key])) for record in records if key in record]
 
 
 def layers(records: Sequence[Record]) -> list[int]:
-    """The layers with experts, first to last."""
+    """Return the layers with experts in ascending order."""
     return sorted({int(layer) for record in records for layer in record["layers"]})
 
 
 def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
-    """Layer -> (step, value) of every record that has the key, the mean over experts where each has its own.
+    """Return layer -> (step, value) of every record that has the key, averaged over experts where each has a value.
 
-    A layer without any number is left out.
+    Layers without numbers are omitted.
     """
     found = {layer: series(_of_layer(records, layer), key) for layer in layers(records)}
     return {layer: points for layer, points in found.items() if finite(points)}
 
 
 def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Layer -> steps (records,) and values (records, experts); a layer without any number is left out."""
+    """Return layer -> steps (records,) and values (records, experts); layers without numbers are omitted."""
     found = {}
     for layer in layers(records):
         having = [record for record in _of_layer(records, layer) if key in record]
@@ -45,7 +45,7 @@ def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.nda
 
 
 def finite(points: Points) -> list[tuple[float, float]]:
-    """The points that have a number."""
+    """Return the points whose y is finite."""
     return [(x, y) for x, y in points if math.isfinite(y)]
 
 

@@ -1,4 +1,4 @@
-"""A run's report.html: what was trained, what it came to, and how experts were used, out of the run's records alone."""
+"""A run's report.html: its configuration, results and use of experts, from its records alone."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def write_report(folder: RunFolder) -> Path:
 
     Raises ValueError with the remedy if a record is damaged or matplotlib is missing; OSError where the disk is full.
     """
-    # A path in config.json may hold bytes that are no UTF-8.
+    # A path in config.json may contain bytes that are not UTF-8.
     replace_file(folder.report, report(read_run(folder)).encode(errors="replace"))
     return folder.report
 
 
 def report(run: Run) -> str:
-    """The page, whole in itself. Raises ValueError with the remedy if matplotlib is missing."""
+    """Return the self-contained page. Raises ValueError with the remedy if matplotlib is missing."""
     chosen = {"Learning": list(learning(run)), "Routing": list(routing(run))}
     missing = [entry for entries in chosen.values() for entry in entries if isinstance(entry, LeftOut)]
     return page(
@@ -53,7 +53,7 @@ def report(run: Run) -> str:
 
 
 def header(run: Run) -> str:
-    """What was trained, and what it came to."""
+    """Return the title, the main results and the configuration in brief."""
     parameters = parameter_counts(run.model)
     title = f"{run.rule_name[0].upper()}{run.rule_name[1:]}, {short(parameters['total'])} parameters"
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
@@ -93,14 +93,14 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
     yield "Corpus", f"{corpus['name']}, {short(corpus['bytes'])} bytes, sha256 {corpus['hash'][:16]}"
     yield "Steps", f"{run.step:,} of {train['steps']:,}, {run.tokens_per_step:,} tokens each; seed {train['seed']}"
     if run.config["init_from"] is not None:
-        yield "Began with", run.config["init_from"]
+        yield "Initialised from", run.config["init_from"]
     threads = f", {counted(train['threads'], 'thread')}" if train["device"] == "cpu" else ""
     yield "Machine", f"{train['device']}, {train['dtype']}{threads}"
     yield "Versions", ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
 
 
 def warnings(run: Run) -> str:
-    """What went wrong while training, if anything did."""
+    """Return skipped steps and dead experts, nothing if there were none."""
     lines = []
     skipped = [f"{record['step']:,}" for record in run.events if record["event"] == "skipped_step"]
     if skipped:
@@ -111,25 +111,25 @@ def warnings(run: Run) -> str:
         if record["event"] == "dead_expert"
     ]
     if dead:
-        lines.append(f"Got no token between two lines of metrics: {_some(dead, 'expert')}.")
+        lines.append(f"Received no tokens between two lines of metrics: {_some(dead, 'expert')}.")
     if not lines:
         return ""
     return f"<section><h2>Warnings</h2>{''.join(f'<p>{escape(line)}</p>' for line in lines)}</section>"
 
 
 def samples(run: Run) -> str:
-    """The last sample, and those before it folded away."""
+    """Return the last sample, with earlier ones collapsed."""
     if not run.samples:
         return ""
     *earlier, (name, text) = run.samples
     folded = "".join(
         f"<details><summary>{escape(name)}</summary>{text_block(text)}</details>" for name, text in reversed(earlier)
     )
-    return f"<section><h2>What it writes</h2><p>After {escape(name)}:</p>{text_block(text)}{folded}</section>"
+    return f"<section><h2>Samples</h2><p>After {escape(name)}:</p>{text_block(text)}{folded}</section>"
 
 
 def validations(run: Run) -> str:
-    """Every validation as a row."""
+    """Return a table with a row for each validation."""
     if not run.validation:
         return ""
     head = ("step", "tokens trained on", "loss", "bits per byte", "mean fanout", "load spread, worst layer")
@@ -152,7 +152,7 @@ def validations(run: Run) -> str:
 
 
 def configuration(run: Run) -> str:
-    """All of config.json, folded away."""
+    """Return all of config.json, collapsed."""
     text = json.dumps(run.config, indent=2, ensure_ascii=False)
     return (
         f"<section><h2>Configuration</h2><details><summary>config.json</summary>{text_block(text)}</details></section>"
@@ -160,7 +160,7 @@ def configuration(run: Run) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Two units: 42 s, 3 min 05 s, 2 h 10 min."""
+    """Return a duration in at most two units: 42 s, 3 min 05 s, 2 h 10 min."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
@@ -177,6 +177,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _some(items: list[str], what: str) -> str:
-    """Ten of them at most: `steps 3, 4 and 5 more`."""
+    """Return at most ten items: `steps 3, 4 and 5 more`."""
     more = f" and {len(items) - 10} more" if len(items) > 10 else ""
     return f"{what}{'s' if len(items) > 1 else ''} {', '.join(items[:10])}{more}"

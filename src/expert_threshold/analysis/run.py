@@ -1,4 +1,4 @@
-"""The records of one run, read and ready to draw."""
+"""A run folder's configuration, metrics and samples in one record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .records import Points, Record, series
 
 
 class Run(NamedTuple):
-    """The records of a run."""
+    """A run folder that was read."""
 
     name: str
     config: dict[str, Any]
@@ -21,7 +21,7 @@ class Run(NamedTuple):
     validation: Sequence[Record]
     events: Sequence[Record]
     samples: list[tuple[str, str]]  # name and text, first to last
-    step: int  # steps made, as far as records and checkpoints tell
+    step: int  # the last one in metrics or checkpoints
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class Run(NamedTuple):
 
     @property
     def target(self) -> float:
-        """The share of the tokens that an expert is meant to get."""
+        """The usage aimed at: experts per token / number of experts."""
         assert self.model.rule is not None
         return self.model.rule.experts_per_token / self.model.rule.num_experts
 
@@ -59,18 +59,18 @@ class Run(NamedTuple):
 
     @property
     def bits_per_byte(self) -> Points:
-        """(tokens trained on, bits per byte) of every validation."""
+        """Return (tokens trained on, bits per byte) of every validation."""
         return [(step * self.tokens_per_step, bits) for step, bits in series(self.validation, "bits_per_byte")]
 
     @property
     def fanout_counts(self) -> dict[int, list[int]]:
-        """Layer -> tokens by fanout, in the last validation."""
+        """Return layer -> tokens by fanout in the last validation."""
         last = self.validation[-1]["layers"] if self.validation else {}
         return {int(layer): values["fanout_counts"] for layer, values in last.items() if any(values["fanout_counts"])}
 
 
 def read_run(folder: RunFolder) -> Run:
-    """Raises ValueError if a record is damaged."""
+    """Read a run folder. Raises ValueError if a record is damaged."""
     config, records = folder.config, folder.metrics.read()
     samples = [
         (re.sub("_0*", " ", path.stem), path.read_text(encoding="utf-8", errors="replace"))

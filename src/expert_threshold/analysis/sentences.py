@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def counted(count: int, what: str) -> str:
-    """1 thread, 2 threads."""
+    """Return a count with its noun: 1 thread, 2 threads."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def short(count: float) -> str:
-    """Three digits and a unit: 16M, 2.43B."""
+    """Return three significant digits and a unit: 16M, 2.43B."""
     unit = ""
     for larger in "kMBT":
         if count >= 999.5:
@@ -20,17 +20,17 @@ def short(count: float) -> str:
 
 
 def pool_size(tokens: int) -> str:
-    """As the paper writes it: 2k is 2048."""
+    """Return a pool size in the paper's notation: 2k is 2048."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def listed(parts: Sequence[str]) -> str:
-    """a, b and c."""
+    """Join parts as `a, b and c`."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def two_digits(number: float) -> str:
-    """24, 0.024, 6.1 × 10⁻⁵."""
+    """Return two significant digits: 24, 0.024, 6.1 × 10⁻⁵."""
     text = f"{number:.2g}"
     if "e" not in text:
         return text
@@ -42,7 +42,7 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def signed(number: float, digits: int = 3) -> str:
-    """+0.012 or −0.012; nothing has no sign."""
+    """Return a signed number, +0.012 or −0.012; zero has no sign."""
     text = f"{number:+.{digits}f}"
     return text.replace("-", "−") if float(text) else text[1:]
 

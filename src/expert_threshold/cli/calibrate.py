@@ -37,7 +37,7 @@ OPTIONS = [
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Measure cutoffs for a model of expert choice or expert threshold, and a sketch of its scores for --rate, in one "
+    "Measure cutoffs for a model whose rule routes by cutoffs, and a sketch of its scores for --rate, in one "
     "pass over text and without training; and its loss before and after, on text that is held out."
 )
 FILE = "calibration.json"

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BINS = 20
-"""Of losses, equally many tokens in each."""
+"""Bins of losses, with equally many tokens in each."""
 SINGLE = 16
-"""Positions that stand for themselves; those after them share bins that widen by a quarter."""
+"""Positions with a bin each; later ones share bins that widen by a quarter."""
 FEWEST = 1 / 1000
-"""The share of the tokens without which a mean says nothing."""
+"""The smallest share of the tokens for which a mean is shown."""
 
 MEAN: dict[str, Any] = {"color": INK, "linewidth": 1.8, "marker": "o", "markersize": 2}
 FANOUT = "routed experts per token"
 
 
 def fanout_by_position(material: Material) -> Data:
-    """Mean fanout by position in the window, per layer and over all layers."""
+    """Compute mean fanout by position in the window, per layer and over all layers."""
 
     def study(subject: Subject, trace: Trace) -> dict[str, Any]:
         edges = _position_edges(trace.context)
@@ -47,7 +47,7 @@ def fanout_by_position(material: Material) -> Data:
 
 
 def draw_fanout_by_position(data: Data, width: float = WIDE) -> Figure:
-    """Mean fanout over the position in the window, logarithmic."""
+    """Draw mean fanout over the position in the window, logarithmic."""
     from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
     with style():
@@ -66,13 +66,11 @@ def draw_fanout_by_position(data: Data, width: float = WIDE) -> Figure:
 
 def say_fanout_by_position(data: Data) -> str:
     parts = [f"{entry['mean'][0]:.1f} and {_late_mean(entry):.2f} in {entry['method']}" for entry in data["methods"]]
-    return (
-        f"The first token of a window and those in its second half have a mean fanout, over layers, of {listed(parts)}."
-    )
+    return f"A window's first token and the tokens of its second half have mean fanouts over layers of {listed(parts)}."
 
 
 def fanout_by_loss(material: Material) -> Data:
-    """Mean fanout by the loss on the token that follows, in bins of equally many tokens, per layer and over all."""
+    """Compute mean fanout by the loss on the next token, in bins of equally many tokens, per layer and overall."""
 
     def study(subject: Subject, trace: Trace) -> dict[str, Any]:
         losses = trace.losses
@@ -90,7 +88,7 @@ def fanout_by_loss(material: Material) -> Data:
 
 
 def draw_fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
-    """Mean fanout over the mean loss of each bin."""
+    """Draw mean fanout over the mean loss of each bin."""
     with style():
         figure, every = _by_layer(data, width)
         for axes in every:
@@ -105,12 +103,12 @@ def say_fanout_by_loss(data: Data) -> str:
         mean, losses = array(entry["mean"]), array(entry["x"])
         peak = f"with a peak of {mean.max():.2f} at {losses[mean.argmax()]:.1f} nats"
         parts.append(f"{mean[0]:.2f} and {mean[-1]:.2f} in {entry['method']}, {peak}")
-    text = "The twentieths of the tokens with the lowest and the highest loss have a mean fanout of"
+    text = "The 5 % of tokens with the lowest loss and the 5 % with the highest have mean fanouts of"
     return f"{text} {'; '.join(parts)}."
 
 
 def loss_by_fanout(material: Material) -> Data:
-    """Mean loss by fanout, per layer and over all layers; none where fewer than `FEWEST` of the tokens are."""
+    """Compute mean loss by fanout, per layer and over all layers; missing for fewer than `FEWEST` of the tokens."""
 
     def study(subject: Subject, trace: Trace) -> dict[str, Any]:
         losses = trace.losses
@@ -132,7 +130,7 @@ def loss_by_fanout(material: Material) -> Data:
 
 
 def draw_loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
-    """Mean loss over fanout."""
+    """Draw mean loss over fanout."""
     with style():
         figure, every = _by_layer(data, width)
         for axes in every:
@@ -149,11 +147,11 @@ def say_loss_by_fanout(data: Data) -> str:
         parts.append(
             f"{mean[known[0]]:.2f} nats with {known[0]} and {mean[known[-1]]:.2f} with {known[-1]} in {entry['method']}"
         )
-    return f"Tokens with the fewest and with the most routed experts in a layer have a mean loss of {listed(parts)}."
+    return f"Tokens with the fewest and the most routed experts in a layer have mean losses of {listed(parts)}."
 
 
 def fanout_distribution(material: Material) -> Data:
-    """The share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
+    """Compute the share of tokens with 0, 1, … routed experts of a layer, mean over layers."""
     methods = []
     for subject in material.routed:
         trace = material.trace(subject)
@@ -166,7 +164,7 @@ def fanout_distribution(material: Material) -> Data:
 
 
 def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
-    """The share of tokens by fanout, a panel for each method."""
+    """Draw the share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
     with style():
         names = [entry["method"] for entry in methods]
@@ -180,13 +178,13 @@ def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
             axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
             whole_ticks(axes.xaxis, 6)
         most = max(100 * array(entry["share"]).max() for entry in methods)
-        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # of all panels; room for the mean
+        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # shared; leaves room for the mean
         outer_labels(every, FANOUT, "% of tokens")
     return figure
 
 
 def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[Axes]]:
-    """shift: what is added to x, so that a logarithm can be taken."""
+    """Draw a panel for each method: layers dashed, their mean solid. shift: added to x, for a logarithmic axis."""
     methods = data["methods"]
     several = any(len(entry["layers"]) > 1 for entry in methods)
     names = ["one layer", "mean of layers"] if several else []
@@ -212,7 +210,7 @@ def say_fanout_distribution(data: Data) -> str:
 
 
 def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, Any]]) -> dict[str, Any]:
-    """What a study finds in the trace of each method under which tokens differ in fanout."""
+    """Apply `study` to the trace of each method in which fanout differs between tokens."""
     left_out = {
         subject.method: "every token has the same number of routed experts"
         for subject in material.routed
@@ -229,7 +227,7 @@ def _per_method(material: Material, study: Callable[[Subject, Trace], dict[str, 
 
 
 def _position_edges(context: int) -> np.ndarray:
-    """Where bins of positions begin, and where the last one ends."""
+    """Return the edges of the bins of positions."""
     edges = list(range(min(SINGLE, context) + 1))
     while edges[-1] < context:
         edges.append(min(max(edges[-1] + 1, round(1.25 * edges[-1])), context))
@@ -237,14 +235,14 @@ def _position_edges(context: int) -> np.ndarray:
 
 
 def _means(place: np.ndarray, values: np.ndarray, count: int, fewest: int = 1) -> np.ndarray:
-    """The mean of the values at each place, (count,); NaN where there are fewer than `fewest`."""
+    """Return the mean of the values at each place, (count,); NaN for fewer than `fewest` values."""
     numbers = np.bincount(place, minlength=count)
     totals = np.bincount(place, weights=values, minlength=count)
     return np.where(numbers >= fewest, totals / np.maximum(numbers, 1), np.nan)
 
 
 def _late_mean(entry: dict[str, Any]) -> float:
-    """Over the second half of the window."""
+    """Return the mean over the second half of the window."""
     x, mean = array(entry["x"]), array(entry["mean"])
     return float(np.nanmean(mean[x >= x[-1] / 2]))
 

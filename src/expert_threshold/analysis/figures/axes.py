@@ -1,4 +1,4 @@
-"""Panels, axes, and what is written beside them. Lengths are in inches."""
+"""Panels, axes, keys and labels. Lengths are in inches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Margins around the axes, so that those of all figures stand in line, and the least width of one panel of many.
+# Margins around the axes, equal in all figures so that they line up, and the least width of a panel.
 LEFT, RIGHT, TOP, BOTTOM, PANEL = 0.45, 0.12, 0.26, 0.46, 1.6
 COLUMN_GAP, ROW_GAP, LABELLED_ROW_GAP = 0.2, 0.4, 0.62
-CHARACTER, LINE = 0.078, 0.16  # the room that text takes
-BESIDE = 0.4  # of a figure's width, the most that names at the ends of lines may take
-LONGEST, ALL = 240, 24_000  # points of a line, or columns of a heatmap, and of all lines: more could not be told apart
+CHARACTER, LINE = 0.078, 0.16  # the size of text
+BESIDE = 0.4  # the largest share of a figure's width for names at line ends
+LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in all; more are indistinguishable
 HEAT = (0.12, 0.44, 0.76)
 
 
 def smooth(points: Points) -> Points:
-    """Means over a twentieth of the points around each, fewer at the ends; points without a number are left out."""
+    """Return moving means over a twentieth of the points, fewer at the ends; missing numbers are omitted."""
     numbers = finite(points)
     reach = len(numbers) // 40
     windows = (numbers[max(i - reach, 0) : i + reach + 1] for i in range(len(numbers)))
@@ -36,16 +36,16 @@ def smooth(points: Points) -> Points:
 
 
 def thin(steps: np.ndarray, values: np.ndarray, lines: int) -> tuple[np.ndarray, np.ndarray]:
-    """As many of the records as one of so many lines can do with, evenly chosen, first and last among them."""
+    """Select records evenly, first and last included; fewer for each of many `lines`."""
     count = min(len(steps), LONGEST, max(ALL // lines, 2))
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
     return steps[chosen], values[chosen]
 
 
 def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places between 0 and 1 in the order of the ascending `wanted`, `gap` apart or more, moved as little as need be.
+    """Move the ascending `wanted` places as little as possible so that they lie in [0, 1], at least `gap` apart.
 
-    What is left of a place after `gap` for each before it must ascend: an isotonic regression, then cut to the range.
+    Each place less `gap` for every place before it must ascend: an isotonic regression, then clipped to the range.
     """
     blocks: list[tuple[float, int]] = []  # mean and length
     for index, place in enumerate(wanted):
@@ -60,7 +60,7 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 
 def single(width: float, height: float = 1.6, *, left: float = LEFT, top: float = TOP) -> tuple[Figure, Axes]:
-    """One panel; height: of the axes; left, top: margins."""
+    """Create one panel. height: of the axes; left, top: margins."""
     figure, (axes,) = panels(width, 1, height, left=left, top=top)
     return figure, axes
 
@@ -78,9 +78,9 @@ def panels(
     share: bool = True,
     titles: Sequence[str] = (),
 ) -> tuple[Figure, list[Axes]]:
-    """Panels in rows. height: of the axes of each; least: their width, unless there are to be so many columns.
+    """Create panels in rows. height: of each panel's axes; least: their least width, unless `columns` is given.
 
-    left, right, top: margins. share: their axes are the same. titles: for which there must be room above the panels.
+    left, right, top: margins. share: panels share axes. titles: the texts that need room above the panels.
     """
     from matplotlib.figure import Figure
 
@@ -91,7 +91,7 @@ def panels(
     gap, row_gap = (COLUMN_GAP, ROW_GAP) if share else (COLUMN_GAP + left - 0.1, LABELLED_ROW_GAP)
     row_gap += lines * LINE
     rows = -(-count // (columns or max(min(count, int((inside + gap) / (least + gap))), 1)))
-    columns = -(-count // rows)  # rows of about equal length
+    columns = -(-count // rows)  # balance the rows
     total = top + rows * (height + row_gap) - row_gap + BOTTOM
     figure = Figure((width, total))
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
@@ -111,13 +111,13 @@ def panels(
 def method_panels(
     width: float, methods: Sequence[Mapping[str, Any]], height: float, names: Sequence[str]
 ) -> tuple[Figure, list[Axes]]:
-    """A panel for each method, titled by it, below a key that has `names`."""
+    """Create a panel for each method, with room for its title and for a key with `names`."""
     titles = [entry["method"] for entry in methods]
     return panels(width, len(methods), height, left=0.62, top=key_room(width, names) + 0.28, titles=titles)
 
 
 def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
-    """What the axes of panels that share them show, with units, on the lowest and the leftmost ones."""
+    """Label the shared axes of panels, with units, on the lowest and leftmost panels."""
     spec = every[0].get_subplotspec()
     assert spec is not None
     columns = spec.get_gridspec().ncols
@@ -130,7 +130,7 @@ def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
 
 
 def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]) -> None:
-    """Names beside pieces of their lines, in rows at the top of the figure."""
+    """Draw a key at the top of the figure: names beside samples of their lines."""
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
@@ -145,12 +145,12 @@ def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]
 
 
 def key_room(width: float, names: Sequence[str]) -> float:
-    """The room that `key` takes at the top, in inches."""
+    """Return the height that `key` needs, in inches."""
     return _key_places(width, names)[1] if names else 0
 
 
 def _key_places(width: float, names: Sequence[str]) -> tuple[list[tuple[float, float, str]], float]:
-    """Inches from the left and from the top, and the name, in lines where it is too long for one; the room of all."""
+    """Return the place of each name in inches from the left and top, with the wrapped name, and the total height."""
     places = []
     x, y, rows = LEFT, 0.12, 1
     for name in names:
@@ -164,7 +164,7 @@ def _key_places(width: float, names: Sequence[str]) -> tuple[list[tuple[float, f
 
 
 def inner_labels_off(figure: Figure) -> None:
-    """Labels of the x axis are for the lowest panel of each column alone."""
+    """Keep x-axis labels on the lowest panel of each column only."""
     every = figure.axes
     spec = every[0].get_subplotspec()
     assert spec is not None
@@ -181,12 +181,12 @@ def line(axes: Axes, points: Points, colour: str, **options: Any) -> None:
 
 
 def marker(points: int) -> dict[str, Any]:
-    """One point alone makes no line that could be seen."""
+    """Return options that make a single point visible, which a line is not."""
     return {"marker": "o"} if points == 1 else {}
 
 
 def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes], None] | None = None) -> None:
-    """A line per layer; names at the ends, of many the first's and the last's. scale: of the y axis; None is from 0."""
+    """Draw a line per layer, named at its end; of many, first and last. scale: sets the y axis; None is from 0."""
     labels = {}
     for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
         steps, thinned = np.array(points).T
@@ -203,9 +203,9 @@ def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes]
 
 
 def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
-    """Beside the axes, name each line in its colour as near its end as the others allow; its limits are fixed by that.
+    """Name each line beside the axes, in its colour and as near its end as the others allow; fixes the y limits.
 
-    labels: text, with the place for the line's last number if it is to be told -> points and colour.
+    labels: text, with a format field for the line's last number if wanted -> points and colour.
     """
     ends = [
         (*numbers[-1], text.format(numbers[-1][1]), colour)
@@ -221,7 +221,7 @@ def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     ends.sort(key=lambda end: end[1])
-    to_axes = axes.transData + axes.transAxes.inverted()  # whatever the scale
+    to_axes = axes.transData + axes.transAxes.inverted()  # for any scale
     wanted = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
     places = spread(wanted, LINE / (axes.get_position().height * figure.get_figheight()))
     for (x, y, text, colour), place in zip(ends, places, strict=True):
@@ -232,9 +232,9 @@ def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
 
 
 class NamedLine(NamedTuple):
-    """A line of a method, to be named."""
+    """A method's line with its name."""
 
-    name: str  # with the line's last number, if it is to be told
+    name: str  # with the line's last number, if wanted
     points: Points
     stroke: Mapping[str, Any]
 
@@ -242,7 +242,7 @@ class NamedLine(NamedTuple):
 def named_lines(
     methods: Sequence[Mapping[str, Any]], points: Sequence[Points], number: str | None = None
 ) -> list[NamedLine]:
-    """number: how the last number of each line is written after its name; None is not at all."""
+    """Return each method's line. number: the format of its last number after the name; None omits it."""
     found = []
     for entry, line_points, stroke in zip(methods, points, strokes(methods), strict=True):
         numbers = finite(line_points)
@@ -252,13 +252,13 @@ def named_lines(
 
 
 def room_for_names(width: float, lines: Sequence[NamedLine]) -> float:
-    """The margin above a panel whose lines `name_lines` will name."""
+    """Return the margin above a panel whose lines `name_lines` will name."""
     names = [each.name for each in lines]
     return key_room(width, names) + 0.2 if _are_long(width, names) else TOP
 
 
 def name_lines(axes: Axes, lines: Sequence[NamedLine]) -> None:
-    """Name each line at its end or, where names would take too much of the width, in a key at the top."""
+    """Name each line at its end or, if names are too long, in a key at the top."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     names = [each.name for each in lines]
@@ -293,7 +293,7 @@ def tokens_axis(axes: Axes) -> None:
 
 
 def heat(axes: Axes, shares: np.ndarray) -> None:
-    """Cells (rows, columns) whose opacity is their share, 0 to 1, so that any page shows through; NaN is clear."""
+    """Draw cells (rows, columns) whose opacity is their share, 0 to 1; NaN is transparent."""
     cells = np.empty((*shares.shape, 4))
     cells[..., :3] = HEAT
     cells[..., 3] = np.nan_to_num(np.clip(shares, 0, 1))
@@ -303,7 +303,7 @@ def heat(axes: Axes, shares: np.ndarray) -> None:
 
 
 def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
-    """The scale of `heat`, right of the first row. ticks: shares and what they are."""
+    """Draw the scale of `heat` right of the first row. ticks: shares and their labels."""
     row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
     width, height = figure.get_size_inches()
     tall = max(row.height, 0.9 / height)
@@ -317,9 +317,9 @@ def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
 def by_layer(
     data: Mapping[str, Any], name: str, title: str, width: float, floor: float, scale: Callable[[Axes], object]
 ) -> Figure:
-    """What `data` has under `name` for each layer of each method: lines over layers, or a row of dots for one layer.
+    """Draw `data`'s values under `name` by layer and method: lines over layers, or a row of dots for a single layer.
 
-    floor: the least value there can be. scale: sets the y axis of lines.
+    floor: the least possible value. scale: sets the y axis of lines.
     """
     methods = data["methods"]
     alone = len({layer for entry in methods for layer in entry["layers"]}) == 1
@@ -351,7 +351,7 @@ def by_layer(
 
 
 def expert_key(figure: Figure, count: int) -> None:
-    """The colours of experts, right of the first row."""
+    """Draw the key of experts' colours right of the first row."""
     row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
     width = figure.get_figwidth()
     scale = figure.add_axes((row.x1 + 0.1 / width, row.y0, 0.1 / width, row.height))
@@ -365,7 +365,7 @@ def expert_key(figure: Figure, count: int) -> None:
 
 
 def plain_ticks(axis: Any, most: int = 8) -> None:
-    """Powers of ten along a logarithmic axis as numbers: 0.01, 1, 100."""
+    """Label powers of ten on a logarithmic axis as plain numbers: 0.01, 1, 100."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     def number(x: float, _: int) -> str:
@@ -384,7 +384,7 @@ def whole_ticks(axis: Any, count: int) -> None:
 
 
 def layer_axis(axes: Axes, layers: Sequence[int]) -> None:
-    """Layers along x, whole numbers however few there are."""
+    """Put layers on the x axis, with ticks at whole numbers only."""
     axes.set_xlim(min(layers) - 0.5, max(layers) + 0.5)
     axes.set_xlabel("layer", loc="right")
     every = sorted(set(layers))
@@ -392,7 +392,7 @@ def layer_axis(axes: Axes, layers: Sequence[int]) -> None:
 
 
 def ratio_axis(axes: Axes, most: float) -> None:
-    """Ratios from 1 to `most` along y, logarithmic, so that one that is far off leaves room for the others."""
+    """Put ratios from 1 to `most` on a logarithmic y axis, so that outliers leave room for the others."""
     from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     most = max(most, 1.1)
@@ -405,7 +405,7 @@ def ratio_axis(axes: Axes, most: float) -> None:
 
 
 def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
-    """A line where warmup ends, if that is in the picture."""
+    """Draw a line where warmup ends, if it is in view."""
     low, high = axes.get_xlim()
     if steps > 0 and low < steps < high:
         axes.axvline(steps, color=MUTED, linewidth=0.7, linestyle=(0, (2, 2)))

@@ -1,4 +1,4 @@
-"""How much a token's experts change from checkpoint to checkpoint (paper, Routing Consistency Sweep)."""
+"""Changes of each token's experts between checkpoints (paper, Routing Consistency Sweep)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MEASURES: dict[str, Callable[[Tensor, Tensor], float]] = {
     for measure in (weighted_jaccard, weighted_dice, jaccard, dice, joint_jsd, total_variation)
 }
 MOST = 6
-"""Checkpoints that are compared, evenly chosen."""
+"""The most checkpoints compared, evenly chosen."""
 
 
 def routing_consistency(material: Material) -> Data:
-    """All measures between any two checkpoints of each method, over a fixed stream; matrices (steps, steps)."""
+    """Compute every measure between any two checkpoints of a method over a fixed stream, as matrices (steps, steps)."""
     chosen = [(subject, _chosen(subject.folder.checkpoints())) for subject in material.routed]
     several = [(subject, steps) for subject, steps in chosen if len(steps) > 1]
     methods = [
@@ -40,14 +40,14 @@ def routing_consistency(material: Material) -> Data:
         for subject, steps in material.each("routing consistency", several)
     ]
     if not methods:
-        raise NotShownError("it compares checkpoints of a run, and these have one each; train with --checkpoint-every")
+        raise NotShownError("it compares a run's checkpoints, and these have one each; train with --checkpoint-every")
     left_out = {subject.method: "the run has one checkpoint" for subject, steps in chosen if len(steps) < 2}
     return {"methods": methods, "left_out": left_out}
 
 
 def draw_routing_consistency(data: Data, width: float = WIDE) -> Figure:
-    """Weighted Jaccard between checkpoints, a heatmap for each method."""
-    return _heatmaps(data, "weighted_jaccard", width)  # of a checkpoint with itself 1
+    """Draw the weighted Jaccard similarity between checkpoints, a heatmap for each method."""
+    return _heatmaps(data, "weighted_jaccard", width)  # 1 on the diagonal
 
 
 def say_routing_consistency(data: Data) -> str:
@@ -60,8 +60,8 @@ def say_routing_consistency(data: Data) -> str:
 
 
 def draw_routing_divergence(data: Data, width: float = WIDE) -> Figure:
-    """Joint Jensen-Shannon divergence between checkpoints in bits, a heatmap for each method."""
-    return _heatmaps(data, "joint_jsd", width)  # of a checkpoint with itself 0
+    """Draw the joint Jensen-Shannon divergence between checkpoints in bits, a heatmap for each method."""
+    return _heatmaps(data, "joint_jsd", width)  # 0 on the diagonal
 
 
 def _heatmaps(data: Data, measure: str, width: float) -> Figure:
@@ -76,7 +76,7 @@ def _heatmaps(data: Data, measure: str, width: float) -> Figure:
             len(methods),
             height=1.55,
             left=0.62,
-            right=max(0.75, width - 0.62 - 2.6 * len(methods)),  # cells that are no bands
+            right=max(0.75, width - 0.62 - 2.6 * len(methods)),  # keeps cells from becoming bands
             least=1.35,
             share=alike,
             titles=[entry["method"] for entry in methods],
@@ -127,7 +127,7 @@ def _matrices(material: Material, subject: Subject, steps: Sequence[int]) -> dic
 
 
 def _chosen(steps: Sequence[int]) -> list[int]:
-    """`MOST` of the steps, the first and the last among them."""
+    """Choose at most `MOST` steps evenly, first and last included."""
     places = np.linspace(0, len(steps) - 1, min(len(steps), MOST)).round().astype(int)
     return [steps[place] for place in places]
 

@@ -1,4 +1,4 @@
-"""Cutoffs: how steady they are against the usage of experts, how they start, and what the bounds do."""
+"""Cutoffs: their stability against loads, their warmup, and the effect of capacity bounds."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 240
-"""Of a line over steps: more could not be told apart."""
+"""The most points of a line over steps; more are indistinguishable."""
 POOLS = 96
-"""Pools of each size of which the spread of the k-th largest score is taken."""
+"""Pools of each size in which the k-th largest score is measured."""
 SMALLEST, LARGEST = 64, 2**15
-"""Tokens of these pools; the largest are at most an eighth of the trace."""
+"""Sizes of these pools in tokens; the largest is at most an eighth of the trace."""
 
 
 def cutoff_stability(material: Material) -> Data:
-    """Expert choice with the largest pool, and expert threshold, while they train (paper, Cutoff vs Expert Usage).
+    """Collect cutoffs and loads in training, of the largest pool and of a rule that trains by running means.
 
-    As recorded, over steps. Of each expert of the middle layer: `deviation`, the batch cutoff less the running mean
-    that the step began with, and `load`, over the load aimed at. `distance`: the mean size of `deviation` over experts
-    and the steps of the last quarter, None in older runs. Of all layers: `bound`, the share of experts that a capacity
-    bound took tokens from or gave tokens to at some step of a line of the log, and `bound_share`, its mean. Both are
-    None where there are no bounds, and `bound` is NaN during warmup.
+    See the paper, Cutoff vs Expert Usage. All values are those recorded over steps. For each expert of the middle
+    layer: `deviation`, the batch cutoff less the running mean at the start of the step, and `load`, divided by the load
+    aimed at. `distance`: mean |`deviation`| over experts and the last quarter of the steps, None if it was not
+    recorded. Over all layers: `bound`, the share of experts whose load a capacity bound changed at some step of a line
+    of the log, and `bound_share`, its mean. Both are None without bounds, and `bound` is NaN during warmup.
     """
     choices, thresholds = _by_cutoff(material)
     shown = sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:] + thresholds[:1]
@@ -72,19 +72,19 @@ def cutoff_stability(material: Material) -> Data:
 
 
 def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
-    """The methods with cutoffs: those that look ahead in training, and those that route by them there too."""
+    """Return the methods with cutoffs: those that look ahead in training, and those that train by the cutoffs."""
     found = [subject for subject in material.routed if subject.has_cutoffs]
     return [s for s in found if s.rule.looks_ahead], [s for s in found if not s.rule.looks_ahead]
 
 
 def _mean_distance(subject: Subject, layer: int) -> float | None:
-    """Mean over experts and the last quarter of the steps of |batch cutoff − running mean|, measured each step."""
+    """Return the mean of |batch cutoff − running mean| over experts and the last quarter of the steps."""
     found = expert_series(subject.run.train, "cutoff_distance").get(layer)
     return None if found is None else float(np.nanmean(found[1][found[0] > 0.75 * found[0][-1]]))
 
 
 def _at_bounds(subject: Subject) -> np.ndarray | None:
-    """For each line of the log the share of all layers' experts at a capacity bound, NaN until warmup is over."""
+    """Return the share of all layers' experts at a capacity bound, for each line of the log; NaN during warmup."""
     if not subject.has_bounds:
         return None
     train, interval = subject.run.train, subject.run.config["train"]["log_every"]
@@ -95,14 +95,14 @@ def _at_bounds(subject: Subject) -> np.ndarray | None:
     at_bound = [np.maximum(dropped[layer][1], filled[layer][1]) for layer in dropped]
     moved = np.concatenate(at_bound, axis=1)
     share = np.where(np.isfinite(moved).any(1), np.nansum(moved > 0, axis=1) / moved.shape[1], np.nan)
-    # A line tells of the `interval` steps up to its own.
+    # A line covers the `interval` steps up to its own.
     return np.where(steps - interval >= subject.run.warmup_steps, share, np.nan)
 
 
 def draw_cutoff_stability(data: Data, width: float = WIDE) -> Figure:
-    """Over steps, as recorded: batch cutoffs less their running mean; loads; experts at a capacity bound.
+    """Draw batch cutoffs less their running mean, loads, and experts at a capacity bound over steps.
 
-    Bands: all experts of the layer; lines: expert 0, and of the last panel the share of all experts of all layers.
+    Bands cover all experts of the layer. Lines are expert 0; in the last panel, the share of all layers' experts.
     """
     methods, drawn = data["methods"], strokes(data["methods"])
     bounded = any(entry["bound"] is not None for entry in methods)
@@ -151,7 +151,7 @@ def draw_cutoff_stability(data: Data, width: float = WIDE) -> Figure:
 
 
 def _frame(axes: Axes, values: Sequence[float], bottom: float | None) -> None:
-    """What of y is shown: all the values, with some room; from `bottom` on if it is given."""
+    """Set the y limits to the values with some room, or from `bottom` if given."""
     if not values:
         return
     low, high = (min(values) if bottom is None else bottom), max(values)
@@ -189,12 +189,12 @@ def say_cutoff_stability(data: Data) -> str:
 
 
 def cutoff_law(material: Material) -> Data:
-    """The spread of a pool's k-th largest score by the pool's tokens, in standard deviations of the expert's scores.
+    """Compute the spread of a pool's k-th largest score by pool size, in standard deviations of the expert's scores.
 
-    Root mean square over experts and layers. Pools are drawn from the trace, token by token and by text: a stretch of a
-    window or, of larger pools, whole windows as in training. `slope` is the exponent fitted to each, −½ being the law
-    of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), what is expected of independent tokens, with p the share an expert takes
-    and f the density of its scores there.
+    Values are root mean squares over experts and layers. Pools are drawn from the trace, token by token and by text: a
+    stretch of a window or, for larger pools, whole windows as in training. `slope` is the fitted exponent, −½ for the
+    law of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), expected for independent tokens, where p is an expert's share of the
+    tokens and f the density of its scores at the cutoff.
     """
     methods = []
     for subject in material.each("deviation of cutoffs", material.routed):
@@ -221,7 +221,7 @@ def cutoff_law(material: Material) -> Data:
 
 
 def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
-    """The spread of the k-th largest score over the tokens of the pool, logarithmic; dashed: independent tokens."""
+    """Draw the spread of the k-th largest score over pool size, logarithmic; dashed: independent tokens."""
     from matplotlib.ticker import NullLocator
 
     methods, drawn = data["methods"], strokes(data["methods"])
@@ -267,9 +267,9 @@ def say_cutoff_law(data: Data) -> str:
 
 
 def warmup(material: Material) -> Data:
-    """Expert threshold with and without warmup, and expert choice, in the first steps (paper, Warmup).
+    """Collect the first steps with and without warmup, and those of the largest pool (paper, Warmup).
 
-    Starvation is that by the lower bound, which does not act during warmup.
+    Starvation counts tokens filled in by the lower bound, which does not act during warmup.
     """
     choices, thresholds = _by_cutoff(material)
     if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
@@ -288,7 +288,7 @@ def warmup(material: Material) -> Data:
         for name, layer in (("cutoff", late), ("batch_cutoff", late), ("other_cutoff", early)):
             steps, values = _experts(subject, name.removeprefix("other_"), layer, train)
             entry[name] = np.stack([steps, values[:, 0]], axis=1)
-        distances = expert_series(train, "cutoff_distance").get(late)  # of single steps; older runs have none
+        distances = expert_series(train, "cutoff_distance").get(late)  # not recorded in every run
         entry["cutoff_distance"] = [] if distances is None else np.stack([distances[0], distances[1][:, 0]], axis=1)
         bounded = not subject.rule.looks_ahead
         for name in ("raw_usage", "starvation", "score_std", "gate_std"):
@@ -300,7 +300,7 @@ def warmup(material: Material) -> Data:
 
 
 def draw_warmup(data: Data, width: float = WIDE) -> Figure:
-    """The first steps with and without warmup: cutoffs, usage, starvation, spread of scores and gates."""
+    """Draw the first steps with and without warmup: cutoffs, usage, starvation, spread of scores and gates."""
     methods, drawn = data["methods"], strokes(data["methods"])
     faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
     ends: dict[str, Any] = {"color": MUTED, "linewidth": 0.7, "linestyle": (0, (2, 2))}
@@ -364,7 +364,7 @@ def say_warmup(data: Data) -> str:
 
 
 def capacity(material: Material) -> Data:
-    """After the longest warmup: usage before the bounds, saturation, starvation (paper, Appendix).
+    """Collect usage before the bounds, saturation and starvation after the longest warmup (paper, Appendix).
 
     `bounds`: the share of a pool's tokens that an expert gets at least and at most.
     """
@@ -395,7 +395,7 @@ def capacity(material: Material) -> Data:
 
 
 def draw_capacity(data: Data, width: float = WIDE) -> Figure:
-    """After warmup: usage before the bounds, saturation, starvation; layers dashed, their mean solid."""
+    """Draw usage before the bounds, saturation and starvation after warmup; layers dashed, their mean solid."""
     methods, drawn = data["methods"], strokes(data["methods"])
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     names = [*(["one layer"] if several else []), *(entry["method"] for entry in methods), "target"]
@@ -436,7 +436,7 @@ def say_capacity(data: Data) -> str:
 
 
 def cutoffs_and_biases(material: Material) -> Data:
-    """Cutoffs of the rules that have them, and negated biases of those that have these, in the first layer.
+    """Collect cutoffs of the rules that have them, and negated biases of those that have these, in the first layer.
 
     `values`: for each expert, over steps, the number subtracted from its scores before they are compared (paper, Table
     "Conceptual connections").
@@ -459,7 +459,7 @@ def cutoffs_and_biases(material: Material) -> Data:
 
 
 def draw_cutoffs_and_biases(data: Data, width: float = WIDE) -> Figure:
-    """Over steps, a panel for each method: what is taken from the scores of each expert, a colour for each."""
+    """Draw the cutoff or negated bias of each expert over steps, a panel for each method, a colour for each expert."""
     methods, drawn = data["methods"], strokes(data["methods"])
     with style():
         titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
@@ -490,7 +490,7 @@ def say_cutoffs_and_biases(data: Data) -> str:
 
 
 def score_histograms(material: Material) -> Data:
-    """Scores of the first expert of the first layer and of the last of the last: how many, and how many assigned."""
+    """Compute histograms of all and of assigned scores, of the first layer's first expert and the last layer's last."""
     methods = []
     for subject in material.routed:
         trace = material.trace(subject)
@@ -516,7 +516,7 @@ def score_histograms(material: Material) -> Data:
 
 
 def draw_score_histograms(data: Data, width: float = WIDE) -> Figure:
-    """The share of tokens by score, logarithmic; filled: those assigned; dashed: the cutoff."""
+    """Draw the share of tokens by score, logarithmic; filled: assigned tokens; dashed: the threshold."""
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
     drawn = [stroke for stroke in strokes(data["methods"]) for _ in range(2)]
     with style():
@@ -558,7 +558,7 @@ def say_score_histograms(data: Data) -> str:
 def _experts(
     subject: Subject, key: str, layer: int, train: Sequence[Record] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Steps (points,) and values (points, experts) of a layer. Raises NotShownError where there are none."""
+    """Return steps (points,) and values (points, experts) of a layer. Raises NotShownError if not recorded."""
     found = expert_series(subject.run.train if train is None else train, key)
     if layer not in found:
         raise NotShownError(f"{key} of {subject.method} was not recorded")
@@ -580,7 +580,7 @@ def _mean_of_layers(train: Sequence[Record], key: str) -> list[list[float]]:
 def _spreads(
     scores: Tensor, sizes: Sequence[int], share: float, context: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """By token, by text, and by the law; each (sizes, experts), over the scores' standard deviation."""
+    """Return the spreads by token, by text and by the law, each (sizes, experts), over the scores' std."""
     generator = torch.Generator().manual_seed(0)
     tokens = len(scores)
     unit = scores.std(0).clamp(min=1e-12).numpy()
@@ -608,7 +608,7 @@ def _spreads(
 
 
 def _density_at_cutoff(scores: np.ndarray, share: float) -> np.ndarray:
-    """The density of each expert's scores at their (1 − share)-quantile: probability over distance, on both sides."""
+    """Return the density of each expert's scores at their (1 − share)-quantile, by a central difference."""
     step = min(share, 1 - share) / 4
     low, high = np.quantile(scores, [1 - share - step, 1 - share + step], axis=0)
     density: np.ndarray = 2 * step / np.maximum(high - low, 1e-12)

@@ -1,4 +1,4 @@
-"""The figure of the compute dial: loss over active compute, one line for each checkpoint."""
+"""The figure of `et evaluate --rates`: loss over active compute, one line for each run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
-    """data: "runs", each with a "name" and "points" as `evaluation.Point` has them; filled: the trained cutoffs."""
+    """Draw loss over compute. data: "runs", each with a "name" and "points" of `evaluation.Point`; filled: trained."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     runs = data["runs"]

@@ -1,4 +1,4 @@
-"""How much of the future an assignment can tell, in closed form, and does tell, in a trace (paper, Appendix A)."""
+"""Leakage of future tokens through assignments: bounds in closed form, and measured in traces (paper, Appendix A)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POOLS = tuple(2**power for power in range(8, 25, 2))
-"""Tokens of a pool in closed form."""
+"""Pool sizes in tokens for the closed form."""
 PRECISIONS = (16, 32)
-"""Bits of a cutoff: bfloat16, float32."""
+"""Bits of a cutoff in bfloat16 and float32."""
 EXAMPLE = (False, True, True, False, False, True, False, True)
-"""A choice that is encoded into a cutoff and decoded back."""
+"""A choice to encode into a cutoff and decode back."""
 PROBED = tuple(2**power for power in range(6, 19, 2))
-"""Tokens of a pool in the probe."""
+"""Pool sizes in tokens for the probe."""
 SAMPLES, DRAWS, TOKENS = 128, 512, 2**16
-"""Tokens that are probed, pools that each of them is imagined in, and tokens of a trace that these are drawn from."""
+"""Probed tokens, random pools drawn for each of them, and tokens of the trace that pools are drawn from."""
 
 
 LEAST = 1e-6
@@ -41,7 +41,7 @@ LEAST = 1e-6
 
 
 def leakage_bounds(material: Material) -> Data:
-    """`closed_form` of the model of the run in focus."""
+    """Compute the closed form for the model of the run in focus."""
     subject = material.focus
     rule = subject.run.rule
     per_token, experts = rule["experts_per_token"], rule["num_experts"]
@@ -51,7 +51,7 @@ def leakage_bounds(material: Material) -> Data:
 
 
 def closed_form(model: MoELayers) -> Data:
-    """Bits per token by the tokens of the pool: Eq. 7 exactly, its bound and its limit, and with finite cutoffs."""
+    """Return bits per token by pool size: Eq. 7 exactly, its bound, its limit, and finite cutoffs."""
     lower, upper = encode(EXAMPLE)
     choice, scores, _ = decode((lower + upper) / 2, len(EXAMPLE))
     assert tuple(choice) == EXAMPLE
@@ -74,12 +74,12 @@ def closed_form(model: MoELayers) -> Data:
 
 
 def intervals(choice: Sequence[bool]) -> list[tuple[Fraction, Fraction]]:
-    """The cutoffs that are left before each token, and after the last (paper, Algorithm 2)."""
+    """Return the cutoffs that remain before each token and after the last (paper, Algorithm 2)."""
     return [encode(choice[:place]) for place in range(len(choice) + 1)]
 
 
 def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
-    """Bits per token over the pool's tokens: Eq. 7 and its bound; with finite cutoffs; and one choice as a cutoff."""
+    """Draw bits per token over pool size, by Eq. 7 and with finite cutoffs, and the decoding of one choice."""
     exact: dict[str, Any] = {"color": ACCENT, "marker": "o"}
     lines: dict[str, tuple[str, dict[str, Any]]] = {
         "exact": ("Eq. 7, exactly", exact),
@@ -102,7 +102,7 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
         for name, (_, stroke) in lines.items():
             values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
             every[0].plot(tokens, values, **stroke)
-        every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # what is named is in sight
+        every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # every named line is in view
         every[0].set_title(f"bits per token, {data['layers']} layers")
         for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
             every[1].plot(tokens, array(values), color=ACCENT)
@@ -112,7 +112,7 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
                 color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
             )  # fmt: skip
         every[1].axhline(data["limit"], **lines["limit"][1])
-        every[1].set_title("with cutoffs of so many bits")
+        every[1].set_title("with cutoffs of finite precision")
         every[1].set_yscale("log")
         plain_ticks(every[1].yaxis, 7)
         for axes in every[:2]:
@@ -136,13 +136,13 @@ def say_leakage_bounds(data: Data) -> str:
 
 
 def leakage_probe(material: Material) -> Data:
-    """What an assignment tells in training, bits per token over all layers and experts, by the tokens of the pool.
+    """Compute the bits per token that an assignment leaks in training, over all layers and experts, by pool size.
 
-    A token's score follows from its past; what else its assignment depends on does not. `future`: what it tells of the
-    tokens after it in its own sequence, I(z_t; r_{>t} | r_{≤t}); `next`: of the one that follows alone; `pool`: of all
-    that is not its past, H(z_t | r_{≤t}). Summed over experts, as if each were alone, which is an upper bound.
-    Other futures are the ends of other windows of the trace, other sequences its windows, drawn at random. A rule
-    that trains by its cutoffs depends on them by its bounds alone; one of token scope on nothing.
+    A token's score depends on its past only; its assignment may depend on more. `future`: information about later
+    tokens of its sequence, I(z_t; r_{>t} | r_{≤t}); `next`: about the next token alone; `pool`: about everything but
+    its past, H(z_t | r_{≤t}). Experts are treated as independent and summed, which is an upper bound. Other futures are
+    the ends of random windows of the trace, other sequences are random windows. A rule that trains by its cutoffs
+    depends on them by its bounds alone; one of token scope does not depend on them.
     """
     methods: list[dict[str, Any]] = []
     left_out = {}
@@ -175,7 +175,7 @@ def leakage_probe(material: Material) -> Data:
 
 
 def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
-    """Bits that an assignment in training tells, over the tokens of the pool; a large dot is the pool trained with."""
+    """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
     methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
     drawn = strokes(methods)
@@ -208,7 +208,7 @@ def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
 
 
 def _binary_search(axes: Axes, example: Data) -> None:
-    """The cutoffs left after each token, its score in their middle; filled if it exceeds the cutoff."""
+    """Draw the cutoffs that remain before each token, with its score; filled if it exceeds the cutoff."""
     rows = range(len(example["choice"]))
     for row in rows:
         low, high = example["intervals"][row]
@@ -237,7 +237,7 @@ def say_leakage_probe(data: Data) -> str:
         parts.append(f"{two_digits(future)} and {two_digits(following)} in {entry['method']} ({pool})")
     silent = [entry["method"] for entry in data["methods"] if entry["own"] is None and not entry["tokens"]]
     text = (
-        "In training the assignment of a token leaks so many bits about its whole future, and about the next token: "
+        "In training the assignment of a token leaks these bits about its whole future and about the next token: "
         f"{listed(parts)}"
         if parts
         else "No run's own pool fits into its trace"
@@ -246,7 +246,7 @@ def say_leakage_probe(data: Data) -> str:
 
 
 class Bits(NamedTuple):
-    """Per token; see `leakage_probe`."""
+    """Bits per token; see `leakage_probe`."""
 
     pool: float
     future: float
@@ -254,13 +254,13 @@ class Bits(NamedTuple):
 
 
 def _fits(size: int, trace: Trace, subject: Subject) -> bool:
-    """Experts get a token of such a pool, and pools are made of whole windows, or windows of whole pools."""
+    """Return True if k ≥ 1 in such a pool, and pools are whole windows or windows are whole pools."""
     longer, shorter = max(size, trace.context), min(size, trace.context)
     return longer % shorter == 0 and size * subject.run.target >= 1 and len(trace) >= 2 * shorter
 
 
 class Pool(NamedTuple):
-    """A pool of a token's own sequence and so many others, and an expert's bounds in it."""
+    """A pool: a token's own sequence with `others` more, and an expert's bounds in it."""
 
     others: int
     k_min: int
@@ -268,12 +268,12 @@ class Pool(NamedTuple):
 
 
 def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
-    """Over all layers and experts, of pools of each size."""
+    """Return the bits of pools of each size, over all layers and experts."""
     rule = subject.rule
     found = []
     for time, alike in groupby(sizes, lambda size: min(size, trace.context)):
         pools = [
-            Pool(size // time - 1, *(rule.load_bounds(size) or (0, size)))  # without bounds nothing is enforced
+            Pool(size // time - 1, *(rule.load_bounds(size) or (0, size)))  # no bounds, nothing is enforced
             for size in alike
         ]
         totals = np.zeros((len(pools), len(Bits._fields)))
@@ -287,9 +287,9 @@ def _probe(trace: Trace, subject: Subject, sizes: Sequence[int]) -> list[Bits]:
 
 
 def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> list[Bits]:
-    """Of scores (sequences, time, experts), in each of the pools: means over `SAMPLES` tokens, summed over experts.
+    """Return the bits in each pool of scores (sequences, time, experts): means over tokens, summed over experts.
 
-    always: cutoffs (experts,) that bounds are for, or None if the bounds are equal and no cutoff matters.
+    always: cutoffs (experts,), or None if the bounds are equal, so that no cutoff matters.
     """
     generator = np.random.Generator(np.random.PCG64(0))
     sequences, time, experts = rows.shape
@@ -315,10 +315,10 @@ def probe_layer(rows: Tensor, pools: Sequence[Pool], always: Tensor | None) -> l
 
 
 def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarray) -> np.ndarray:
-    """Of one token and one expert, which takes it if fewer than `room` of the tokens that are not past score more.
+    """Return the bits of one token and one expert, which takes it if fewer than `room` tokens not past score higher.
 
-    elsewhere: how many do in other sequences, sorted, for each draw; follows, later: of the next token, 0 or 1, and of
-    those after it, for each future.
+    elsewhere: the number that score higher in other sequences, sorted, for each draw; follows, later: the same for the
+    next token, 0 or 1, and for those after it, for each future.
     """
 
     def taken(greater: np.ndarray) -> np.ndarray:
@@ -333,7 +333,7 @@ def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarr
 
 
 def _entropy(p: Any) -> Any:
-    """h(p) in bits."""
+    """Return h(p) in bits."""
     q = 1 - p
     return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))
 

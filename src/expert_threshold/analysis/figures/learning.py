@@ -1,4 +1,4 @@
-"""How well methods learn: their losses, and what the pool, the shared expert and the norm change in them."""
+"""Losses by method, and the effect of the pool, the shared expert and the fanout norm."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LATE = 0.9
-"""Where the last tenth of training begins, over which training losses are averaged."""
+"""Training losses are averaged over the steps after this share of the run."""
 
 LOSS = "validation loss (nats per token)"
 
 
 def loss_by_method(material: Material) -> Data:
-    """Validation loss, nats per token, over tokens trained on; mean over seeds, and their standard deviation."""
+    """Collect validation losses in nats per token over tokens, as mean and standard deviation over seeds."""
     found = [_curve(runs) for runs in material.compared]
     shown = [entry for entry in found if entry["points"]]
     if not shown:
@@ -52,7 +52,7 @@ def loss_by_method(material: Material) -> Data:
 
 
 def draw_loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
-    """Validation loss of each method over tokens trained on; a band of one standard deviation over seeds."""
+    """Draw the validation loss of each method over tokens; bands are one standard deviation over seeds."""
     return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4))
 
 
@@ -77,7 +77,7 @@ def say_loss_by_method(data: Data) -> str:
 
 
 def _last_shared(methods: Sequence[Data]) -> tuple[float | None, list[tuple[float, str, float | None]]]:
-    """The tokens after which all methods were last validated, and there each one's loss, name and spread."""
+    """Return the last tokens at which all methods were validated, and each one's loss, name and std there."""
     at = [{tokens: place for place, (tokens, _) in enumerate(entry["points"])} for entry in methods]
     shared = max(set.intersection(*map(set, at)), default=None)
     if shared is None:
@@ -93,13 +93,13 @@ NOT_VALIDATED = "its runs were not validated at a step that all of them share"
 
 
 def _without(every: Sequence[Data], shown: Sequence[Data], reason: str) -> dict[str, str]:
-    """Methods that are not shown, and why."""
+    """Return the methods that are not shown, with the reason."""
     names = {entry["method"] for entry in shown}
     return {entry["method"]: reason for entry in every if entry["method"] not in names}
 
 
 def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
-    """The validation losses of a method's runs at the steps that all of them have."""
+    """Return the validation losses of a method's runs at the steps that all of them share."""
     losses = [dict(finite(series(subject.run.validation, "loss"))) for subject in runs]
     steps = sorted(set.intersection(*(set(each) for each in losses)))
     at = [[each[step] for each in losses] for step in steps]
@@ -113,9 +113,10 @@ def _curve(runs: Sequence[Subject]) -> dict[str, Any]:
 
 
 def token_multiple(material: Material) -> Data:
-    """Tokens that the reference, token choice if there is one, needs for a loss over those that a method needs for it.
+    """Compute the tokens that the reference needs for a loss, divided by the tokens that each method needs for it.
 
-    At each validation of the reference; losses are the lowest so far, between validations on a straight line.
+    The reference is `recipes.REFERENCE` if present, else the first method. There is a point for each of its
+    validations. Losses are the lowest so far, interpolated linearly between validations.
     """
     every = [_curve(runs) for runs in material.compared]
     curves = [curve for curve in every if len(curve["points"]) > 1]
@@ -138,7 +139,7 @@ def token_multiple(material: Material) -> Data:
 
 
 def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
-    """Tokens that the reference needs for a loss over those that each method needs for it."""
+    """Draw the tokens that the reference needs for a loss over those that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
     figure = _curves(data, "{:.2f}", title, width, 2)
     with style():
@@ -149,21 +150,18 @@ def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
 
 def say_token_multiple(data: Data) -> str:
     ends = sorted(((entry["points"][-1][1], entry["method"]) for entry in data["methods"]), reverse=True)
-    parts = [f"{method} {multiple:.2f} times" for multiple, method in ends]
-    return (
-        f"To reach the last loss that both it and {data['reference']} reach, each method needs so many times fewer "
-        f"tokens than {data['reference']}: {listed(parts)}."
-    )
+    parts = [f"{multiple:.2f} times as many tokens as {method}" for multiple, method in ends]
+    return f"To reach the last loss that both reach, {data['reference']} needs {listed(parts)}."
 
 
 def _lowest(curve: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(tokens, lowest loss so far)."""
+    """Return (tokens, lowest loss so far)."""
     tokens, losses = zip(*curve["points"], strict=True)
     return list(zip(tokens, np.minimum.accumulate(losses).tolist(), strict=True))
 
 
 def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
-    """The tokens after which the curve is down at a loss; None if it never is, or began below."""
+    """Return the tokens at which the curve falls to a loss; None if it never does or began below."""
     points = _lowest(curve)
     for (before, above), (after, below) in pairwise(points):
         if above >= loss > below or above > loss >= below:
@@ -172,7 +170,7 @@ def _reached(curve: Mapping[str, Any], loss: float) -> float | None:
 
 
 def batch_size_scaling(material: Material) -> Data:
-    """Losses and, where it was measured, CORE, by the tokens of the pool in training; rules without one beside it."""
+    """Collect losses and, where it was measured, CORE, by pool size in training, beside rules without pools."""
     entries = []
     for subjects in material.compared:
         first = subjects[0]
@@ -236,7 +234,7 @@ def say_batch_size_scaling(data: Data) -> str:
 
 
 def train_against_validation(material: Material) -> Data:
-    """Cross-entropy in training, a running mean, and in validation, over tokens; nats per token.
+    """Collect cross-entropy in nats per token over tokens: in training, a running mean, and in validation.
 
     gap: the last validation loss less the training loss of the last tenth; pools_gap: where `et
     evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
@@ -267,7 +265,7 @@ def train_against_validation(material: Material) -> Data:
 
 
 def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
-    """Running mean of the training loss, and the validation loss, of each method, over the last two thirds."""
+    """Draw each method's training loss, a running mean, and validation loss, over the last two thirds."""
     methods, drawn = data["methods"], strokes(data["methods"])
     causal: dict[str, Any] = {
         "color": INK, "linestyle": (0, (3, 1.5)), "marker": "o", "markersize": 2.5, "linewidth": 1
@@ -317,17 +315,17 @@ def say_train_against_validation(data: Data) -> str:
 
 
 def shared_expert(material: Material) -> Data:
-    """Validation losses with a shared expert, and without one and with two routed experts per token (Shared Expert)."""
+    """Collect validation losses with a shared expert, and with one more routed expert instead (Shared Expert)."""
     return _pairs(
         material,
         ("shared_experts", "rule.experts_per_token", "d_expert"),
         lambda run: run["shared_experts"] > 0,
-        "it needs a run and its like with --shared-experts 0 --experts-per-token 2",
+        "it needs a run, and another that differs only in --shared-experts 0 --experts-per-token 2",
     )
 
 
 def draw_shared_expert(data: Data, width: float = NARROW) -> Figure:
-    """Validation losses with and without the shared expert."""
+    """Draw validation losses with and without the shared expert."""
     return _variants(data, width)
 
 
@@ -338,17 +336,17 @@ def say_shared_expert(data: Data) -> str:
 
 
 def fanout_norm(material: Material) -> Data:
-    """Validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
+    """Collect validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
     return _pairs(
         material,
         ("gate_norm",),
         lambda run: run["gate_norm"] is None,
-        "it needs a run and its like with --gate-norm fanout",
+        "it needs a run, and another that differs only in --gate-norm fanout",
     )
 
 
 def draw_fanout_norm(data: Data, width: float = NARROW) -> Figure:
-    """Validation losses without and with the fanout norm."""
+    """Draw validation losses without and with the fanout norm."""
     return _variants(data, width)
 
 
@@ -357,7 +355,7 @@ def _variants(data: Data, width: float) -> Figure:
 
 
 def _curves(data: Data, number: str, title: str, width: float, height: float) -> Figure:
-    """A line for each method with the number that it ends at."""
+    """Draw a line for each method, named with its last number."""
     methods = data["methods"]
     every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
     with style():
@@ -376,7 +374,7 @@ def _curves(data: Data, number: str, title: str, width: float, height: float) ->
 
 
 def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
-    """Losses fall most at the beginning: both axes begin at the second point of lines that have three or more."""
+    """Set both axes to begin at the second point of lines with three or more, since losses first fall steeply."""
     late = np.concatenate([points[1:] if len(points) > 2 else points for points in every])
     late = late[np.isfinite(late[:, 1])]
     if len(late):
@@ -397,7 +395,7 @@ def _differences(data: Data) -> str:
 
 
 def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
-    """Curves of methods in pairs that differ in the `free` options alone: the one that `has` first."""
+    """Return curves of pairs of methods that differ in the `free` options alone, those that `has` selects first."""
 
     def rest(runs: Sequence[Subject]) -> str:
         return str({name: value for name, value in options(runs[0].run).items() if name not in free})
@@ -418,12 +416,12 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
 
 
 def _late(points: Sequence[Sequence[float]]) -> float:
-    """The mean over the last tenth of training."""
+    """Return the mean over the last tenth of training."""
     return fmean(loss for at, loss in points if at > LATE * points[-1][0])
 
 
 def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Exponential, over a twentieth of the points, debiased."""
+    """Return a debiased exponential mean over a twentieth of the points."""
     decay = 1 - 1 / max(len(points) / 20, 1)
     mean = weight = 0.0
     found = []
@@ -440,7 +438,7 @@ def _pools_gap(subject: Subject) -> float | None:
 
 
 def _evaluated(subject: Subject, section: str) -> dict[str, Any]:
-    """A section of the run's evaluation.json; empty if `et evaluate` did not measure it at the last checkpoint."""
+    """Return a section of evaluation.json, empty if `et evaluate` did not measure it at the last checkpoint."""
     path = subject.folder.path / "evaluation.json"
     saved = read_json(path) if path.exists() else {}
     found = saved.get(section) if saved.get("step") == subject.folder.latest_checkpoint() else None

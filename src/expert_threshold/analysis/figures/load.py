@@ -1,4 +1,4 @@
-"""How evenly experts are loaded, what that costs at scale, and how near rules come to what they maximise."""
+"""Load balance, its cost at scale, and the routing objective compared with its optimum."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ TOKENS_PER_EXPERT = (64, 256, 1024, 4096, 16384, 65536)
 EXPERTS = (16, 256, 4096)
 DEVICES = (8, 32, 128, 512, 2048, 4096)
 AT = 1024
-"""Tokens of an expert where devices are compared."""
+"""Tokens per expert at which numbers of devices are compared."""
 STEPS = 64
-"""Steps that are drawn for each size."""
+"""Steps drawn for each size."""
 REFERENCE = "d20"
-"""The preset of whose FLOPs a step's routed experts are a share."""
+"""The preset whose share of FLOPs in routed experts is used."""
 BATCH, BATCHES, LAYERS = 128, 4, 4
-"""Of batches of tokens for which the optimum is found: tokens in each, batches of a layer, layers at most."""
+"""Tokens per batch, batches per layer and the most layers for which the optimum is computed."""
 
 
 def load_balance(material: Material) -> Data:
-    """Largest load over mean load, and the coefficient of variation, per layer, routed causally."""
+    """Compute largest load / mean load, and the coefficient of variation, per layer under causal routing."""
     methods = []
     for subject in material.routed:
         trace = material.trace(subject)
@@ -51,23 +51,23 @@ def load_balance(material: Material) -> Data:
 
 
 def draw_load_balance(data: Data, width: float = NARROW) -> Figure:
-    """The busiest expert over the mean one, over layers, logarithmic; of a single layer, a dot for each method."""
+    """Draw largest load / mean load over layers, logarithmic; a dot for each method if there is one layer."""
     most = max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
     return by_layer(data, "spread", "largest load / mean load", width, 1, lambda axis: ratio_axis(axis, most))
 
 
 def say_load_balance(data: Data) -> str:
-    parts = [f"{entry['method']} {max(entry['spread']):.2f}" for entry in data["methods"]]
-    return f"In the worst layer the busiest expert has so many times the mean load: {listed(parts)}."
+    parts = [f"{max(entry['spread']):.2f} times the mean in {entry['method']}" for entry in data["methods"]]
+    return f"In the worst layer the largest load is {listed(parts)}."
 
 
 def objective(material: Material) -> Data:
-    """Mean score of a routed token, Σ z·r / Σ z, of each rule and of the optima (paper, Eq. 3 to 5).
+    """Compute the mean score of a routed token, Σ z·r / Σ z, under each rule and at the optima (paper, Eq. 3 to 5).
 
-    In standard deviations above the mean score of the layer, mean over layers. The fewer tokens are routed, the higher
-    they score, so the optima route as many as the rule did, whose load over the load aimed at is `load`. `population`:
-    every expert has as many tokens of the whole trace, Eq. 5 on average; `choice`: of each batch of `BATCH` tokens, Eq.
-    4; `balanced`: every token has as many experts as well, Eq. 3, by linear programming, where that is a whole number.
+    Values are standard deviations above the layer's mean score, averaged over layers. Fewer routed tokens score higher,
+    so the optima route as many tokens as the rule; `load` is its load divided by the load aimed at. `population`: equal
+    loads over the whole trace, Eq. 5 on average; `choice`: equal loads in each batch of `BATCH` tokens, Eq. 4;
+    `balanced`: equal fanouts too, Eq. 3, by linear programming, if the fanout is a whole number.
     """
     methods: list[dict[str, Any]] = []
     left_out = {}
@@ -90,7 +90,7 @@ def objective(material: Material) -> Data:
 
 
 def draw_objective(data: Data, width: float = NARROW) -> Figure:
-    """The mean score of routed tokens of each rule beside the optima with as many routed tokens."""
+    """Draw the mean score of routed tokens under each rule beside the optima with as many routed tokens."""
     methods = data["methods"]
     marks: dict[str, tuple[str, dict[str, Any]]] = {
         "rule": ("the rule", {"marker": "o", "markersize": 6}),
@@ -130,7 +130,7 @@ def say_objective(data: Data) -> str:
 
 
 def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
-    """Of a layer's scores and assignment (tokens, experts); None if no token is routed."""
+    """Return the objectives of a layer's scores and assignment (tokens, experts); None if no token is routed."""
     routed, (tokens, experts) = int(assignment.sum()), scores.shape
     if routed == 0:
         return None
@@ -159,17 +159,18 @@ def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
 
 
 def load_at_scale(material: Material) -> Data:
-    """The busiest expert and the busiest device over the mean, as tokens, experts and devices grow; and the waiting.
+    """Compute largest / mean load of experts and devices as their numbers and tokens grow, and the waiting.
 
-    Resampled: an expert of a large layer is one of the recorded ones, and a step gives it whole windows of the trace
-    until it has as many tokens on average as it is meant to; so its tokens are as clustered, and its mean usage as far
-    off, as what was recorded. Closed form: loads are normal with the variance
+    Resampled: each expert of a large layer copies a recorded one, and a step gives it random whole windows of the trace
+    with the intended mean load, so that clustering and mean usage stay as recorded. Closed form: loads are normal with
+    the variance
 
         (load / mean)² = φ · (1 − p) / tokens_per_expert + s²,
 
-    p the mean usage, φ the variance over that of independent tokens, s the spread of mean usages over experts; of a
-    device with n experts the n-th part. The largest of m is expected Φ⁻¹((m − 3/8) / (m + 1/4)) deviations above the
-    mean (Blom). A step waits for the busiest device; experts take as much of its time as of its FLOPs, `experts_share`.
+    where p is the mean usage, φ the variance relative to independent tokens and s the relative standard deviation of
+    usage over experts; a device with n experts has 1/n of it. The largest of m loads is expected
+    Φ⁻¹((m − 3/8) / (m + 1/4)) standard deviations above the mean (Blom). A step waits for the busiest device, and
+    experts take the same share of its time as of its FLOPs, `experts_share`.
     """
     methods = []
     for subject in material.each("load at scale", material.routed):
@@ -192,7 +193,7 @@ def load_at_scale(material: Material) -> Data:
 
 
 def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
-    """The busiest over the mean by tokens and by devices, and the waiting; dots: resampled, lines: the closed form."""
+    """Draw largest / mean load by tokens and by devices, and the waiting; dots: resampled, lines: closed form."""
     methods, drawn = data["methods"], strokes(data["methods"])
     names = [*(entry["method"] for entry in methods), "resampled", "closed form"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
@@ -233,22 +234,23 @@ def say_load_at_scale(data: Data) -> str:
     parts = []
     for entry in data["methods"]:
         spread = entry["by_devices"]["resampled"][last]
-        parts.append(f"{entry['method']} {spread:.2f} times ({percent(data['experts_share'] * (spread - 1))})")
+        longer = percent(data["experts_share"] * (spread - 1))
+        parts.append(f"{spread:.2f} times the mean load in {entry['method']} ({longer})")
     share = percent(data["experts_share"])
     exact = [entry["method"] for entry in data["methods"] if entry["exact"]]
     training = ""
     if exact:
         training = f" In training every load of {listed(exact)} is exact; here routing is that of inference."
     return (
-        f"With {data['experts'][-1]:,} experts, each on a device of its own with {pool_size(data['at'])} tokens on "
-        "average, the busiest device has so many times the mean load, and a step of which routed experts take "
-        f"{share}, as in {data['reference']}, lasts longer by the percentage in brackets: {listed(parts)}."
+        f"With {data['experts'][-1]:,} experts, one per device, and {pool_size(data['at'])} tokens per expert on "
+        f"average, the busiest device has {listed(parts)}. In brackets: how much longer a step takes if routed experts "
+        f"are {share} of it, as in {data['reference']}."
         f"{training}"
     )
 
 
 def rows_load_at_scale(data: Data) -> tuple[list[str], list[list[str]]]:
-    """Head and rows of the table: what is resampled, and the closed form."""
+    """Return the head and rows of the table: resampled values, with the closed form in brackets."""
     head = ["method", "experts", "devices", "tokens / expert", "busiest expert", "busiest device", "waiting"]
     rows = []
     for entry in data["methods"]:
@@ -272,20 +274,20 @@ def rows_load_at_scale(data: Data) -> tuple[list[str], list[list[str]]]:
 
 
 class Spread(NamedTuple):
-    """What decides how unequal loads are, of recorded experts."""
+    """The statistics of recorded experts that determine load imbalance."""
 
     usage: float  # mean share of the tokens
     clustering: float  # φ, the variance of a window's load over that of independent tokens
     usage_spread: float  # s, the standard deviation over experts of mean usage, over its mean
 
     def closed_form(self, tokens: int, experts: int, devices: int) -> float:
-        """The busiest device over the mean, see `load_at_scale`."""
+        """Return the largest / mean load of devices; see `load_at_scale`."""
         variance = self.clustering * (1 - self.usage) / tokens + self.usage_spread**2
         return 1 + largest_of(devices) * math.sqrt(variance * devices / experts)
 
 
 def window_loads(trace: Trace) -> np.ndarray:
-    """Tokens of each window that each expert of each layer got, (windows, layers · experts)."""
+    """Return the load of every expert of every layer in each window, (windows, layers · experts)."""
     windows = len(trace) // trace.context
     if windows < 2:
         raise NotShownError(f"it needs a trace of {2 * trace.context} tokens or more; give more --tokens")
@@ -297,7 +299,7 @@ def window_loads(trace: Trace) -> np.ndarray:
 
 
 def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
-    """Of loads (windows, experts) in windows of `context` tokens."""
+    """Return the statistics of loads (windows, experts) in windows of `context` tokens."""
     usage = loads.mean(0) / context
     mean = max(usage.mean(), 1e-12)
     independent = max((context * usage * (1 - usage)).sum(), 1e-12)
@@ -305,9 +307,9 @@ def spread_of_windows(loads: np.ndarray, context: int) -> Spread:
 
 
 def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> np.ndarray:
-    """Loads of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts), windows drawn from loads (windows, columns).
+    """Resample loads (windows, columns) into those of `EXPERTS[-1]` experts in `STEPS` steps, (steps, experts).
 
-    tokens: of an expert, on average. Columns are used over and over, each time with windows of their own.
+    tokens: the mean load of an expert. Columns are reused, each time with newly drawn windows.
     """
     windows, columns = loads.shape
     drawn = max(round(tokens / max(loads.mean(), 1e-12)), 1)
@@ -320,18 +322,18 @@ def resample(loads: np.ndarray, tokens: int, generator: np.random.Generator) -> 
 
 
 def busiest(loads: np.ndarray, devices: int) -> float:
-    """The busiest device over the mean, of loads (steps, experts), mean over steps."""
+    """Return the largest / mean load of devices for loads (steps, experts), averaged over steps."""
     device = loads.reshape(len(loads), devices, -1).sum(2)
     return float((device.max(1) / np.maximum(device.mean(1), 1e-12)).mean())
 
 
 def largest_of(count: int) -> float:
-    """The expected largest of so many standard normals (Blom, 1958)."""
+    """Return the expected maximum of `count` standard normals (Blom, 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
-    """Busiest over mean: of experts, (numbers of experts, tokens of an expert); of devices, at `AT` tokens."""
+    """Return largest / mean loads: of experts (numbers of experts, tokens per expert), of devices at `AT` tokens."""
     generator = np.random.Generator(np.random.PCG64(0))
     drawn = {tokens: resample(loads, tokens, generator) for tokens in TOKENS_PER_EXPERT}
     most = EXPERTS[-1]
@@ -348,7 +350,7 @@ def _grow(loads: np.ndarray, spread: Spread) -> dict[str, Any]:
 
 
 def _experts_share(model: GPTConfig) -> float:
-    """The share of a token's FLOPs that are those of its routed experts."""
+    """Return the share of a token's FLOPs in its routed experts."""
     counts = parameter_counts(model)
     assert model.rule is not None
     routed = counts["routed_experts"] * model.rule.experts_per_token / model.rule.num_experts

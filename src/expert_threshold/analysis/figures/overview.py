@@ -1,4 +1,4 @@
-"""What the rules do with the same scores (paper, Figure 2)."""
+"""The paper's rules applied to the same scores (paper, Figure 2)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEQUENCES, TOKENS = 3, 16
-"""That are shown of a trace."""
+"""Sequences of a trace, and tokens of each, that are shown."""
 
 
 def rules_overview(material: Material) -> Data:
-    """Scores of one expert for a few tokens of three sequences, and what each rule compares them with.
+    """Compute one expert's scores for a few tokens of three sequences, and the cutoff of each rule.
 
-    Token choice with the best score that another expert has for the token; expert choice with the k-th largest of the
-    sequence or of all sequences shown; expert threshold with the running mean. k is what the expert's share comes to.
+    Token choice compares with the token's best score from another expert; expert choice with the k-th largest score of
+    the sequence or of all sequences shown; expert threshold with the running mean. k is the expert's equal share.
     """
     subject = material.focus
     if not subject.has_cutoffs:
-        raise NotShownError("no run has cutoffs, with which all rules could be shown")
+        raise NotShownError("no run has cutoffs")
     trace = material.trace(subject)
     layer = trace.layers[len(trace.layers) // 2]
     windows = len(trace) // trace.context
@@ -69,7 +69,7 @@ def rules_overview(material: Material) -> Data:
 
 
 def _ordinary(scores: torch.Tensor, means: torch.Tensor, expected: float) -> int:
-    """The expert whose loads by its cutoff and by token choice are nearest to what is expected."""
+    """Return the expert whose loads by its cutoff and by token choice are nearest to the expected load."""
     experts = scores.shape[-1]
     above = (scores > means).sum((0, 1))
     best = torch.nn.functional.one_hot(scores.argmax(-1), experts).sum((0, 1))
@@ -77,7 +77,7 @@ def _ordinary(scores: torch.Tensor, means: torch.Tensor, expected: float) -> int
 
 
 def draw_rules_overview(data: Data, width: float = WIDE) -> Figure:
-    """A bar for each token's score, in colour if it is taken; dashed: what it is compared with; how many are taken."""
+    """Draw a bar for each score, coloured if the token is taken; dashed: the cutoff; above: the number taken."""
     scores = array(data["scores"])
     sequences, tokens = scores.shape
     place = np.arange(scores.size) + 1.5 * np.repeat(np.arange(sequences), tokens)  # a gap between sequences

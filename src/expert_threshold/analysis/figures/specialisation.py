@@ -1,4 +1,4 @@
-"""Which experts serve which domain, and what single tokens of a passage get (paper, Expert Specialization)."""
+"""Experts by domain, and the routing of single tokens of a passage (paper, Expert Specialization)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CELLS = 108
-"""Tokens of a passage that is shown in cells: two rows on a wide page."""
+"""The most tokens of a passage shown in cells: two rows on a wide page."""
 
 TEXT = SMALL
 ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
@@ -32,9 +32,9 @@ LONGEST = 9  # characters of a token below its column
 
 
 def specialisation(material: Material) -> Data:
-    """The share of each domain's tokens that each expert gets, per layer: code (HumanEval) and math (GSM8K).
+    """Compute the share of each domain's tokens that each expert gets, per layer: code (HumanEval) and math (GSM8K).
 
-    bits: what the expert of a routed token tells of its domain, per layer, when both have equally many tokens.
+    bits: information of a routed token's expert about its domain, per layer, if both domains have equally many tokens.
     """
     methods = []
     for subject in material.each("expert specialisation", material.routed):
@@ -48,7 +48,7 @@ def specialisation(material: Material) -> Data:
 
 
 def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
-    """The share of a domain's tokens by expert and layer: a row of panels for each method, a column for each domain."""
+    """Draw the share of a domain's tokens by expert and layer, a panel for each method and domain."""
     shown = [(entry, domain) for entry in data["methods"] for domain in data["domains"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in data["domains"]]
@@ -76,30 +76,30 @@ def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
 
 
 def say_specialisation(data: Data) -> str:
-    bits = [f"{entry['method']} {array(entry['bits']).mean():.3f}" for entry in data["methods"]]
+    bits = [f"{array(entry['bits']).mean():.3f} in {entry['method']}" for entry in data["methods"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     return (
-        "The expert of a routed token reveals its domain, code (HumanEval) or math (GSM8K), by so many bits, averaged "
-        f"over layers and at most 1: {listed(bits)}. "
+        "The information of a routed token's expert about its domain, code (HumanEval) or math (GSM8K), in bits "
+        f"averaged over layers and at most 1, is {listed(bits)}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
     )
 
 
 def specialisation_summary(material: Material) -> Data:
-    """The bits of `specialisation` per layer."""
+    """Compute the information of `specialisation` in bits per layer."""
     found = specialisation(material)
     keep = ("method", "kind", "layers", "bits")
     return {"methods": [{name: entry[name] for name in keep} for entry in found["methods"]]}
 
 
 def draw_specialisation_summary(data: Data, width: float = NARROW) -> Figure:
-    """Bits that the expert tells of the domain, over layers."""
+    """Draw the information of the expert about the domain in bits, over layers."""
     title = "mutual information of expert and domain (bits)"
     return by_layer(data, "bits", title, width, 0, lambda axes: axes.set_ylim(bottom=0))
 
 
 class Placed(NamedTuple):
-    """A token, or what of it is on one line: where it begins and what is written there."""
+    """A token, or its part on one line: its place and its visible text."""
 
     line: int
     column: int
@@ -115,12 +115,12 @@ def say_specialisation_summary(data: Data) -> str:
 
 
 def passage_intensity(material: Material) -> Data:
-    """Passages, each token with its routed experts of all layers together."""
+    """Collect passages, with each token's fanout summed over layers."""
     return _passages(material, lambda assignment: assignment.sum(axis=(0, 2)))
 
 
 def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
-    """Passages as text, each token on the colour of its routed experts."""
+    """Draw passages as text; the colour behind each token shows its fanout."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
     from matplotlib.patches import PathPatch, Rectangle
@@ -159,7 +159,7 @@ def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
 
 
 def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
-    """Tokens on lines of so many columns, each cut where it has a new line, shown as ⏎; what has no glyph is □."""
+    """Lay out tokens on lines of `columns` characters; a line break is shown as ⏎, a missing glyph as □."""
     line = column = 0
     for number, token in enumerate(tokens):
         for piece in re.split(r"(?<=\n)", token.replace("\r", "")):
@@ -188,12 +188,12 @@ def say_passage_intensity(data: Data) -> str:
 
 
 def passage_fanout(material: Material) -> Data:
-    """Passages, each token with its routed experts of every layer: (layers, tokens)."""
+    """Collect passages, with each token's fanout in every layer, (layers, tokens)."""
     return _passages(material, lambda assignment: assignment.sum(axis=2), CELLS)
 
 
 def draw_passage_fanout(data: Data, width: float = WIDE) -> Figure:
-    """Passages below the cells of their tokens: routed experts by layer."""
+    """Draw passages with cells above the tokens that show fanout by layer."""
     most = max(array(passage["values"]).max() for passage in data["passages"])
 
     def draw(axes: Axes, values: np.ndarray) -> None:
@@ -219,12 +219,12 @@ def say_passage_fanout(data: Data) -> str:
 
 
 def passage_routing(material: Material) -> Data:
-    """Passages, each token with the experts of every layer that it was routed to: (layers, tokens, experts), 0 or 1."""
+    """Collect passages, with the assignment in every layer, (layers, tokens, experts), 0 or 1."""
     return _passages(material, lambda assignment: assignment.astype(int), CELLS)
 
 
 def draw_passage_routing(data: Data, width: float = WIDE) -> Figure:
-    """Passages below the cells of their tokens: filled where the token went to the expert, all layers' experts."""
+    """Draw passages with cells above the tokens, filled if the token went to the expert."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
@@ -249,7 +249,7 @@ def draw_passage_routing(data: Data, width: float = WIDE) -> Figure:
 
 
 def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
-    """Passages cut into blocks as wide as the figure, tokens below each. height: of a block's cells, in inches."""
+    """Draw passages in blocks as wide as the figure, with tokens below. height: of a block's cells, in inches."""
     from matplotlib.figure import Figure
 
     columns = int((width - LEFT - RIGHT) / CELL)
@@ -292,7 +292,7 @@ def _visible(text: str) -> str:
 
 @cache
 def _glyphs() -> set[int]:
-    """The characters that the font has."""
+    """Return the characters in the font."""
     from matplotlib.font_manager import findfont, get_font
 
     return set(get_font(findfont("DejaVu Sans Mono")).get_charmap())
@@ -321,14 +321,14 @@ def say_passage_routing(data: Data) -> str:
 def _passages(
     material: Material, measure: Callable[[np.ndarray], np.ndarray], most: int | None = None
 ) -> dict[str, Any]:
-    """What is measured of the assignment (layers, tokens, experts) of each passage, in the run that is in focus.
+    """Apply `measure` to the assignment (layers, tokens, experts) of each passage of the run in focus.
 
-    most: tokens of its beginning; None is all that was traced.
+    most: the most tokens, from the beginning; None is all traced tokens.
     """
     subject = material.focus
     passages = []
     for name, (trace, tokens) in material.passages(subject).items():
-        # Without the first token, which opens every document and is no text.
+        # Skip bos, which opens every document and has no text.
         shown = slice(1, None if most is None else most + 1)
         assignment = np.stack([trace.assignment(layer)[shown].numpy() for layer in trace.layers])
         passages.append({"name": name, "tokens": tokens[shown], "values": measure(assignment)})

@@ -1,6 +1,6 @@
-"""What all figures look like: widths in inches, colours, lines, matplotlib's settings.
+"""The style of all figures: widths in inches, colours, lines, matplotlib's settings.
 
-Every colour is one of `THEME`, which has a counterpart of each for dark pages.
+Every colour comes from `THEME`, which has a counterpart for dark pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..plain import Data
 
 WIDE, NARROW = 9.0, 4.4
 SMALL = 8.0
-"""The smallest type, in points: on a page no figure is shown so narrow that it is less than 9 pixels high."""
+"""The smallest font size, in points; at least 9 pixels high wherever a page shows the figure."""
 
 # Name -> (on a light page, on a dark page). Figures are drawn in the light ones.
 THEME = {
@@ -74,7 +74,7 @@ METHODS, LAYERS, EXPERTS = (
     [light for name, (light, _) in THEME.items() if name.startswith(kind)] for kind in ("method-", "layer-", "expert-")
 )
 
-# What a kind of method is drawn in, whatever else is in the figure; all others take what is left of METHODS.
+# The fixed colours of the paper's methods; other methods take the remaining ones of METHODS.
 KINDS = {name: METHODS[method.colour] for name, method in OF_PAPER.items()}
 ONE_LAYER: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "linestyle": (0, (3, 1.5)), "alpha": 0.75}  # of many
 TARGET: dict[str, Any] = {"color": INK, "linewidth": 0.7, "linestyle": (0, (2, 2))}  # what is aimed at
@@ -114,11 +114,11 @@ STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "expert-threshold",  # the same figure is the same file
 }
-"""matplotlib's settings for these figures; to be in force while one is drawn and while it is saved."""
+"""matplotlib's settings; they must be active while a figure is drawn and saved."""
 
 
 def style() -> AbstractContextManager[None]:
-    """`STYLE` in force. Raises ValueError with the remedy where matplotlib is not installed."""
+    """Return a context in which `STYLE` is active. Raises ValueError with the remedy if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
@@ -127,12 +127,12 @@ def style() -> AbstractContextManager[None]:
 
 
 def layer_colours(count: int) -> list[str]:
-    """One for each layer, first to last; neighbours of more layers than there are colours share one."""
+    """Return a colour for each layer, first to last; neighbours share one if there are too few."""
     return _evenly(LAYERS, count)
 
 
 def expert_colours(count: int) -> list[str]:
-    """One for each expert, first to last; neighbours of more experts than there are colours share one."""
+    """Return a colour for each expert, first to last; neighbours share one if there are too few."""
     return _evenly(EXPERTS, count)
 
 
@@ -141,14 +141,14 @@ def _evenly(colours: Sequence[str], count: int) -> list[str]:
 
 
 def method_colours(kinds: Sequence[str]) -> dict[str, str]:
-    """Kind -> colour."""
+    """Return kind -> colour."""
     others = [kind for kind in dict.fromkeys(kinds) if kind not in KINDS]
     left = [colour for colour in METHODS if colour not in KINDS.values()]
     return KINDS | {kind: left[place % len(left)] for place, kind in enumerate(others)}
 
 
 def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
-    """The colour and the dashes of each method: methods of one kind share the colour."""
+    """Return the colour and the dashes of each method; methods of one kind share the colour."""
     kinds = [entry["kind"] for entry in methods]
     colours = method_colours(kinds)
     return [

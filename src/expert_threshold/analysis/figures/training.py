@@ -41,16 +41,16 @@ from .style import ACCENT, INK, MUTED, NARROW, WIDE, expert_colours, layer_colou
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Of heatmaps, whose opacity is the value, so that the page shows through in the middle of the scale.
+# Colours of heatmaps, whose opacity is the value.
 ABOVE, BELOW, MISSING = HEAT, (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
 
 
 LATE = 0.75
-"""Where the last quarter of the steps begins, over which sentences look at what a run came to."""
+"""Sentences summarise the steps after this share of the run, the last quarter."""
 
 
 def draw_loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
-    """Cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
+    """Draw cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
     with style():
         figure, axes = single(width, height=2)
         raw, measured = series(train, "cross_entropy"), series(validation, "loss")
@@ -81,7 +81,7 @@ def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
 
 
 def draw_bits_per_byte(points: Points, width: float = NARROW) -> Figure:
-    """Bits per byte of the validation text over tokens trained on: (tokens, bits per byte)."""
+    """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
     with style():
         figure, axes = single(width)
         line(axes, points, ACCENT, marker="o")
@@ -101,7 +101,7 @@ def say_bits_per_byte(points: Points) -> str:
 
 
 def draw_usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure:
-    """Share of tokens that each expert of each layer got over steps, as a multiple of the target share."""
+    """Draw the usage of every expert over steps, as a multiple of the target."""
     with style():
         shares = expert_series(train, "usage")
         figure, every = panels(width, len(shares), height=1.5, right=0.85, least=1.4)
@@ -114,7 +114,7 @@ def draw_usage(train: Sequence[Record], target: float, width: float = WIDE) -> F
             extent = (first - half, last + half, values.shape[1] - 0.5, -0.5)
             axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
             axes.set_title(f"layer {layer}, expert")
-            axes.spines[:].set_visible(True)  # a frame, since an expert at its target leaves no trace
+            axes.spines[:].set_visible(True)  # an expert at its target is clear
             axes.grid(False)
             whole_ticks(axes.yaxis, 5)
             step_axis(axes)
@@ -147,7 +147,7 @@ def say_usage(train: Sequence[Record], target: float) -> str:
 def draw_load_spread(
     train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0, width: float = WIDE
 ) -> Figure:
-    """The busiest expert's load over the mean load, per layer: lines in training, dots in validation."""
+    """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
     with style():
         figure, axes = single(width)
         dots = layer_series(validation, "load_spread")
@@ -163,7 +163,7 @@ def draw_load_spread(
 
 
 def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> str:
-    """Of training the mean over steps of each step's own spread; of validation that of all its tokens."""
+    """Describe the spread: in training the mean over steps, in validation over all its tokens."""
     parts = []
     for what, records in (("a step of training", train), ("a validation", validation)):
         late = {layer: _late(points) for layer, points in layer_series(records, "load_spread").items()}
@@ -177,7 +177,7 @@ def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> st
 
 
 def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
-    """Per layer, each expert's cutoff (the running mean) in its own colour over its batch cutoffs, in scores."""
+    """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
     with style():
         means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
         figure, every = panels(width, len(means), height=1.7, right=0.9, least=1.4)
@@ -205,7 +205,7 @@ def say_cutoffs(train: Sequence[Record]) -> str:
         [y for points in layer_series(train, key).values() for y in _late(points)]
         for key in ("cutoff_distance", "score_std")
     )
-    if not distances or not spreads:  # older runs have no distances of single steps
+    if not distances or not spreads:  # not recorded
         return text
     return (
         f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
@@ -215,7 +215,7 @@ def say_cutoffs(train: Sequence[Record]) -> str:
 
 
 def draw_fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
-    """Per layer, the share of tokens with 0, 1, … routed experts. counts: layer -> tokens by fanout."""
+    """Draw the share of tokens by fanout, per layer. counts: layer -> tokens by fanout."""
     with style():
         shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
         seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
@@ -228,7 +228,7 @@ def draw_fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Fig
             axes.set_xlabel("routed experts of a token", loc="right")
             whole_ticks(axes.xaxis, 8)
         most = max(100 * share.max() for share in shares.values())
-        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.2 * most))  # of all panels; room for the mean on top
+        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.2 * most))  # shared; leaves room for the mean
         inner_labels_off(figure)
     return figure
 
@@ -239,13 +239,13 @@ def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
     mean = float(np.arange(len(share)) @ share)
     most = int(np.flatnonzero(total).max(initial=0))
     return (
-        f"A token met {mean:.2f} routed experts in a layer on average, where the target is {target:g}; "
-        f"{percent(share[0])} of the tokens met none, and no token met more than {most}."
+        f"A token went to {mean:.2f} routed experts per layer on average; the target is {target:g}. "
+        f"{percent(share[0])} of the tokens went to none, and no token went to more than {most}."
     )
 
 
 def draw_saturation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Tokens dropped by the upper bound over tokens above the cutoff, in percent, per layer the mean over experts."""
+    """Draw tokens dropped by the upper bound, in percent of tokens above the cutoff, averaged over experts."""
     return _layers_over_steps(train, "saturation", "dropped, % of tokens above a cutoff", width, 100, warmup_steps)
 
 
@@ -255,7 +255,7 @@ def say_saturation(train: Sequence[Record], exact_until: float) -> str:
 
 
 def draw_starvation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Tokens filled in by the lower bound over k, in percent, per layer the mean over experts."""
+    """Draw tokens filled in by the lower bound, in percent of k, averaged over experts."""
     return _layers_over_steps(train, "starvation", "filled in, % of the places aimed at", width, 100, warmup_steps)
 
 
@@ -265,7 +265,7 @@ def say_starvation(train: Sequence[Record], exact_until: float) -> str:
 
 
 def draw_score_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Standard deviation of an expert's scores over tokens, per layer the mean over experts."""
+    """Draw the standard deviation of an expert's scores over tokens, averaged over experts."""
     return _layers_over_steps(train, "score_std", "scores of an expert, standard deviation", width)
 
 
@@ -274,7 +274,7 @@ def say_score_spread(train: Sequence[Record]) -> str:
 
 
 def draw_gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Standard deviation of an expert's gates over tokens, per layer the mean over experts."""
+    """Draw the standard deviation of an expert's gates over tokens, averaged over experts."""
     return _layers_over_steps(train, "gate_std", "gates of an expert, standard deviation", width)
 
 
@@ -283,7 +283,7 @@ def say_gate_spread(train: Sequence[Record]) -> str:
 
 
 def draw_speed(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Tokens per second over steps, raw and smoothed."""
+    """Draw tokens per second over steps, raw and smoothed."""
     from matplotlib.ticker import StrMethodFormatter
 
     with style():
@@ -306,7 +306,7 @@ def say_speed(train: Sequence[Record]) -> str:
 
 
 def deviation_colours(ratio: np.ndarray) -> np.ndarray:
-    """(…, 4) of multiples of a target: clear at 1, blue up to 2 and more, orange down to ½ and less, grey for none."""
+    """Return RGBA (…, 4) for ratios to a target: clear at 1, blue to 2 and above, orange to ½ and below, grey NaN."""
     with np.errstate(divide="ignore"):
         doublings = np.clip(np.log2(ratio), -1, 1)
     missing = np.isnan(doublings)
@@ -330,7 +330,7 @@ def _layers_over_steps(
 
 
 def _deviation_key(figure: Figure) -> None:
-    """The scale of `deviation_colours`, right of the first row."""
+    """Draw the scale of `deviation_colours` right of the first row."""
     row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
     width = figure.get_figwidth()
     key = figure.add_axes((row.x1 + 0.1 / width, row.y0, 0.1 / width, row.height))
@@ -348,7 +348,7 @@ def _sentence(parts: Sequence[str]) -> str:
 
 
 def _best(points: Points, unit: str = "") -> str:
-    """What the lowest was, or that the last is it."""
+    """Return a clause on the lowest point, or on the last one if it is the lowest."""
     x, y = min(points, key=lambda point: point[1])
     if len(points) == 1:
         return ""
@@ -359,13 +359,13 @@ def _best(points: Points, unit: str = "") -> str:
 
 
 def _late(points: Points) -> list[float]:
-    """The numbers of the last quarter of the steps; the last number at least, if there is any."""
+    """Return the numbers of the last quarter of the steps, at least the last one."""
     numbers = finite(points)
     return [y for x, y in numbers if x > LATE * numbers[-1][0]]
 
 
 def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
-    """Layer -> mean over the last quarter of the steps, per expert; NaN where there is no number."""
+    """Return layer -> each expert's mean over the last quarter of the steps; NaN without numbers."""
     means = {}
     for layer, (steps, values) in expert_series(train, key).items():
         columns = [[(float(x), float(y)) for x, y in zip(steps, column, strict=True)] for column in values.T]
@@ -374,7 +374,7 @@ def _late_means(train: Sequence[Record], key: str) -> dict[int, list[float]]:
 
 
 def _steps_of_a_line(train: Sequence[Record]) -> int:
-    """Steps that a line of metrics is the mean of; 1 where older runs do not say."""
+    """Return the steps that a line of metrics averages."""
     return max((int(record.get("steps", 1)) for record in train), default=1)
 
 
@@ -406,7 +406,7 @@ def _went(train: Sequence[Record], key: str) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    """The layers' values."""
+    """Return one value, or the range of several."""
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low}–{high}"
 
@@ -447,7 +447,7 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         yield LeftOut(names, "no layer of this model has routed experts")
         return
     train, validation, warmup = run.train, run.validation, run.warmup_steps
-    # A line tells of the steps since the one before, so the first to tell of none in warmup is an interval after it.
+    # A line covers the steps since the one before, so the first without warmup comes an interval after it.
     last_warm = warmup + run.config["train"]["log_every"] - 1 if warmup else 0
     rule = run.model.rule
     exact_until = math.inf if rule.looks_ahead else last_warm
@@ -523,5 +523,5 @@ def _entry(
     say: Callable[[], str],
     wide: bool = False,
 ) -> Exhibit | LeftOut:
-    """The figure if there are numbers for it, else the reason why not."""
+    """Return the figure if there are numbers for it, else the reason for its absence."""
     return Exhibit(title, say(), draw, wide) if numbers else LeftOut(title, why_not)
