@@ -54,18 +54,21 @@ def each(cases: dict[str, Rule]) -> pytest.MarkDecorator:
 both_modes = pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
 
 
-def make_scores(seed: int = 0, batch: int = BATCH, time: int = TIME, grain: float = 1 / 8) -> Tensor:
+def make_scores(
+    seed: int = 0, batch: int = BATCH, time: int = TIME, grain: float = 1 / 8, width: int = EXPERTS
+) -> Tensor:
     """Another mean and spread for every expert, and many ties: scores are multiples of `grain`."""
     generator = torch.Generator().manual_seed(seed)
-    scores = torch.randn(batch, time, EXPERTS, generator=generator)
-    return (scores * torch.linspace(0.5, 2, EXPERTS) + torch.linspace(-1, 1, EXPERTS)).div(grain).round().mul(grain)
+    scores = torch.randn(batch, time, width, generator=generator)
+    return (scores * torch.linspace(0.5, 2, width) + torch.linspace(-1, 1, width)).div(grain).round().mul(grain)
 
 
 def train(rule: Rule, state: Any = None, *, steps: int = 3, seed: int = 100, **kind: Any) -> Any:
     """The rule's state after so many steps of random batches."""
     state = rule.init() if state is None else state
     for step in range(steps):
-        observation = rule.route(make_scores(seed + step, **kind), state, training=True).observation
+        scores = make_scores(seed + step, width=rule.num_scores, **kind)
+        observation = rule.route(scores, state, training=True).observation
         state = rule.update(state, observation)
     return state
 
@@ -226,7 +229,7 @@ def test_in_inference_experts_do_not_compete(rule: Rule) -> None:
 @each(CASES)
 @both_modes
 def test_only_what_balances_by_a_loss_has_one_and_in_training_alone(rule: Rule, training: bool) -> None:
-    scores = make_scores().requires_grad_()
+    scores = make_scores(width=rule.num_scores).requires_grad_()
     loss = rule.route(scores, train(rule), training=training).loss
     if training and (isinstance(rule, ReLU) or getattr(rule, "balance", None) in ("aux", "global_aux")):
         assert loss is not None
@@ -254,7 +257,7 @@ def test_a_saved_state_goes_on_as_if_never_saved(rule: Rule, tmp_path: Path) -> 
 @both_modes
 def test_every_record_is_a_pytree(rule: Rule, training: bool) -> None:
     state = train(rule)
-    routing = rule.route(make_scores(), state, training=training)
+    routing = rule.route(make_scores(width=rule.num_scores), state, training=training)
     for record in (state, routing, routing.observation, Cut(torch.zeros(1, 2), torch.zeros(1, 2))):
         leaves, shape = pytree.tree_flatten(record)
         assert all(leaf is None or isinstance(leaf, Tensor) for leaf in leaves)
@@ -283,7 +286,7 @@ def test_no_rule_is_dense() -> None:
 @each(CASES)
 @both_modes
 def test_observations_add_up(rule: Rule, training: bool) -> None:
-    scores, state = make_scores(), train(rule)
+    scores, state = make_scores(width=rule.num_scores), train(rule)
     whole = rule.route(scores, state, training=training).observation
     halves = [rule.route(half, state, training=training).observation for half in scores.chunk(2)]
     total = halves[0] + halves[1]
@@ -307,14 +310,14 @@ def test_observations_add_up(rule: Rule, training: bool) -> None:
 @each(CASES)
 @both_modes
 def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
-    scores, state = make_scores(), train(rule)
+    scores, state = make_scores(width=rule.num_scores), train(rule)
     routing = rule.route(scores, state, training=training)
     seen, z, gates = routing.observation, routing.assignment.flatten(0, 1), routing.gates
     assert seen.tokens == BATCH * TIME
     assert torch.equal(seen.load, z.sum(0))
     assert seen.fanout_counts.tolist() == [int((z.sum(1) == n).sum()) for n in range(EXPERTS + 1)]
     torch.testing.assert_close(seen.usage, z.float().mean(0))
-    torch.testing.assert_close(seen.score_std, scores.flatten(0, 1).std(0, correction=0))
+    torch.testing.assert_close(seen.score_std, scores[..., :EXPERTS].flatten(0, 1).std(0, correction=0))
     torch.testing.assert_close(seen.gate_std, gates.flatten(0, 1).std(0, correction=0))
     torch.testing.assert_close(seen.fanout_mean, z.sum(1).float().mean())
     torch.testing.assert_close(seen.fanout_std, z.sum(1).float().std(correction=0))
@@ -351,9 +354,9 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
 @both_modes
 @pytest.mark.parametrize("shape", [(0, TIME), (BATCH, 0), (0, 0)])
 def test_no_tokens_get_an_empty_assignment(rule: Rule, training: bool, shape: tuple[int, int]) -> None:
-    scores = torch.empty(*shape, EXPERTS, requires_grad=True)
+    scores = torch.empty(*shape, rule.num_scores, requires_grad=True)
     routing = rule.route(scores, train(rule), training=training)
-    assert routing.assignment.shape == scores.shape
+    assert routing.assignment.shape == (*shape, EXPERTS)
     assert all((x == 0).all() for x in routing.observation.tensors().values())
     if routing.loss is not None:
         assert routing.loss == 0

@@ -202,9 +202,9 @@ class Step(NamedTuple):
             rows = min(max(LOGITS_PER_CHUNK["gpu" if self.gpu else "cpu"] // vocab, 1), self.tokens)
             chunk = rows * vocab * (self.itemsize + (4 if self.widens_products else 3) * FLOAT32)
             product = head * self.itemsize + (head * FLOAT32 if self.itemsize < FLOAT32 else 0)  # widened, to be added
-        experts = 0 if self.config.rule is None else self.config.rule.num_experts
+        scores = 0 if self.config.rule is None else self.config.rule.num_scores
         layers = sum(self.has_experts(layer) for layer in range(self.config.layers))
-        held = layers * self.tokens * experts * (FLOAT32 + 1)
+        held = layers * self.tokens * scores * (FLOAT32 + 1)
         return Memory(self.rows, held, chunk + product + head * self.itemsize)
 
     def made_by_backward(self, layer: int) -> Memory:

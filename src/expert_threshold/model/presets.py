@@ -42,7 +42,7 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
     matrices = 3 if config.activation == "swiglu" else 2
     head_dim = config.d_model // config.heads
     moe_layers = config.layers - config.dense_layers if config.rule is not None else 0
-    num_experts = config.rule.num_experts if config.rule is not None else 0
+    num_experts, num_scores = (0, 0) if config.rule is None else (config.rule.num_experts, config.rule.num_scores)
     expert = matrices * config.d_model * config.d_expert
     parts = {
         "embedding": config.vocab_size * config.d_model,
@@ -51,7 +51,7 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
         "dense": (config.layers - moe_layers) * matrices * config.d_model * config.d_feed_forward,
         "shared_experts": moe_layers * config.shared_experts * expert,
         "routed_experts": moe_layers * num_experts * expert,
-        "routers": moe_layers * num_experts * config.d_model,
+        "routers": moe_layers * num_scores * config.d_model,
     }
     total = sum(parts.values())
     trained = config.rule.experts_per_token if config.rule is not None else 0

@@ -3,6 +3,7 @@
 from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
+from .null_slots import NullSlots, NullSlotState
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
 from .options import check_experts
 from .pools import CutoffState, Pool, bounds, cutoff, dial
@@ -24,6 +25,8 @@ __all__ = [
     "CutoffState",
     "ExpertChoice",
     "ExpertThreshold",
+    "NullSlotState",
+    "NullSlots",
     "Observation",
     "Pool",
     "PriceState",

@@ -13,6 +13,7 @@ from typing import Any
 
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
+from .null_slots import NullSlots
 from .quantile_balancing import QuantileBalancing
 from .relu import ReLU
 from .rule import Rule
@@ -71,6 +72,7 @@ RULES = _Registry(
         "expert_choice": ExpertChoice,
         "expert_threshold": ExpertThreshold,
         "quantile_balancing": QuantileBalancing,
+        "null_slots": NullSlots,
         "relu": ReLU,
         "top_p": TopP,
     }

@@ -64,7 +64,7 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     if model.rule is not None and model.dense_layers < model.layers:
         sequences = config.batch_size if local.joint_mean else local.batch_size
         with torch.device("meta"):  # only shapes matter, so nothing is allocated
-            scores = torch.zeros(sequences, model.context, model.rule.num_experts)
+            scores = torch.zeros(sequences, model.context, model.rule.num_scores)
             model.rule.route(scores, model.rule.init(), training=True)
 
 

@@ -451,8 +451,8 @@ def cutoffs_and_biases(material: Material) -> Data:
                 {**subject.tag, "of": name, "steps": steps, "values": (-values if name == "bias" else values).T}
             )
     if {entry["of"] for entry in methods} != {"bias", "cutoff"}:
-        names = [entry["method"] for entry in methods]
-        kind = {"bias": "biases", "cutoff": "cutoffs"}[methods[0]["of"]] if methods else ""
+        names = [str(entry["method"]) for entry in methods]
+        kind = {"bias": "biases", "cutoff": "cutoffs"}[str(methods[0]["of"])] if methods else ""
         recorded = f"these runs recorded only the {kind} of {listed(names)}" if methods else "no run recorded either"
         raise NotShownError(f"it compares cutoffs with biases, and {recorded}")
     return {"layer": material.routed[0].layers[0], "methods": methods}

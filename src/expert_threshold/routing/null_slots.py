@@ -1,0 +1,133 @@
+"""Null slots: tokens choose among experts and slots that compute nothing (AdaMoE; MoE++; LongCat-Flash)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .observation import Observation, Routing, observe
+from .options import check_experts, is_number, is_whole, require
+from .rule import Rule, Scope, Window
+from .selection import kth_largest, take
+
+Null = Literal["zero", "copy"]
+
+
+class NullSlotState(NamedTuple):
+    """Biases that are added to the slots' shares for selection alone."""
+
+    bias: Tensor  # (num_scores,) float32, the experts' first
+
+
+@dataclass(frozen=True)
+class NullSlots(Rule):
+    """Every token chooses slots_per_token of num_experts + null_slots; its fanout is the number of experts among them.
+
+    p = softmax(r) over all slots, z_t = Top(p_t + b), and gates are c · p. A slot's bias moves by u · sign(the load it
+    aims at − its load), which balances the experts and holds the mean fanout at experts_per_token without a loss.
+    """
+
+    # Routed experts in a layer.
+    num_experts: int = 16
+    # Mean number of routed experts per token that the biases aim at.
+    experts_per_token: float = 1
+    # Slots that compute nothing.
+    null_slots: int = 16
+    # Slots that every token chooses, experts and null slots together.
+    slots_per_token: int = 2
+    # What a null slot returns: zero, or copy, which is the token itself times the gate.
+    null: Null = "zero"
+    # Step u of the biases; 0 switches them off.
+    bias_rate: float = 0.001
+    # Factor c of all gates.
+    gate_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_experts(self.num_experts, self.experts_per_token)
+        require(is_whole(self.null_slots, at_least=1), "null_slots", self.null_slots, "must be a whole number above 0")
+        slots, most = self.slots_per_token, self.num_experts + self.null_slots
+        fits = is_whole(slots, at_least=1) and slots <= most
+        require(fits, "slots_per_token", slots, f"must be a whole number from 1 to {most}, all slots that there are")
+        least = slots - self.null_slots
+        reachable = max(least, 0) <= self.experts_per_token <= slots
+        remedy = f"must be from {max(least, 0)} to slots_per_token={slots}, or no choice of slots meets it"
+        require(reachable, "experts_per_token", self.experts_per_token, remedy)
+        require(self.null in get_args(Null), "null", self.null, "is unknown; use 'zero' or 'copy'")
+        require(is_number(self.bias_rate, at_least=0), "bias_rate", self.bias_rate, "must be a number of at least 0")
+        scale = self.gate_scale
+        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts + self.null_slots
+
+    def init(self) -> NullSlotState:
+        return NullSlotState(torch.zeros(self.num_scores, dtype=torch.float32))
+
+    def route(
+        self, scores: Tensor, state: NullSlotState, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """scores: (batch, time, num_scores) float32, the experts' first; ties go to the lower slot."""
+        tokens, experts = scores[..., 0].numel(), self.num_experts
+        shares = scores.softmax(-1)
+        biased = (shares.detach() + state.bias).reshape(tokens, self.num_scores, 1)
+        (lowest,) = kth_largest(biased, [self.slots_per_token])
+        chosen = take(biased, lowest).reshape(scores.shape)
+        gates = self.gate_scale * shares
+        null = chosen[..., experts:]
+        observation = observe(
+            scores[..., :experts],
+            chosen[..., :experts],
+            gates[..., :experts],
+            target=tokens * self.experts_per_token / experts,
+            null_load=null.flatten(0, 1).sum(0),
+        )
+        return Routing(
+            scores=scores,
+            gates=gates[..., :experts],
+            assignment=chosen[..., :experts],
+            observation=observation,
+            passthrough=(gates[..., experts:] * null).sum(-1) if self.null == "copy" else None,
+        )
+
+    @torch.no_grad()
+    def update(self, state: NullSlotState, observation: Observation) -> NullSlotState:
+        expert = self.experts_per_token / self.num_experts  # the shares of tokens aimed at
+        null = (self.slots_per_token - self.experts_per_token) / self.null_slots
+        tokens = observation.tokens
+        error = torch.cat([expert * tokens - observation.load, null * tokens - observation.null_load])
+        return NullSlotState(state.bias + self.bias_rate * error.sign().float())
+
+    @property
+    def label(self) -> str:
+        return f"TC null {self.null}"
+
+    def scope(self, training: bool) -> Scope:
+        return "token"
+
+    def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int:
+        return tokens * min(self.slots_per_token, self.num_experts)
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        """The tokens over which load is measured."""
+        return Window(step, None)
+
+    def describe(self, state: NullSlotState) -> dict[str, Tensor]:
+        return {"bias": state.bias[: self.num_experts], "null_bias": state.bias[self.num_experts :].mean()}
+
+    def measure(self, state: NullSlotState, observation: Observation) -> dict[str, Tensor]:
+        """Returns the share of chosen slots that are null."""
+        return {"null_share": observation.null_load.sum() / (observation.tokens * self.slots_per_token).clamp(min=1)}
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        return {
+            "zero": cls(6, 1, null_slots=6),
+            "copy": cls(6, 1.5, null_slots=2, slots_per_token=3, null="copy"),
+            "all of them": cls(6, 6, null_slots=1, slots_per_token=7),
+        }
