@@ -259,7 +259,7 @@ def test_each_rule_says_itself_what_an_option_of_its_own_does(capsys: pytest.Cap
     text = unwrapped(capsys.readouterr().out)
     assert "--num-experts INT Routed experts in a layer. (default: 16)" in text
     assert "expert_choice: Tokens that compete for an expert" in text
-    assert "quantile_balancing: Tokens whose quantiles are the prices" in text
+    assert "quantile_balancing: Tokens over which quantiles are taken" in text
 
 
 @pytest.mark.parametrize("preset", RUNS)

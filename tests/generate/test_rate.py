@@ -125,7 +125,7 @@ def test_without_a_sketch_of_scores_it_is_said_how_to_get_one(
     assert main(["generate", str(tmp_path / "run"), "--rate", "2"]) == 2
     printed = capsys.readouterr()
     assert printed.err == (
-        "et generate: rate=2.0 needs a sketch of scores, and this state has none; make one with et calibrate\n"
+        "et generate: rate=2.0 needs a sketch of scores, which this state lacks; make one with et calibrate\n"
     )
 
 

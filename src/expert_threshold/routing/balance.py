@@ -10,10 +10,10 @@ from .observation import Observation
 
 
 def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
-    """α Σ_i f_i P_i (paper, Related Work, Load Balancing); differentiable through the gates alone.
+    """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable through the gates alone.
 
-    gates: (batch, time, experts), before selection; load: (experts,) of the batch over which f is taken; the mean gate
-    P_i is this batch's own. Equals α Σ_i P_i under perfect balance.
+    gates: (batch, time, experts), before selection; load: (experts,), the loads from which f is computed. P_i is the
+    mean of these gates. Equals α Σ_i P_i under perfect balance.
     """
     gates = gates.reshape(-1, gates.shape[-1])
     mean_gate = gates.sum(0) / max(len(gates), 1)
@@ -21,13 +21,13 @@ def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
 
 
 def normalised_load(load: Tensor) -> Tensor:
-    """f_i: each expert's load over the mean load, 1 under balance; all 1 where nothing was routed."""
+    """Return f_i, each expert's load over the mean load: 1 under balance, and all 1 if nothing was routed."""
     mean = load.sum() / len(load)
     return torch.where(mean > 0, load / mean, 1.0)
 
 
 def over_ranks(load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The load summed over the group's ranks, for `global_aux` (Global LBL)."""
+    """Return the load summed over the group's ranks, for `global_aux` (Global LBL)."""
     if group is None:
         return load
     load = load.clone()
@@ -36,6 +36,6 @@ def over_ranks(load: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def move_bias(bias: Tensor, observation: Observation, *, rate: float, proportional: bool) -> Tensor:
-    """b_i ← b_i + u · sign(1 − f_i), or + u · (1 − f_i) (paper, Related Work, Load Balancing)."""
+    """Return b_i + u · sign(1 − f_i), or b_i + u · (1 − f_i) (paper, Related Work, Load Balancing)."""
     error = 1 - normalised_load(observation.load)
     return bias + rate * (error if proportional else error.sign())

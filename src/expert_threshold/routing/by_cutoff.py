@@ -1,4 +1,4 @@
-"""What expert choice and expert threshold answer alike: both compare scores with a cutoff, a running mean."""
+"""The base class of expert choice and expert threshold: both compare scores with a cutoff, a running mean."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from .pools import CutoffState, Pool, as_ratio, batch_sketch, begin_run, bounds,
 from .rule import Rule, Scope, Window
 
 PAPER_STEPS = 19_073
-"""Optimizer steps of the paper's d12 (Table "Training hyperparameters"), for which its decay and warmup are meant."""
+"""Optimizer steps of the paper's d12 (Table "Training hyperparameters"), the run its decay and warmup were chosen for.
+"""
 PAPER_DECAY, PAPER_WARMUP_STEPS = 0.999, 4000
 LEAST_DECAY = 0.9
-"""A running mean remembers at least ten steps, however short the run."""
+"""Makes a running mean cover at least ten steps, however short the run."""
 
 
 def scaled_decay(decay: float, steps: int) -> float:
     """Return the decay with which a mean covers the same share of a run of `steps` as `decay` does of PAPER_STEPS.
 
-    1 − β' = (1 − β) · PAPER_STEPS / steps, and β' at least LEAST_DECAY, or β if that is less; longer runs keep it.
+    1 − β' = (1 − β) · PAPER_STEPS / steps, with β' at least LEAST_DECAY and at most β; longer runs keep β.
     """
     share = 1 - (1 - decay) * PAPER_STEPS / max(steps, 1)
     return min(decay, max(LEAST_DECAY, round(share, 4)))
 
 
 class ByCutoff(Rule):
-    """A rule whose pools' k-th largest scores are averaged into cutoffs, by which inference routes."""
+    """A rule that averages its pools' k-th largest scores into cutoffs, by which inference routes."""
 
     pool: Pool
     decay: float
@@ -37,7 +38,7 @@ class ByCutoff(Rule):
 
     @property
     def slack(self) -> float | None:
-        """s, where loads in training lie within k(1−s) and k(1+s); None is without bounds."""
+        """The slack s that keeps loads in training within k(1−s) and k(1+s); None: no bounds."""
         raise NotImplementedError
 
     def init(self) -> CutoffState:
@@ -45,7 +46,7 @@ class ByCutoff(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The running mean covers the same share of the run as the paper's, but at least ten steps."""
+        """Return a decay whose running mean covers the same share of the run as the paper's, but at least ten steps."""
         return {"decay": scaled_decay(PAPER_DECAY, steps)}
 
     @property
@@ -59,7 +60,7 @@ class ByCutoff(Rule):
         return self.pool if self.pool in ("sequence", "global") else "batch"
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """⌊tokens · experts_per_token · (1 + s)⌋, whatever the size of the pools."""
+        """Return ⌊tokens · experts_per_token · (1 + s)⌋, whatever the size of the pools; None without bounds."""
         return self._bound(tokens, self.num_experts, training, ranks)
 
     def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
@@ -89,7 +90,7 @@ class ByCutoff(Rule):
         return dial(state, rate)
 
     def calibrated(self, state: CutoffState, observation: Observation) -> CutoffState:
-        """Take over the mean cutoffs and the sketch as if every step so far had seen them."""
+        """Return the state with the observation's mean cutoffs and sketch, as if every step so far had seen them."""
         return CutoffState(
             mean=observation.batch_cutoff,
             weight=torch.ones_like(state.weight),
@@ -107,7 +108,7 @@ class ByCutoff(Rule):
         return {"cutoff": cutoff(state)}
 
     def measure(self, state: CutoffState, observation: Observation) -> dict[str, Tensor]:
-        """Return the batch's cutoffs and how far the running means are from them; and how the bounds changed the loads
+        """Return the batch cutoffs, their distance from the running means, and the effect of the bounds on loads
         (paper, Capacity Constraints): raw_usage, the share of tokens above the cutoff; saturation, tokens dropped over
         tokens above it; starvation, tokens filled in over k.
         """

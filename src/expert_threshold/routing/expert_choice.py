@@ -27,15 +27,15 @@ from .selection import kth_largest
 
 @dataclass(frozen=True)
 class ExpertChoice(ByCutoff):
-    """Exact load in training, at the price of looking at the whole pool; by the running cutoffs in inference."""
+    """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide in inference."""
 
     # Routed experts in a layer.
     num_experts: int = 16
     # Routed experts of one token, on average.
     experts_per_token: float = 1
-    # Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or so many.
+    # Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or a number of tokens.
     pool: Pool = "batch"
-    # Share of the old mean in the running mean of cutoffs; presets let it grow with their steps.
+    # Decay of the running mean of cutoffs; presets scale it with their number of steps.
     decay: float = 0.999
     # Correct the running mean for its start at 0.
     debias: bool = True
@@ -47,7 +47,7 @@ class ExpertChoice(ByCutoff):
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32. In training z = 1{t ∈ Top_k(r_i)} per pool, else z = 1{r > c}."""
+        """Return z = 1{t ∈ Top_k(r_i)} per pool in training, else 1{r > c}. scores: (batch, time, experts) float32."""
         c = cutoff(state)
         if not training:
             return route_by_cutoff(scores, c, self.experts_per_token)
@@ -84,7 +84,7 @@ class ExpertChoice(ByCutoff):
 
 
 def pool_label(pool: Pool) -> str:
-    """Return the pool as the paper writes it: 2048 tokens are 2k."""
+    """Return the pool in the paper's notation: 2048 tokens are 2k."""
     if not isinstance(pool, int):
         return pool
     return f"{pool // 1024}k" if pool % 1024 == 0 else f"{pool:,}"

@@ -28,31 +28,31 @@ from .rule import Rule, Scope, Window
 from .selection import clamp, kth_largest
 
 Estimator = Literal["mean", "trend"]
-# Runs in which a trend of cutoffs was measured to be better than their mean, and its decay (docs/results/cutoffs-cpu).
+# Longest run in which the trend measured better than the mean, and the trend's decay (docs/results/cutoffs-cpu).
 SHORT_RUN, TREND_DECAY = 2000, 0.6
 
 
 @dataclass(frozen=True)
 class ExpertThreshold(ByCutoff):
-    """Load in expectation, causal: c_i is the running mean of past batches' k-th largest scores."""
+    """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores."""
 
     # Routed experts in a layer.
     num_experts: int = 16
     # Routed experts of one token, on average.
     experts_per_token: float = 1
-    # Share β of the old mean in the running mean of cutoffs; presets let it grow with their steps.
+    # Decay β of the running mean of cutoffs; presets scale it with their number of steps.
     decay: float = 0.999
-    # Optimizer steps of expert choice before the cutoffs decide; presets have a fifth of their steps, at most 4000.
+    # Optimizer steps of expert choice before cutoffs decide; presets use a fifth of their steps, at most 4000.
     warmup_steps: int = 4000
-    # Loads lie within k(1−s) and k(1+s) while training, with s this number; None is without bounds.
+    # Slack s: loads stay within k(1−s) and k(1+s) while training; None switches the bounds off.
     capacity_slack: float | None = 0.5
-    # Tokens whose k-th largest score is measured, and that bounds act over: a sequence, a micro-batch, all ranks'
-    # micro-batches, or so many.
+    # Tokens over which the k-th largest score and the bounds are taken: a sequence, a micro-batch, all ranks'
+    # micro-batches, or a number of tokens.
     pool: Pool = "global"
-    # Correct the running mean for its start at 0; the paper's formula to the letter does not.
+    # Correct the running mean for its start at 0; the paper's literal formula does not.
     debias: bool = True
-    # How cutoffs follow those of batches: mean is the paper's running mean; trend is a running mean and slope, which
-    # does not lag behind scores that drift: for runs of up to 2000 steps, with a decay of 0.6.
+    # Estimator of cutoffs: mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag behind
+    # drifting scores, for runs of up to 2000 steps with a decay of 0.6.
     estimator: Estimator = "mean"
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class ExpertThreshold(ByCutoff):
             is_whole(self.warmup_steps, at_least=0),
             "warmup_steps",
             self.warmup_steps,
-            "must be a whole number of at least 0; 0 is no warmup",
+            "must be a whole number of at least 0; 0 means no warmup",
         )
         require(
             self.capacity_slack is None or is_number(self.capacity_slack, at_least=0),
@@ -72,12 +72,12 @@ class ExpertThreshold(ByCutoff):
         )
         require(self.estimator in get_args(Estimator), "estimator", self.estimator, "is unknown; use 'mean' or 'trend'")
         unbiased = self.debias or self.estimator == "mean"
-        require(unbiased, "debias", self.debias, "is for estimator='mean'; a trend has no bias to leave in")
+        require(unbiased, "debias", self.debias, "needs estimator='mean'; a trend is always unbiased")
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32. z = 1{r > c}; in training within the capacity bounds."""
+        """Return z = 1{r > c}, within the capacity bounds in training. scores: (batch, time, experts) float32."""
         c = cutoff(state)
         if not training:
             return route_by_cutoff(scores, c, self.experts_per_token)
@@ -103,7 +103,7 @@ class ExpertThreshold(ByCutoff):
 
     @property
     def looks_ahead(self) -> bool:
-        """After warmup only the capacity bounds do."""
+        """False: after warmup only the capacity bounds look ahead."""
         return False
 
     @property
@@ -111,7 +111,7 @@ class ExpertThreshold(ByCutoff):
         return "ET" if self.warmup_steps else "ET no warmup"
 
     def scope(self, training: bool) -> Scope:
-        """Without warmup, and where no bound can bind, a token's own score decides in training too."""
+        """Return "token" in training too if there is no warmup and no bound can bind."""
         slack = math.inf if self.capacity_slack is None else self.capacity_slack
         unbounded = slack >= 1 and self.experts_per_token * (1 + slack) >= self.num_experts
         return "token" if self.warmup_steps == 0 and unbounded else super().scope(training)
@@ -123,13 +123,13 @@ class ExpertThreshold(ByCutoff):
         step = int(state.step)
         if step == 0 or self.warmup_steps == 0:
             return f"its own warmup of {self.warmup_steps} steps" if self.warmup_steps else ""
-        return f"{min(step, self.warmup_steps)} of {self.warmup_steps} steps of warmup are behind it"
+        return f"{min(step, self.warmup_steps)} of {self.warmup_steps} warmup steps are done"
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The paper's warmup and decay in proportion to the run: 4000 steps, or a fifth of a run shorter than the
-        paper's. In a run of at most SHORT_RUN steps cutoffs follow the trend, where the mean would lag, unless options
-        of the mean are given.
+        """Return the paper's warmup and decay, scaled to the run: 4000 steps of warmup, or a fifth of a run shorter
+        than the paper's. Runs of at most SHORT_RUN steps use the trend, since the mean would lag, unless options of the
+        mean are given.
         """
         by_trend = steps <= SHORT_RUN and not {"decay", "debias"} & options.keys()
         estimator = options.get("estimator", "trend" if by_trend else "mean")

@@ -1,4 +1,4 @@
-"""Gates of token choice: what published models multiply an expert's output with."""
+"""Gates of token choice: the factors of experts' outputs in published models."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 
 
 def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Tensor:
-    """Return gates (batch, time, experts) of scores r and the assignment z, times `scale`.
+    """Return the gates (batch, time, experts) for scores r and assignment z, times `scale`.
 
     sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all experts, as in Switch and OLMoE. softmax_chosen: the same over
-    those chosen, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as in
-    DeepSeek-V3, whose routed_scaling_factor is `scale`. The gates of experts that are not chosen mean nothing.
+    the chosen ones, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as in
+    DeepSeek-V3, whose routed_scaling_factor is `scale`. The gates of experts that are not chosen are unspecified.
     """
     if gate == "sigmoid":
         gates = scores.sigmoid()
@@ -27,12 +27,12 @@ def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Te
 
 
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return the gates before selection, without a scale, whose mean P_i is a factor of the auxiliary losses: σ(r), or
-    what is normalised over all experts: softmax(r), or σ(r) / Σ σ(r).
+    """Return the unscaled gates before selection, whose mean is P_i in the auxiliary losses: σ(r), or normalised over
+    all experts, softmax(r) or σ(r) / Σ σ(r).
     """
     return scores.sigmoid() if gate == "sigmoid" else _log_weights(gate, scores).softmax(-1)
 
 
 def _log_weights(gate: Gate, scores: Tensor) -> Tensor:
-    """Logarithms of what is normalised, so that none is lost where all are tiny."""
+    """Return the logarithms of the weights to normalise, so that tiny weights do not underflow."""
     return F.logsigmoid(scores) if gate == "sigmoid_normalised" else scores

@@ -1,4 +1,4 @@
-"""What a rule returns: the assignment, its gates, and the sums that updates, metrics and figures are made of."""
+"""A rule's results: the assignment, its gates, and the sums that updates, metrics and figures are computed from."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Observation(NamedTuple):
-    """What one forward saw. Every number is a sum, so `a + b` joins micro-batches and an all-reduce joins ranks.
+    """Statistics of one forward. All are sums, so `a + b` joins micro-batches and an all-reduce joins ranks.
 
-    Counts are int64, moments float32; (experts,) unless said otherwise. A rule's own sums are read like the others:
+    Counts are int64, moments float32; (experts,) unless noted otherwise. A rule's own sums are attributes too:
     `observation.dropped` is `observation.sums["dropped"]`.
     """
 
     tokens: Tensor  # ()
-    target: Tensor  # () float32, tokens per expert aimed at
+    target: Tensor  # () float32, target tokens per expert
     load: Tensor  # tokens per expert
     fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
     score_sum: Tensor  # (num_scores,)
@@ -35,7 +35,7 @@ class Observation(NamedTuple):
         return Observation(*fields)
 
     def __getattr__(self, name: str) -> Tensor:
-        if name.startswith("__") or name not in self.sums:  # torch.compile probes half-made records for the former
+        if name.startswith("__") or name not in self.sums:  # torch.compile probes incomplete records for dunder names
             raise AttributeError(f"observation has no {name!r}")
         return self.sums[name]
 
@@ -46,7 +46,7 @@ class Observation(NamedTuple):
 
     @classmethod
     def from_tensors(cls, named: dict[str, Tensor]) -> Observation:
-        """Return the inverse of `tensors`. Raises KeyError where a sum of the core is missing."""
+        """Return the observation from its `tensors`. Raises KeyError if a core sum is missing."""
         own = {name.removeprefix("sums."): value for name, value in named.items() if name.startswith("sums.")}
         fields: list[Any] = [named[name] for name in cls._fields[:-1]]
         fields.append(own)
@@ -54,17 +54,17 @@ class Observation(NamedTuple):
 
     @property
     def usage(self) -> Tensor:
-        """Load over tokens, per expert."""
+        """Load divided by tokens, per expert."""
         return self.load / self.tokens
 
     @property
     def batch_cutoff(self) -> Tensor:
-        """Mean over pools of the k-th largest score, under rules that form pools; NaN where none was formed."""
+        """Mean over pools of the k-th largest score, for rules that form pools; NaN if none was formed."""
         return self.cutoff_sum / self.pools
 
     @property
     def load_spread(self) -> Tensor:
-        """Largest load over mean load; 1 is perfect balance."""
+        """Largest load divided by mean load; 1 is perfect balance."""
         return self.load.max() / self.load.float().mean()
 
     @property
@@ -91,12 +91,12 @@ class Observation(NamedTuple):
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """() bool: False where a number in any tensor is NaN or infinite."""
+    """Return a () bool: False if any tensor has a NaN or an infinity."""
     return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).isfinite().all()
 
 
 def scores_not_finite(observation: Observation, layer: str) -> str | None:
-    """Names the experts with a sum that is not finite, as one score of NaN makes it, and the layer; None if all are."""
+    """Return a message naming the layer's experts with a sum that is not finite; None if all are finite."""
     finite = torch.ones_like(observation.load, dtype=torch.bool)
     for value in observation.tensors().values():
         good = value.isfinite()
@@ -109,7 +109,7 @@ def scores_not_finite(observation: Observation, layer: str) -> str | None:
 
 
 def summed_over_ranks(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """The sums of the group's ranks, in one all-reduce; in float64, which holds counts exactly."""
+    """Return the tensors summed over the group's ranks, in one float64 all-reduce, which keeps counts exact."""
     flat = torch.cat([tensor.double().flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
     parts = flat.split([tensor.numel() for tensor in tensors])
@@ -121,12 +121,12 @@ def _std(total: Tensor, square_total: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Routing(NamedTuple):
-    """A rule's answer for one batch of scores, built by keyword.
+    """A rule's result for one batch of scores, built by keyword.
 
-    scores: (batch, time, num_scores) float32, as given; gates: (batch, time, experts) float32, what the experts'
-    outputs are multiplied with, differentiable; assignment: the boolean z, shaped like gates. loss: a differentiable
-    scalar to be added to the training loss, or None. passthrough: (batch, time), what x itself is multiplied with and
-    added to the experts' sum, or None.
+    scores: (batch, time, num_scores) float32, as given. gates: (batch, time, experts) float32, the differentiable
+    factors of experts' outputs. assignment: the boolean z, shaped like gates. loss: a differentiable scalar to be added
+    to the training loss, or None. passthrough: (batch, time), the factor with which x itself is added to the experts'
+    sum, or None.
     """
 
     scores: Tensor
@@ -146,13 +146,13 @@ def observe(
     target: float | None = None,
     **sums: Tensor,
 ) -> Observation:
-    """Return the sums over an assignment (batch, time, experts) of scores (batch, time, num_scores).
+    """Return the observation of an assignment (batch, time, experts) from scores (batch, time, num_scores).
 
-    gates: like the assignment; None is σ(scores). target: tokens per expert aimed at; None is the mean load. sums: the
-    rule's own, each a sum over tokens or batches. Raises ValueError if one is named like a sum of the core.
+    gates: shaped like the assignment; None is σ(scores). target: target tokens per expert; None is the mean load. sums:
+    the rule's own, each a sum over tokens or batches. Raises ValueError if one has the name of a core sum.
     """
     if taken := sums.keys() & set(Observation._fields):
-        raise ValueError(f"sums={sorted(taken)} are names of every observation's own; rename them")
+        raise ValueError(f"sums={sorted(taken)} are reserved names of every observation; rename them")
     scores, assignment = scores.detach().flatten(0, -2), assignment.flatten(0, -2)
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)
     load, fanout = assignment.sum(0), assignment.sum(1)

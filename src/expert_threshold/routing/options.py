@@ -1,4 +1,4 @@
-"""Checks of the rules' options: what is nonsense is refused with a ValueError that names option, value and remedy."""
+"""Checks of the rules' options: invalid values raise a ValueError that names option, value and remedy."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def require(holds: bool, name: str, value: object, remedy: str) -> None:
 
 
 def is_whole(value: object, *, at_least: int) -> bool:
-    """A whole number of at least so much; True and False are none."""
+    """Return True for an int of at least `at_least`; a bool is not one."""
     return type(value) is int and value >= at_least
 
 
 def is_number(value: object, *, at_least: float) -> bool:
-    """A finite number of at least so much; True and False are none."""
+    """Return True for a finite number of at least `at_least`; a bool is not one."""
     return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value) and value >= at_least
 
 
 def check_experts(num_experts: int, experts_per_token: float) -> None:
-    """What every rule has."""
+    """Raise ValueError unless the options that every rule has are valid."""
     require(is_whole(num_experts, at_least=1), "num_experts", num_experts, "must be a whole number of at least 1")
     require(
         is_number(experts_per_token, at_least=0) and 0 < experts_per_token <= num_experts,
@@ -33,7 +33,10 @@ def check_experts(num_experts: int, experts_per_token: float) -> None:
 
 
 def whole_fanout(experts_per_token: float, rule: str) -> int:
-    """Return experts_per_token as the int that it must be where every token takes as many. rule: its name in prose."""
+    """Return experts_per_token as an int, for rules with a fixed fanout. rule: its name in prose.
+
+    Raises ValueError for a fraction.
+    """
     use = max(int(experts_per_token), 1)
     remedy = (
         f"must be whole in {rule}, since every token takes that many; use {use}, or expert_choice or expert_threshold"
@@ -43,7 +46,7 @@ def whole_fanout(experts_per_token: float, rule: str) -> int:
 
 
 def check_decay(decay: float) -> None:
-    """What rules with a running mean have."""
+    """Raise ValueError unless the decay of a running mean is valid."""
     require(
         is_number(decay, at_least=0) and decay < 1,
         "decay",
@@ -53,7 +56,7 @@ def check_decay(decay: float) -> None:
 
 
 def check_cutoff(pool: object, decay: float, debias: bool) -> None:
-    """What rules with a running cutoff have."""
+    """Raise ValueError unless the options of a running cutoff are valid."""
     require(
         pool in ("sequence", "batch", "global") or is_whole(pool, at_least=1),
         "pool",

@@ -1,7 +1,7 @@
-"""Pools and cutoffs: what expert choice and expert threshold share.
+"""Pools and cutoffs, shared by expert choice and expert threshold.
 
-Both follow the k-th largest score of their pools with a running mean, the cutoff, and by it both route in inference.
-Beside it runs the mean of sketches of all scores, from which cutoffs for any other rate can be told after training.
+Both keep a running mean of their pools' k-th largest scores, the cutoff, by which they route in inference. They also
+keep the running mean of sketches of all scores, from which cutoffs for any other rate follow after training.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class CutoffState(NamedTuple):
     """Running mean of the batch cutoffs, debiased like Adam's moments: the cutoff is mean / weight + slope."""
 
     mean: Tensor  # (experts,) float32
-    weight: Tensor  # () float32, the share of the mean that is made of data; 1 when not debiased
+    weight: Tensor  # () float32, the share of the mean that comes from data; 1 when not debiased
     step: Tensor  # () int64, optimizer steps counted by `update_cutoff`
     sketch: Tensor  # (levels, experts) float32, running mean of the batch sketches, always debiased
     sketch_weight: Tensor  # () float32, its weight; 0 before the first update
-    slope: Tensor  # (experts,) float32, what the mean is expected to move by until the next step; 0 but for a trend
+    slope: Tensor  # (experts,) float32, expected change of the mean until the next step; 0 unless a trend is followed
 
 
 def init_cutoff(num_experts: int, debias: bool) -> CutoffState:
-    """Before the first update the cutoff is 0."""
+    """Return the state before the first update, whose cutoff is 0."""
     nothing = torch.zeros(LEVELS, num_experts, dtype=torch.float32)
     weight = torch.tensor(0.0 if debias else 1.0, dtype=torch.float32)
     mean, slope, sketch_weight = nothing[0].clone(), nothing[0].clone(), torch.tensor(0.0, dtype=torch.float32)
@@ -40,34 +40,34 @@ def init_cutoff(num_experts: int, debias: bool) -> CutoffState:
 
 
 def cutoff(state: CutoffState) -> Tensor:
-    """The number scores are compared with, (experts,)."""
+    """Return the cutoffs that scores are compared with, (experts,)."""
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0) + state.slope
 
 
 def dial(state: CutoffState, rate: float) -> CutoffState:
-    """The state with cutoffs at which a token goes to `rate` experts on average, each as often as the others.
+    """Return the state with cutoffs at which a token goes to `rate` experts on average, all experts equally often.
 
-    rate: from 0, no expert, to their number, all. Raises ValueError if it lies outside, or the state has no sketch.
+    rate: from 0, no expert, to num_experts. Raises ValueError if it lies outside, or the state has no sketch.
     """
     num_experts = len(state.mean)
     if not 0 <= rate <= num_experts:
         raise ValueError(f"rate={rate} must lie between 0 and num_experts={num_experts}: routed experts per token")
     if state.sketch_weight == 0:
-        raise ValueError(f"rate={rate} needs a sketch of scores, and this state has none; make one with et calibrate")
+        raise ValueError(f"rate={rate} needs a sketch of scores, which this state lacks; make one with et calibrate")
     cutoffs = quantile(state.sketch / state.sketch_weight, rate / num_experts)
     return state._replace(mean=cutoffs, weight=torch.ones_like(state.weight), slope=torch.zeros_like(state.slope))
 
 
 def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None) -> CutoffState:
-    """The state in which a new run takes over an earlier one's cutoffs and sketch, with none of its steps counted.
+    """Return the state in which a new run starts from an earlier one's cutoffs and sketch, with its step count at 0.
 
-    first: the new run's, without data. rate: experts per token now, where it is another; cutoffs are those of the
-    sketch then, if there is one. Whatever estimator followed the cutoffs, the new run's can go on from them.
+    first: the new run's state without data. rate: the new experts per token, if it changed; cutoffs are then read from
+    the sketch, if there is one. The new run may use another estimator.
     """
     if rate is not None:
         state = dial(state, rate) if state.sketch_weight > 0 else first
     known = state.weight > 0
-    weight = state.weight.maximum(first.weight)  # a mean that is not debiased has weight 1 for good
+    weight = state.weight.maximum(first.weight)  # a mean that is not debiased always has weight 1
     return CutoffState(
         mean=(weight * cutoff(state)).where(known, first.mean),
         weight=weight,
@@ -80,10 +80,10 @@ def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None)
 
 @torch.no_grad()
 def update_cutoff(state: CutoffState, observation: Observation, decay: float, debias: bool) -> CutoffState:
-    """c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
+    """Return the state after c ← β c + (1−β) · batch cutoff (paper, Algorithm 1, line 5), once per optimizer step.
 
-    A step that formed no pool changes nothing. The state may be another estimator's, as a run begun from another run
-    has it: its cutoff is where this mean goes on, whatever its weight and slope.
+    A step that formed no pool changes nothing. The state may come from another run's estimator: this mean continues
+    from its cutoff, whatever its weight and slope.
     """
     seen = observation.pools > 0
     before = state.mean + state.weight * state.slope if debias else cutoff(state)
@@ -97,17 +97,17 @@ def update_cutoff(state: CutoffState, observation: Observation, decay: float, de
 
 @torch.no_grad()
 def follow_trend(state: CutoffState, observation: Observation, decay: float) -> CutoffState:
-    """Brown's double exponential smoothing in the place of the running mean, which lags β / (1−β) steps behind scores
-    that drift.
+    """Return the state after a step of Brown's double exponential smoothing, in place of the running mean, which lags
+    β / (1−β) steps behind drifting scores.
 
-    With c the cutoff and b the batch's: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s, with the share
-    g = (1−√β) / (1+√β) of the slope that is critical damping: what a jump left of the error falls like n √β ⁿ.
+    With c the cutoff and b the batch's: l ← c + (1−β)(b − c), s ← s + g (l − l' − s), c ← l + s. The gain of the slope,
+    g = (1−√β) / (1+√β), damps critically: n steps after a jump the error has fallen like n √β ⁿ.
     """
     updated = update_cutoff(state, observation, decay, debias=True)
     started, seen = state.weight > 0, observation.pools > 0
     forecast = cutoff(state).where(started, observation.batch_cutoff)
     level = forecast + (1 - decay) * (observation.batch_cutoff - forecast)
-    rise = level - state.mean / state.weight  # of the level; the weight is below 1 where a debiased mean came before
+    rise = level - state.mean / state.weight  # of the level; the weight is below 1 after a debiased mean
     slope = state.slope + (rise - state.slope) * ((1 - decay**0.5) / (1 + decay**0.5))
     return updated._replace(
         mean=level.where(seen, state.mean),
@@ -122,17 +122,17 @@ def batch_sketch(observation: Observation) -> Tensor:
 
 
 class Pools(NamedTuple):
-    """Scores by the tokens that compete with each other."""
+    """Scores grouped into pools, whose tokens compete with each other."""
 
-    scores: Tensor  # (pools, tokens, experts), detached: selection carries no gradient; this rank's tokens alone
-    tokens: int  # of one pool, over all ranks
-    group: dist.ProcessGroup | None  # the ranks that share the one pool; None where pools are this rank's own
+    scores: Tensor  # (pools, tokens, experts) of this rank, detached, since selection carries no gradient
+    tokens: int  # in one pool, over all ranks
+    group: dist.ProcessGroup | None  # the ranks that share the one pool; None if pools are local to this rank
 
 
 def form_pools(scores: Tensor, pool: Pool, group: dist.ProcessGroup | None) -> Pools:
-    """Split scores (batch, time, experts) into pools; no tokens at all form no pool.
+    """Split scores (batch, time, experts) into pools; an empty batch forms none.
 
-    Raises ValueError if a pool of a number of tokens does not divide the batch.
+    Raises ValueError if `pool` is a number of tokens that does not divide the batch.
     """
     batch, time, experts = scores.shape
     if isinstance(pool, int) and (batch * time) % pool:
@@ -158,10 +158,10 @@ def _over_ranks(tokens: int, group: dist.ProcessGroup | None, device: torch.devi
 
 
 def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float | None) -> tuple[int, int, int]:
-    """(k, k_min, k_max) of a pool: k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋, k_max = ⌊k(1+s)⌋.
+    """Return k = ⌊tokens · experts_per_token / num_experts⌋, k_min = ⌊k(1−s)⌋ and k_max = ⌊k(1+s)⌋ of a pool.
 
-    Floors are those of the decimal numbers written, not of their binary neighbours. Raises ValueError if k = 0, unless
-    there are no tokens.
+    Floors are computed from the numbers as written in decimal, not their binary approximations. Raises ValueError if
+    k = 0, unless there are no tokens.
     """
     numerator, denominator = as_ratio(experts_per_token)
     k = tokens * numerator // (denominator * num_experts)
@@ -178,12 +178,12 @@ def bounds(tokens: int, experts_per_token: float, num_experts: int, slack: float
 
 
 def as_ratio(number: float) -> tuple[int, int]:
-    """Numerator and denominator of the number as it is written: 0.1 is (1, 10)."""
+    """Return numerator and denominator of the number as written in decimal: 0.1 is (1, 10)."""
     return Fraction(str(number)).as_integer_ratio()
 
 
 def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
-    """z = 1{r > c}: nothing but the token's own score is looked at (paper, Eq. 6; Algorithm 1, line 3)."""
+    """Return the routing z = 1{r > c}, by each token's own score alone (paper, Eq. 6; Algorithm 1, line 3)."""
     gates, assignment = scores.sigmoid(), scores > cutoff
     target = scores[..., 0].numel() * experts_per_token / scores.shape[-1]
     nothing = torch.zeros_like(cutoff)
@@ -203,13 +203,13 @@ def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) ->
 
 
 def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
-    """The assignment that takes the tokens of `pools` at the cut or before it, observed beside the running cutoff.
+    """Return the routing that takes the tokens of `pools` up to the cut, observed against the running cutoff.
 
-    scores: (batch, time, experts), which the pools were formed of; kth: the pools' cuts of the k largest.
+    scores: (batch, time, experts), from which the pools were formed; kth: the pools' cuts of the k largest.
     """
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
-    excess = above - taken.sum(1)  # (pools, experts): turned away or, where negative, filled in
+    excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
     gates, assignment = scores.sigmoid(), taken.reshape(scores.shape)
     observation = observe(
         scores,
@@ -227,7 +227,7 @@ def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cu
 
 
 def _sketch_sum(scores: Tensor) -> Tensor:
-    """The sketch of this rank's scores (tokens, experts) times their number, (levels, experts); 0 without tokens."""
+    """Return the sketch of this rank's scores (tokens, experts) times tokens, (levels, experts); 0 without tokens."""
     if len(scores) == 0:
         return scores.new_zeros(LEVELS, scores.shape[1])
     return sketch(scores) * len(scores)

@@ -1,4 +1,4 @@
-"""Quantile balancing: token choice by prices of experts, which are measured anew on every batch."""
+"""Quantile balancing: token choice by experts' prices, which are measured on every batch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class PriceState(NamedTuple):
     """Running mean of the batches' prices, debiased like Adam's moments: β is mean / weight."""
 
     mean: Tensor  # (experts,) float32
-    weight: Tensor  # () float32, the share of the mean that is made of data
+    weight: Tensor  # () float32, the share of the mean that comes from data
 
 
 def price(state: PriceState) -> Tensor:
-    """Return β, what is taken off the scores for selection alone, (experts,); 0 before the first update."""
+    """Return the prices β (experts,), subtracted from scores for selection only; 0 before the first update."""
     return torch.where(state.weight > 0, state.mean / state.weight, 0.0)
 
 
@@ -37,36 +37,37 @@ def price(state: PriceState) -> Tensor:
 class QuantileBalancing(Rule):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
 
-    The dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert, solved by
-    one round a step, without a loss or a step size. With s the scores r, or σ(r):
+    Solves the dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert,
+    with one iteration per step and neither a loss nor a step size. With s the scores r, or σ(r):
 
         z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i])
         α_t    = the (k+1)-th largest of s[t,·] − β
         β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
 
-    The mean decides nothing, and would drift. Without α, a token's own price, this is expert threshold with the last
-    batch's cutoff (decay 0). Derived by Su Jianlin (kexue.fm/archives/11619; 11626 without a fixed fanout, 11760 per
-    sequence); Kimi K3's technical report, section 2.3.3 and appendices C and D, has it with a histogram.
+    The mean is subtracted since it affects no selection and would drift. Without α, a token's own price, this is expert
+    threshold with the last batch's cutoff (decay 0). Derived by Su Jianlin (kexue.fm/archives/11619; 11626 without a
+    fixed fanout, 11760 per sequence); Kimi K3's technical report, section 2.3.3 and appendices C and D, uses a
+    histogram.
     """
 
     # Routed experts in a layer.
     num_experts: int = 16
     # Routed experts of one token.
     experts_per_token: int = 1
-    # What prices are in units of, and taken off: scores, or gates, their sigmoid.
+    # Values that prices are subtracted from: scores, or gates, their sigmoid.
     over: Over = "scores"
-    # Share of the old mean in the running mean of prices; 0 takes the last step's.
+    # Decay of the running mean of prices; 0 uses the last step's.
     decay: float = 0.0
-    # Tokens whose quantiles are the prices: those of all ranks' micro-batches, or of each; several are averaged.
+    # Tokens over which quantiles are taken: all ranks' micro-batches together, or each micro-batch, then averaged.
     pool: PricePool = "global"
-    # How quantiles are found: exact, or a histogram between the least and the greatest value, interpolated.
+    # Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.
     estimator: PriceEstimator = "exact"
-    # Bins of the histogram, for each expert.
+    # Bins of each expert's histogram.
     bins: int = 1000
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
-        # Other rules' options have 2.0.
+        # Other rules allow fractions, so options may hold 2.0.
         object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "quantile balancing"))
         for name, kind in (("over", Over), ("pool", PricePool), ("estimator", PriceEstimator)):
             known, value = get_args(kind), getattr(self, name)
@@ -80,11 +81,11 @@ class QuantileBalancing(Rule):
     def route(
         self, scores: Tensor, state: PriceState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32. The prices decide, and in training those of this batch are seen."""
+        """Return the routing of scores (batch, time, experts) float32; in training, observe this batch's prices."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
         gates = scores.sigmoid()
         values = (scores if self.over == "scores" else gates).detach()
-        # Experts compete for a token, so every token is a pool; without a (k+1)-th every token takes all of them.
+        # Experts compete for a token, so every token is a pool; if there is no (k+1)-th, it takes all of them.
         net = (values - price(state)).reshape(tokens, experts, 1)
         lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])
         assignment = take(net, lowest).reshape(scores.shape)
@@ -99,7 +100,7 @@ class QuantileBalancing(Rule):
         """Return the number of pools, 0 or 1, and the sum of their prices. margins: s − α, (batch, time, experts)."""
         pools = form_pools(margins, self.pool, group)
         count = margins.new_full((), len(pools.scores), dtype=torch.int64)
-        if pools.tokens == 0 or self.experts_per_token == self.num_experts:  # no choice, and so no price
+        if pools.tokens == 0 or self.experts_per_token == self.num_experts:  # nothing to choose, so no price
             return count, margins.new_zeros(self.num_experts)
         place = pools.tokens * self.experts_per_token // self.num_experts + 1
         if self.estimator == "histogram":
@@ -108,7 +109,7 @@ class QuantileBalancing(Rule):
 
     @torch.no_grad()
     def update(self, state: PriceState, observation: Observation) -> PriceState:
-        """A step that formed no pool changes nothing."""
+        """Return the new running mean of prices; a step that formed no pool changes nothing."""
         mean = self.decay * state.mean + (1 - self.decay) * _batch_price(observation)
         weight = self.decay * state.weight + (1 - self.decay)
         seen = observation.pools > 0
@@ -138,11 +139,11 @@ class QuantileBalancing(Rule):
         return (-price(state), self.experts_per_token) if self.over == "scores" else None
 
     def describe(self, state: PriceState) -> dict[str, Tensor]:
-        """Over gates it is no bias, which would be in units of scores."""
+        """Return the bias −β over scores; over gates return β as price, since a bias has the units of scores."""
         return {"bias": -price(state)} if self.over == "scores" else {"price": price(state)}
 
     def measure(self, state: PriceState, observation: Observation) -> dict[str, Tensor]:
-        """Return the batch's prices, and how far those it was routed by are from them."""
+        """Return the batch's prices and their distance from those that routed it."""
         batch = _batch_price(observation)
         return {"batch_price": batch, "price_distance": (batch - price(state)).abs()}
 
@@ -160,16 +161,16 @@ class QuantileBalancing(Rule):
 
 
 def _batch_price(observation: Observation) -> Tensor:
-    """Return the mean over pools of the prices, whose mean over experts is 0; NaN where no pool was formed."""
+    """Return the prices averaged over pools, with mean 0 over experts; NaN if no pool was formed."""
     batch = observation.price_sum / observation.pools
     return batch - batch.mean()
 
 
 def kth_of_histogram(values: Tensor, k: int, bins: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return about the k-th largest of each expert's values (tokens, experts), (experts,): no further off than a bin.
+    """Return the k-th largest of each expert's values (tokens, experts) to within one bin, (experts,).
 
-    Bins are alike, between the least and the greatest of an expert's values on all ranks of the group, and their tokens
-    are taken to lie evenly within them. k: from 1 to the tokens of all ranks, of which this one may have none.
+    Bins have equal widths between an expert's smallest and largest value over the group's ranks; tokens are assumed to
+    be spread evenly within a bin. k: from 1 to the tokens of all ranks; this rank may have none.
     """
     ends = values.new_full((2, values.shape[1]), -torch.inf)
     if len(values):

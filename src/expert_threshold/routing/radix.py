@@ -1,15 +1,15 @@
-"""The k-th largest on a GPU, exactly, by radix selection in Triton: every round reads the scores once.
+"""Exact k-th largest on a GPU by radix selection in Triton; every round reads the scores once.
 
-A token's key has 64 bits: those of its score, so arranged that keys order as scores do, then its index, counted down.
-So no two tokens of an expert share a key, the k-th largest key is one token's, and ties need no further thought. A
-round finds one digit of that key: it counts the tokens that share all digits above by the digit itself, then takes the
-largest digit that leaves enough of them. Nothing is sorted and the host reads nothing back. Counts are integers, whose
-sum is the same in any order, so that every run gives the same cut.
+A token's key has 64 bits: its score, rearranged so that keys order as scores do, then its index, counted down. Keys of
+one expert are unique, so the k-th largest key belongs to one token and ties need no special case. A round finds one
+digit of that key: it makes a histogram of this digit over the tokens that share all higher digits, then takes the
+largest digit that leaves enough tokens. Nothing is sorted and the host reads nothing back. Counts are integers, whose
+sum does not depend on the order, so the cut is deterministic.
 
-Digits are wide, 11 bits: the first has the sign, the exponent and two bits of the fraction, so that the k-th of normal
-scores shares it with one token in twenty at most, and the later rounds count next to nothing. With 8 bits it would be
-more than one in four, and there would be a round more. Few of the first digits ever occur, so that counting is spread
-over several copies of the histogram, lest all tokens wait for the same few counters.
+Digits have up to 11 bits. The first holds the sign, the exponent and two bits of the fraction: for normally distributed
+scores at most one token in twenty shares it with the k-th, and later rounds count very few. With 8 bits it would be
+more than one in four, and one more round. Few values of the first digit occur, so counting is spread over several
+copies of the histogram to reduce contention of atomics.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ INDEX = 2**32 - 1  # the lower half of a key
 
 
 def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
-    """Scores and indices of the k-th largest, both (ks, pools, experts), as `kth_largest` defines them.
+    """Return scores and indices of the k-th largest, both (ks, pools, experts), as `kth_largest` defines them.
 
-    scores: (pools, tokens, experts) float32, in any strides; with a group one pool, spread over its ranks.
+    scores: (pools, tokens, experts) float32, any strides; with a group, one pool spread over its ranks.
     """
     pools, tokens, experts = scores.shape
-    # Filled, not copied: a copy of a list from the host would wait for it.
+    # Filled, not copied: copying a list from the host would synchronize.
     k = torch.stack([scores.new_full((pools, experts), k, dtype=torch.int32) for k in ks])
     remaining = k.clone()  # how many tokens to take among those that share the prefix
     prefix = torch.zeros_like(k, dtype=torch.int64)  # the k-th largest key: its digits found so far, then zeros
@@ -50,7 +50,7 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
             histogram = own.sum(0, keepdim=True, dtype=own.dtype)
             dist.all_reduce(histogram, group=group)
         _find_digit(histogram, remaining, prefix, below, bits)
-    if group is not None:  # the lower ranks' ties come first, and this rank has no more than its own
+    if group is not None:  # ties on lower ranks come first; this rank takes at most its own ties
         digit = (prefix >> below) & ((1 << bits) - 1)
         ties = own.sum(0).gather(-1, digit[..., None])[..., 0]
         remaining = (remaining - ties_on_lower_ranks(ties, group)).minimum(ties).int()
@@ -61,13 +61,13 @@ def select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = 
 
 
 def digits(tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Of the score and of the index in pools of so many tokens; the scores are read once for each."""
+    """Return the digits of the score and of the index for pools of `tokens`; each takes one pass over the scores."""
     return [*SCORE_DIGITS], [(below, bits) for below, bits in INDEX_DIGITS if tokens > 1 << below]
 
 
 def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
-    """Tokens that share the prefix, by their next digit: (copies, ks, pools, experts, digits) int32, to be summed over
-    copies. Before the first digit all ks share one histogram, (copies, 1, pools, experts, digits).
+    """Return counts of the tokens that share the prefix, by next digit: (copies, ks, pools, experts, digits) int32, to
+    be summed over copies. Before the first digit all ks share one histogram, (copies, 1, pools, experts, digits).
     """
     pools, tokens, experts = scores.shape
     ks = 1 if (below, bits) == SCORE_DIGITS[0] else len(prefix)
@@ -83,7 +83,7 @@ def _histogram(scores: Tensor, prefix: Tensor, below: int, bits: int) -> Tensor:
 
 
 def _find_digit(histogram: Tensor, remaining: Tensor, prefix: Tensor, below: int, bits: int) -> None:
-    """Add the next digit to the prefix, and take the tokens above it off those that remain."""
+    """Append the next digit to the prefix and subtract the tokens above it from `remaining`, both in place."""
     if prefix.numel():
         copies, ks = histogram.shape[:2]
         grid = (prefix[0].numel(), len(prefix))
@@ -92,9 +92,9 @@ def _find_digit(histogram: Tensor, remaining: Tensor, prefix: Tensor, below: int
 
 @triton.jit
 def _ordered(score: tl.tensor) -> tl.tensor:
-    """Unsigned integers ordered as the float32 scores are; ±0 share one, as they compare equal; NaN is the largest.
+    """Map float32 scores to unsigned integers in the same order; ±0 share one value and NaN is the largest.
 
-    All on integers: comparisons of floats may take denormals for zeros.
+    All comparisons are of integers, since those of floats may flush denormals to zero.
     """
     bits = score.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -119,7 +119,7 @@ def _count_digits(
     tile_tokens: tl.constexpr,
     tile_experts: tl.constexpr,
 ) -> None:
-    """One program: `tile_tokens` tokens of one pool, `tile_experts` experts."""
+    """Count digits; one program covers `tile_tokens` tokens of one pool and `tile_experts` experts."""
     block, pool, pools = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
     index = block.to(tl.int64) * tile_tokens + tl.arange(0, tile_tokens)
     expert = tl.program_id(2).to(tl.int64) * tile_experts + tl.arange(0, tile_experts)
@@ -146,7 +146,7 @@ def _take_digit(
     below: tl.constexpr,
     bits: tl.constexpr,
 ) -> None:
-    """One program: one k of one pool's expert."""
+    """Find the next digit; one program covers one k for one expert of one pool."""
     column, row, columns = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     digit = tl.arange(0, 1 << bits)
     count = tl.zeros_like(digit)

@@ -1,5 +1,5 @@
-"""The table of rules by name, and rules as JSON. Rules of other distributions enter it by `register_rule` or by the
-entry-point group `expert_threshold.rules`.
+"""The table of rules by name, and rules as JSON. Other distributions add rules with `register_rule` or the entry-point
+group `expert_threshold.rules`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .top_p import TopP
 
 GROUP = "expert_threshold.rules"
 DENSE = "dense"
-"""The name of no rule: a model without routed experts."""
+"""Names the absence of a rule: a model without routed experts."""
 
 
 class _Registry(Mapping[str, type[Rule]]):
-    """Rules by name. Those of installed distributions are loaded at the first look."""
+    """Rules by name. Those of installed distributions are loaded on first access."""
 
     def __init__(self, own: Mapping[str, type[Rule]]) -> None:
         self._rules = dict(own)
@@ -52,7 +52,7 @@ class _Registry(Mapping[str, type[Rule]]):
             for entry in entry_points(group=GROUP):
                 try:
                     self.add(entry.name, entry.load())
-                except Exception as error:  # whatever another distribution's module raises
+                except Exception as error:  # another distribution's module may raise anything
                     warnings.warn(f"rule {entry.name} of {entry.value} was left out: {error}", stacklevel=2)
         return self._rules
 
@@ -80,15 +80,15 @@ RULES = _Registry(
 
 
 def register_rule(name: str, cls: type[Rule]) -> None:
-    """Enter a rule into the table, so that every command takes it by its name.
+    """Add a rule to the table, so that every command accepts its name.
 
-    Raises ValueError if the name is taken or no identifier, or the class is not a dataclass derived from Rule.
+    Raises ValueError if the name is taken or not an identifier, or the class is not a dataclass derived from Rule.
     """
     RULES.add(name, cls)
 
 
 def rule_name(rule: Rule | None) -> str:
-    """Return the rule's name in the table; None is 'dense'. Raises ValueError for a rule that is not registered."""
+    """Return the rule's name in the table, 'dense' for None. Raises ValueError for a rule that is not registered."""
     if rule is None:
         return DENSE
     for name, cls in RULES.items():
@@ -101,7 +101,7 @@ def rule_name(rule: Rule | None) -> str:
 
 
 def rule_to_dict(rule: Rule | None) -> dict[str, Any]:
-    """Return the rule as a JSON object: its name and every option. Raises ValueError if it is not registered."""
+    """Return the rule as a JSON object of its name and options. Raises ValueError if it is not registered."""
     return {"name": rule_name(rule)} | ({} if rule is None else asdict(rule))  # type: ignore[call-overload]
 
 
@@ -115,7 +115,7 @@ def option_names(name: str) -> tuple[str, ...]:
 
 
 def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
-    """Return the rule of `{"name": …, option: value, …}`. Raises ValueError on an unknown name or option."""
+    """Return the rule described by `{"name": …, option: value, …}`. Raises ValueError on an unknown name or option."""
     if not isinstance(record, Mapping):
         raise ValueError(f'rule={record!r} must be an object such as {{"name": "expert_threshold"}}')
     options = dict(record)

@@ -1,4 +1,4 @@
-"""ReLU routing (ReMoE): a token goes to every expert with a positive score; an L1 loss keeps these few."""
+"""ReLU routing (ReMoE): a token goes to every expert with a positive score; an L1 loss keeps their number low."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .rule import Rule, Scope, Window
 
 
 class ReLUState(NamedTuple):
-    """Log λ: what moves is multiplied, so that λ stays above 0."""
+    """The logarithm of λ: updates are multiplicative, so λ stays above 0."""
 
     log_lambda: Tensor  # () float32
 
@@ -26,31 +26,31 @@ class ReLUState(NamedTuple):
 class ReLU(Rule):
     """Every expert with a positive score, which is its gate; the strength of an L1 loss steers the mean fanout (ReMoE).
 
-    With E experts, T tokens of a micro-batch and K experts aimed at (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
+    With E experts, T tokens of a micro-batch and a target of K experts (arXiv:2412.14711; thu-ml/ReMoE, ReLURouter):
 
         g[t,i] = ReLU(r[t,i]),   z[t,i] = 1{g[t,i] > 0},   loss = λ Σ_i f_i Σ_t g[t,i] / T
 
     where f_i = E / (K T) Σ_t z[t,i], or 1 without l1_balanced. Once per optimizer step
-    λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K). As published but for two
-    things: each layer has a λ of its own, which follows that layer's fanout, and at exactly the target λ rests.
+    λ ← λ · (1 + α)^sign(target sparsity − sparsity), that is (1 + α)^sign(mean fanout − K). It differs from the
+    published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests exactly at the target.
     """
 
     # Routed experts in a layer.
     num_experts: int = 16
-    # Mean number of routed experts of a token that λ steers towards.
+    # Mean fanout that λ steers towards.
     experts_per_token: float = 1.0
-    # First value of λ, the strength of the L1 loss.
+    # Initial value of λ, the strength of the L1 loss.
     l1_start: float = 1e-8
     # Step α of λ: one optimizer step multiplies or divides λ by 1 + α.
     l1_rate: float = 0.2
-    # Weigh each expert's share of the L1 loss with its load, which balances loads.
+    # Weight each expert's part of the L1 loss by its load, which balances loads.
     l1_balanced: bool = True
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
         start, rate = self.l1_start, self.l1_rate
         require(is_number(start, at_least=0) and start > 0, "l1_start", start, "must be a number above 0")
-        require(is_number(rate, at_least=0), "l1_rate", rate, "must be a number of at least 0; 0 keeps λ as it is")
+        require(is_number(rate, at_least=0), "l1_rate", rate, "must be a number of at least 0; 0 keeps λ constant")
         require(isinstance(self.l1_balanced, bool), "l1_balanced", self.l1_balanced, "must be True or False")
 
     def init(self) -> ReLUState:
@@ -59,7 +59,7 @@ class ReLU(Rule):
     def route(
         self, scores: Tensor, state: ReLUState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32."""
+        """Return the routing of scores (batch, time, experts) float32."""
         tokens = scores[..., 0].numel()
         target = tokens * self.experts_per_token / self.num_experts
         gates, assignment = scores.relu(), scores > 0
@@ -98,7 +98,7 @@ class ReLU(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a first λ from which it grows to 0.001 within a tenth of the run; not below the published one."""
+        """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
         rate = options.get("l1_rate", cls.l1_rate)
         growth = (1 + rate) ** (steps / 10) if is_number(rate, at_least=0) and steps < 10_000 else math.inf
         return {"l1_start": max(cls.l1_start, float(f"{0.001 / growth:.3g}"))}

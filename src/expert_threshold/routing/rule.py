@@ -1,4 +1,4 @@
-"""The contract of every rule: three pure methods that it must have, and questions that it may answer."""
+"""The contract of every rule: three required pure methods, and optional ones with safe defaults."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Scope = Literal["token", "sequence", "batch", "global"]
 
 
 class Window(NamedTuple):
-    """Tokens that a rule looks at while training."""
+    """The numbers of tokens that a rule looks at while training."""
 
-    pool: int | None  # that compete for an expert, or over which load is measured; None: each token by itself
-    remembered: int | None  # that what decides is a mean over, N / (1 − β); None where nothing is averaged
+    pool: int | None  # tokens that compete for an expert, or over which load is measured; None: each token by itself
+    remembered: int | None  # tokens in the running mean that decides, N / (1 − β); None: nothing is averaged
 
 
 class Rule(ABC):
-    """How scores become an assignment and gates: a frozen dataclass with the methods `init`, `route` and `update`.
+    """Turns scores into an assignment and gates: a frozen dataclass with the methods `init`, `route` and `update`.
 
-    A subclass has the fields num_experts and experts_per_token, the mean fanout it aims at. Its fields are options: of
-    commands, with the comment above each as help, and of config.json. All methods are pure. With training=False a rule
-    is causal: what a token gets depends on nothing after it.
+    A subclass has the fields num_experts and experts_per_token, the target mean fanout. Its fields become options of
+    the commands, with the comment above each as help, and of config.json. All methods are pure. With training=False a
+    rule is causal: a token's routing depends on nothing after it.
 
-    The other methods answer what the rest of the package wants to know. Their defaults are safe for every rule: what is
-    not answered is computed in the slower, general way or is left out.
+    The other methods describe the rule to the rest of the package. Their defaults are safe for every rule: without an
+    answer the caller takes a slower, general path or omits the feature.
     """
 
     num_experts: int
@@ -41,10 +41,10 @@ class Rule(ABC):
 
     @abstractmethod
     def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
-        """Assign scores (batch, time, num_scores) float32 to experts, and observe; changes nothing.
+        """Return the routing of scores (batch, time, num_scores) float32, with its observation.
 
         group: the ranks over which a global pool is formed, or a global load counted. Raises ValueError for a batch
-        that cannot be routed in training, such as one that its pools do not divide.
+        that cannot be routed in training, such as one whose size the pool size does not divide.
         """
 
     @abstractmethod
@@ -53,17 +53,17 @@ class Rule(ABC):
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
-        """Return rules to test, by name: every way that options change what the rule does."""
+        """Return rules to test, by name: one for every way in which options change the rule's behaviour."""
         return {"defaults": cls()}
 
     @classmethod
     def summary(cls) -> str:
-        """Return what the rule does in one sentence: the first line of its docstring."""
+        """Return a one-sentence summary of the rule, the first line of its docstring."""
         return (cls.__doc__ or f"{cls.__name__}.").strip().splitlines()[0]
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return defaults that suit a run of so many optimizer steps. options: those that are given, which win."""
+        """Return defaults for a run of `steps` optimizer steps. options: those set by the user, which win."""
         return {}
 
     @property
@@ -72,80 +72,80 @@ class Rule(ABC):
         return type(self).__name__
 
     def label_of(self, pool: int | None) -> str:
-        """Return the name in tables and figures where a pool has so many tokens; None where there are no pools."""
+        """Return the name in tables and figures for a pool of that many tokens; None: the rule has no pools."""
         return self.label
 
     @property
     def num_scores(self) -> int:
-        """The width of the score matrix: num_experts, or more where some slots compute nothing; these come last."""
+        """The width of the score matrix: num_experts, plus any null slots, which come last."""
         return self.num_experts
 
     @property
     def sigmoid_gates(self) -> bool:
-        """True promises that gates are σ(scores) and nothing else, so that kernels may compute them."""
+        """True guarantees that gates are exactly σ(scores), so that kernels may compute them."""
         return False
 
     def scope(self, training: bool) -> Scope:
-        """Return whose scores decide where a token goes: its own, those of its sequence, of this rank's micro-batch,
-        or of all ranks'. In inference it is "token" or "sequence", and of that only tokens up to this one.
+        """Return whose scores decide where a token goes: its own, its sequence's, this rank's micro-batch's or all
+        ranks'. In inference it is "token", or "sequence" up to and including this token.
         """
         return "batch" if training else "sequence"
 
     @property
     def warmup(self) -> int:
-        """The optimizer steps in which training routes otherwise than after them."""
+        """The number of warmup steps, in which training routes differently than afterwards."""
         return 0
 
     @property
     def looks_ahead(self) -> bool:
-        """True if training chooses by the scores of other tokens to the end of a run, so that the loss of inference is
-        another one.
+        """True if training selects by other tokens' scores until the end of a run, so that training and inference
+        losses differ.
         """
         return self.scope(training=True) != "token"
 
     def pool_scope(self) -> Scope | None:
-        """Return over whose scores training takes statistics that are no sums over tokens, such as the k-th largest
-        score, or loads in a loss; None where there are none.
+        """Return the scope of training statistics that are not sums over tokens, such as the k-th largest score or the
+        loads in a loss; None if there are none.
         """
         return None
 
     def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
         """Return a bound on the token-expert pairs of one rank's tokens; None if only counting can tell.
 
-        ranks: those of the group that a global pool is formed over.
+        ranks: the size of the group over which a global pool is formed.
         """
         return None
 
     def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
-        """Return a bound on the tokens of one rank that one expert gets; None if only counting can tell."""
+        """Return a bound on one rank's tokens assigned to one expert; None if only counting can tell."""
         return None
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
-        """Return the fewest and the most tokens of a pool of so many that an expert gets in training, after any warmup;
-        None if there are no such bounds.
+        """Return the minimum and maximum load of an expert for a pool of `tokens`, in training after any warmup; None
+        if loads are unbounded.
         """
         return None
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens looked at while training: sequence, batch and step are a sequence's, a micro-batch's and an
-        optimizer step's.
+        """Return the tokens looked at while training. sequence, batch, step: tokens in a sequence, a micro-batch and an
+        optimizer step.
         """
         return Window(None, None)
 
     def thresholds(self, state: Any) -> Tensor | None:
-        """Return (num_experts,) if inference is scores > thresholds and nothing else; None otherwise."""
+        """Return thresholds (num_experts,) if inference is exactly scores > thresholds; None otherwise."""
         return None
 
     def biased_top_k(self, state: Any) -> tuple[Tensor, int] | None:
-        """Return bias (num_experts,) and k if inference takes the k largest of scores + bias, ties to the lower expert,
-        and nothing else; None otherwise.
+        """Return bias (num_experts,) and k if inference takes exactly the k largest of scores + bias, ties to the lower
+        expert; None otherwise.
         """
         return None
 
     def at_rate(self, state: Any, rate: float) -> Any:
-        """Return a state with which inference sends a token to `rate` experts on average.
+        """Return a state with which inference has a mean fanout of `rate`.
 
-        Raises ValueError if the rate lies outside 0 and num_experts, or the rule cannot aim at another one.
+        Raises ValueError if the rate lies outside 0 to num_experts, or the rule cannot change its rate.
         """
         raise ValueError(
             f"rate={rate} needs cutoffs, which {self.label} does not have; use a model whose rule has thresholds, such "
@@ -153,9 +153,9 @@ class Rule(ABC):
         )
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
-        """Return the state whose thresholds are the mean cutoffs of expert choice's `observation` of other text.
+        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by expert choice.
 
-        Raises ValueError where there are no thresholds.
+        Raises ValueError if the rule has no thresholds.
         """
         raise ValueError(
             f"{self.label} has no cutoffs to calibrate; name a run whose rule has thresholds, such as expert_threshold "
@@ -163,22 +163,22 @@ class Rule(ABC):
         )
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
-        """Return the state in which a new run takes over that of another, whose rule aimed at `experts_per_token`: what
-        was learned is kept, steps are not counted.
+        """Return the state in which a new run starts from another's, whose rule had `experts_per_token`: learned values
+        are kept, step counts reset.
         """
         return state
 
     def describe(self, state: Any) -> dict[str, Tensor]:
-        """Return what metrics and figures show of the state, by name: cutoffs, biases, λ, p."""
+        """Return the tensors of the state that metrics and figures show, by name: cutoffs, biases, λ, p."""
         return {}
 
     def measure(self, state: Any, observation: Observation) -> dict[str, Tensor]:
-        """Return what metrics and figures show of one optimizer step beyond its loads, by name, each () or (experts,).
+        """Return one optimizer step's metrics beyond its loads, by name, each () or (experts,).
 
-        state: by which the step was routed.
+        state: the state that routed the step.
         """
         return {}
 
     def progress(self, state: Any) -> str:
-        """Return what a reader is told of where the state stands when a run begins, or nothing."""
+        """Return a phrase on the state's progress, shown when a run begins, or an empty string."""
         return ""

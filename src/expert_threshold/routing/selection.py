@@ -1,8 +1,8 @@
 """Exact order statistics of a score matrix, ties included, over one rank or many.
 
-Tokens of one expert are ordered by score, highest first, ties to the lower token index. A `Cut` is a place in that
-order; a token is taken if it stands at the cut or before it. The k-th largest score with its index is the cut that
-takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens with score > c and no tie.
+Tokens of one expert are ordered by score, highest first, ties to the lower token index. A `Cut` is a position in that
+order; it takes the tokens up to and including that position. The k-th largest score with its index is the cut that
+takes exactly k tokens; a cutoff c is the cut (c, -1), which takes the tokens with score > c and no ties.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 
 
 class Cut(NamedTuple):
-    """Places in the order of tokens, (…, experts)."""
+    """Positions in the order of tokens, (…, experts)."""
 
     score: Tensor  # float32
-    last: Tensor  # int64, index of the last token taken among those with this very score; -1 takes none of them
+    last: Tensor  # int64, index of the last token taken among those with exactly this score; -1 takes none of them
 
     def where(self, condition: Tensor, other: Cut) -> Cut:
-        """This cut where the condition holds, else the other."""
+        """Return this cut where the condition holds, else the other."""
         return Cut(self.score.where(condition, other.score), self.last.where(condition, other.last))
 
 
 def take(scores: Tensor, cut: Cut) -> Tensor:
-    """Mask of the tokens at the cut or before it. scores: (pools, tokens, experts), cut: (pools or 1, experts)."""
+    """Return the mask of tokens that the cut takes. scores: (pools, tokens, experts), cut: (pools or 1, experts)."""
     index = torch.arange(scores.shape[1], device=scores.device)[:, None]
     score, last = cut.score[:, None], cut.last[:, None]
     return (scores > score) | ((scores == score) & (index <= last))
 
 
 def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
-    """The cut of n = clamp(#{score > cutoff}, k_min, k_max) tokens.
+    """Return the cut that takes n = clamp(#{score > cutoff}, k_min, k_max) tokens.
 
     cutoff: (experts,); at_least, at_most: the cuts of the k_min and the k_max largest, (pools, experts).
     """
@@ -48,12 +48,12 @@ def clamp(cutoff: Tensor, at_least: Cut, at_most: Cut) -> Cut:
 
 
 def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | None = None) -> list[Cut]:
-    """The cuts that take exactly k tokens, one for every k in `ks`; ties to the lower (rank, index).
+    """Return the cuts that take exactly k tokens, one for every k in `ks`; ties go to the lower (rank, index).
 
     scores: (pools, tokens, experts) float32 without NaN; every k between 0 and the pool's tokens. With a `group` there
-    is one pool, spread over the group's ranks, uneven if need be. The cuts are (pools, experts); indices are local.
+    is one pool, spread over the group's ranks, evenly or not. The cuts are (pools, experts); indices are local.
     """
-    assert scores.dtype == torch.float32, f"scores are float32, not {scores.dtype}"
+    assert scores.dtype == torch.float32, f"scores must be float32, not {scores.dtype}"
     if group is not None:
         assert len(scores) == 1, "a pool across ranks is one pool"
         return [Cut(*cut) for cut in zip(*_kth_largest_over_ranks(scores, ks, group), strict=True)]
@@ -62,7 +62,7 @@ def kth_largest(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup | No
 
 @torch.library.custom_op("expert_threshold::kth_largest", mutates_args=())
 def _kth_largest(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
-    """Scores and indices of the k-th largest, both (ks, pools, experts): one opaque step for the compiler."""
+    """Return scores and indices of the k-th largest, both (ks, pools, experts); opaque to the compiler."""
     if runs_on_kernels(scores):
         from . import radix
 
@@ -79,11 +79,11 @@ def _(scores: Tensor, ks: list[int]) -> tuple[Tensor, Tensor]:
     return scores.new_empty(shape), scores.new_empty(shape, dtype=torch.int64)
 
 
-SORTED_AT_ONCE = 4096  # torch sorts as many in one block of a GPU; the histograms of a pool no larger would outweigh it
+SORTED_AT_ONCE = 4096  # torch sorts this many in one GPU block, which is cheaper than histograms
 
 
 def runs_on_kernels(scores: Tensor) -> bool:
-    """Whether pools (pools, tokens, experts) are worth radix selection, and Triton is there for it."""
+    """Return True if Triton is available and pools (pools, tokens, experts) are large enough for radix selection."""
     return _has_kernels(scores) and scores.shape[1] > SORTED_AT_ONCE
 
 
@@ -97,7 +97,7 @@ def _has_triton() -> bool:
 
 
 def _kth_largest_by_sorting(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The definition: sort all tokens of an expert, stably, and look at place k."""
+    """The definition: sort all tokens of an expert, stably, and take position k."""
     ordered, order = scores.sort(dim=1, descending=True, stable=True)
     shape = (scores.shape[0], scores.shape[2])
     nothing = Cut(scores.new_full(shape, torch.inf), order.new_full(shape, -1))
@@ -114,12 +114,14 @@ def _by_topk(rows: np.ndarray, k: int) -> np.ndarray:
 
 
 WAYS: list[Callable[[np.ndarray, int], np.ndarray]] = [_by_partition, _by_topk]
-"""To find the k largest of each row, in any order: the same numbers, so that which is taken changes no result."""
+"""Ways to find the k largest of each row, in any order. All return the same numbers."""
 
 
 @cache
 def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.ndarray]:
-    """The quicker way at this shape, measured: processors differ sixfold in numpy's, which has vectors for some."""
+    """Return the quickest way for this shape, measured: numpy's speed differs sixfold between processors, since only
+    some have its vector code.
+    """
     numbers = np.random.default_rng(0).standard_normal((rows, tokens), np.float32)
 
     def seconds(way: Callable[[np.ndarray, int], np.ndarray]) -> float:
@@ -130,11 +132,11 @@ def _quickest(rows: int, tokens: int, k: int) -> Callable[[np.ndarray, int], np.
     return min(WAYS, key=lambda way: min(seconds(way) for _ in range(3)))
 
 
-CACHED = 2**17  # scores looked at together, few enough to stay in a core's cache
+CACHED = 2**17  # scores in one block, few enough to stay in a core's cache
 
 
 def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The same by selection in linear time, on the CPU."""
+    """Select in linear time, on the CPU; equal to `_kth_largest_by_sorting`."""
     columns = _columns(scores.numpy())
     tokens = columns.shape[1]
     score = np.full((len(ks), len(columns)), np.inf, np.float32)
@@ -143,9 +145,9 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
     width = max(CACHED // max(tokens, 1), 1)
     for start in range(0, len(columns), width):
         block = top = columns[start : start + width]
-        for row in widest_first:  # each k is sought among the tokens that the wider one before it left
+        for row in widest_first:  # each k is selected among the tokens that the larger k before it left
             top = _quickest(*top.shape, ks[row])(top, ks[row])
-            kth = np.fmin.reduce(top, axis=1, keepdims=True) + 0.0  # NaN is the largest, and there is one zero
+            kth = np.fmin.reduce(top, axis=1, keepdims=True) + 0.0  # NaN counts as the largest; -0.0 becomes 0.0
             # Positions of all tokens with the k-th score; the extra one is for NaN, which equals nothing.
             ties = np.append(np.flatnonzero(block == kth), -1)
             first = np.searchsorted(ties[:-1], np.arange(len(block)) * tokens)
@@ -156,7 +158,7 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
 
 
 def _columns(scores: np.ndarray) -> np.ndarray:
-    """(pools, tokens, experts) as (pools · experts, tokens), contiguous: copied in blocks, which caches like better."""
+    """Return (pools, tokens, experts) as contiguous (pools · experts, tokens), copied in blocks for the cache."""
     pools, tokens, experts = scores.shape
     columns = np.empty((pools, experts, tokens), np.float32)
     for start in range(0, tokens, 4096):
@@ -165,7 +167,7 @@ def _columns(scores: np.ndarray) -> np.ndarray:
 
 
 def _kth_largest_over_ranks(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The same for one pool, (1, tokens of this rank, experts), over all ranks."""
+    """Select in one pool, (1, tokens of this rank, experts), over all ranks."""
     if _has_kernels(scores):
         from . import radix
 
@@ -178,7 +180,7 @@ DIGITS = (11, 11, 10)  # bits of a float32 key per round, most significant first
 
 
 def _radix_select(scores: Tensor, ks: Sequence[int], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The same for scores (tokens, experts) of one pool over all ranks; only histograms travel, whatever the tokens."""
+    """Select in one pool over all ranks; scores: (tokens, experts) of this rank. Only histograms are communicated."""
     keys = _ordered_keys(scores)
     experts = keys.shape[1]
     k = torch.tensor(ks, device=keys.device)[:, None]
@@ -210,17 +212,17 @@ def ties_on_lower_ranks(ties: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _last_tie(ties: Tensor, count: Tensor) -> Tensor:
-    """Index of the `count`-th True of ties (…, tokens, experts); -1 if count < 1, the last token if there are fewer."""
+    """Return the index of the `count`-th True in ties (…, tokens, experts): -1 if count < 1, the last one if fewer."""
     return (ties.cumsum(-2) < count[..., None, :]).sum(-2).clamp(max=ties.shape[-2] - 1).where(count > 0, -1)
 
 
 def _ordered_keys(scores: Tensor) -> Tensor:
-    """Integers in [0, 2³²) ordered as the float32 scores are; -0.0 and 0.0 share a key, as they compare equal."""
+    """Map float32 scores to integers in [0, 2³²) in the same order; -0.0 and 0.0 share a key."""
     bits = torch.where(scores == 0, 0.0, scores).contiguous().view(torch.int32).long()
     return torch.where(bits < 0, ~bits, bits + 2**31)
 
 
 def scores_of(keys: Tensor) -> Tensor:
-    """The inverse of `_ordered_keys`."""
+    """Return the scores of keys, the inverse of `_ordered_keys`."""
     bits = torch.where(keys < 2**31, ~keys, keys - 2**31)
     return bits.to(torch.int32).view(torch.float32)

@@ -1,7 +1,7 @@
-"""A sketch of each expert's score distribution: its quantiles at a few usages, so that a cutoff for any usage is known.
+"""A sketch of each expert's score distribution: quantiles at a few usages, from which cutoffs for any usage follow.
 
-A usage u is the share of tokens above a cutoff. Quantiles are kept at equal steps of logit(u) = log(u / (1 − u)), in
-which those of bell-shaped distributions are nearly straight lines, and are so continued beyond the last level.
+A usage u is the share of tokens above a cutoff. Quantiles are kept at equal steps of logit(u) = log(u / (1 − u)), on
+which those of bell-shaped distributions are nearly linear; beyond the last level they are extrapolated linearly.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import torch
 from torch import Tensor
 
 STEP, LAST = 0.5, 7.5
-"""Levels are the logits of usage from −LAST to LAST, of 0.06 % to 99.94 % of the tokens."""
+"""Levels are logits of usage from −LAST to LAST, that is 0.06 % to 99.94 % of the tokens."""
 LEVELS = round(2 * LAST / STEP) + 1
 SAMPLE = 2048
-"""Tokens sorted at most, which costs less than one k-th largest of a training batch."""
+"""The maximum number of tokens sorted, which costs less than one k-th largest of a training batch."""
 
 
 @torch.no_grad()
 def sketch(scores: Tensor) -> Tensor:
-    """The score that a share of tokens exceeds, for every level: (levels, experts), falling; of (tokens, experts).
+    """Return the scores (levels, experts), falling, that each level's share of tokens exceeds; scores: (tokens,
+    experts).
 
-    Of at most SAMPLE tokens, evenly spaced. The spacing is odd, so that in sequences of an even length all positions
-    are met. The h-th largest of n is taken to be exceeded by h / (n + 1), as is expected of independent tokens.
+    Uses at most SAMPLE tokens, evenly spaced. The spacing is odd, so that all positions occur in sequences of an even
+    length. The h-th largest of n estimates the quantile at usage h / (n + 1), its expectation for independent tokens.
     """
     stride = -(-len(scores) // SAMPLE) | 1
     ordered = _ascending(scores.detach()[::stride])
@@ -36,7 +37,7 @@ def sketch(scores: Tensor) -> Tensor:
 
 
 def quantile(sketch: Tensor, usage: float) -> Tensor:
-    """The cutoffs that a share `usage` of the tokens exceeds, (experts,); no token at 0 and every one at 1."""
+    """Return the cutoffs (experts,) that a share `usage` of the tokens exceeds: no token at 0, every token at 1."""
     if not 0 < usage < 1:
         return sketch.new_full(sketch.shape[1:], -math.inf if usage else math.inf)
     place = (math.log(usage / (1 - usage)) + LAST) / STEP
@@ -46,10 +47,10 @@ def quantile(sketch: Tensor, usage: float) -> Tensor:
 
 @torch.library.custom_op("expert_threshold::ascending", mutates_args=())
 def _ascending(scores: Tensor) -> Tensor:
-    """Every expert's scores by themselves, lowest first; one opaque step for the compiler."""
+    """Return each expert's scores in ascending order; opaque to the compiler."""
     if scores.device.type != "cpu":
         return scores.sort(dim=0).values
-    columns = scores.numpy().T.copy()  # numpy sorts with vector instructions, torch does not
+    columns = scores.numpy().T.copy()  # numpy sorts with vector instructions; torch does not
     columns.sort(axis=1)
     return torch.from_numpy(columns).T.contiguous()
 

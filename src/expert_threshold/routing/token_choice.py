@@ -34,7 +34,7 @@ _GATE_LABELS = {
 
 
 class BiasState(NamedTuple):
-    """What is added to the scores for selection alone; stays 0 unless balance is loss-free."""
+    """The bias added to scores for selection only; stays 0 unless balance is loss-free."""
 
     bias: Tensor  # (experts,) float32
 
@@ -47,22 +47,22 @@ class TokenChoice(Rule):
     num_experts: int = 16
     # Routed experts of one token.
     experts_per_token: int = 1
-    # How loads are balanced: aux and global_aux, the auxiliary loss with the load of this micro-batch or of all ranks';
-    # loss_free and loss_free_proportional, selection by score + bias.
+    # Load balancing: aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks';
+    # loss_free and loss_free_proportional select by score + bias.
     balance: Balance = "none"
     # Strength α of the auxiliary losses.
     aux_strength: float = 0.001
     # Step u of the loss-free biases.
     bias_rate: float = 0.005
-    # What outputs are multiplied with: sigmoid, σ of the score; softmax, over all experts; softmax_chosen, over the
-    # token's own; sigmoid_normalised, σ over its sum over the token's own.
+    # Gate of an expert's output: sigmoid; softmax, over all experts; softmax_chosen, over the chosen ones;
+    # sigmoid_normalised, sigmoids divided by their sum over the chosen ones.
     gate: Gate = "sigmoid"
-    # Factor of all gates.
+    # Factor applied to all gates.
     gate_scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
-        # Other rules' options have 2.0.
+        # Other rules allow fractions, so options may hold 2.0.
         object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "token choice"))
         balances = get_args(Balance)
         require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
@@ -78,9 +78,9 @@ class TokenChoice(Rule):
     def route(
         self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32. z_t = Top(r_t + b), ties to the lower expert; gates know no bias."""
+        """Return z_t = Top(r_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, experts)."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
-        # Here experts compete for a token, as elsewhere tokens do for an expert: every token is a pool.
+        # Here experts compete for a token, elsewhere tokens for an expert: every token is a pool.
         biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
         (lowest,) = kth_largest(biased, [self.experts_per_token])
         assignment = take(biased, lowest).reshape(scores.shape)
@@ -122,7 +122,7 @@ class TokenChoice(Rule):
         return tokens * self.experts_per_token
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """The tokens over which load is measured."""
+        """Return the tokens over which load is measured."""
         measured = {"none": None, "aux": batch, "global_aux": batch}
         return Window(measured.get(self.balance, step), None)
 

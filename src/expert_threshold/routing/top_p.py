@@ -1,4 +1,4 @@
-"""Top-p routing (Dynamic MoE): a token goes to its likeliest experts until their shares come to p."""
+"""Top-p routing (Dynamic MoE): a token goes to its likeliest experts until their shares add up to p."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from .rule import Rule, Scope, Window
 
 
 class TopPState(NamedTuple):
-    """What the controller knows; stays as it is where there is none."""
+    """The state of the controller; constant without one."""
 
     p: Tensor  # () float32
-    error: Tensor  # () float32, that of the step before
+    error: Tensor  # () float32, the previous step's
 
 
 @dataclass(frozen=True)
 class TopP(Rule):
-    """The smallest set of a token's experts whose softmax shares come to p; p is fixed or follows the mean fanout.
+    """A token's smallest set of experts whose softmax shares add up to p; p is fixed or follows the mean fanout.
 
     With s = softmax(r) over a token's E scores r, largest first, ties to the lower expert (arXiv:2403.07652;
     ZhenweiAn/Dynamic_MoE, whose code differs only where a sum is p exactly):
 
         z[t,i] = 1{Σ_{j before i} s[t,j] < p},   g[t,i] = s[t,i]
 
-    Every token goes to one expert at least. With a controller, a proportional-integral one as in DTop-p
-    (arXiv:2512.13996), once per optimizer step with e = (experts_per_token − mean fanout) / E
+    Every token goes to at least one expert. The optional proportional-integral controller of DTop-p (arXiv:2512.13996)
+    moves each layer's p once per optimizer step, with e = (experts_per_token − mean fanout) / E:
 
-        p ← clamp(p + u_P (e − e of the step before) + u_I e, 1/E, 1)
+        p ← clamp(p + u_P (e − previous e) + u_I e, 1/E, 1)
 
-    for each layer by itself. Neither paper's losses and normalisations of scores are part of it; nothing balances load.
+    Both papers' losses and score normalisations are left out; nothing balances load.
     """
 
     # Routed experts in a layer.
     num_experts: int = 16
-    # Mean number of routed experts of a token that the controller steers p towards; without one p alone decides.
+    # Mean fanout that the controller aims at; without a controller p alone decides.
     experts_per_token: float = 1.0
-    # Share of a token's softmax that its experts have together; with a controller the first one.
+    # Total softmax share of a token's experts; with a controller, its initial value.
     p: float = 0.4
-    # Let p follow the mean fanout.
+    # Adjust p so that the mean fanout meets experts_per_token.
     controller: bool = False
-    # Gain u_P of the controller: p moves by so much of what the error changes by.
+    # Proportional gain u_P of the controller, multiplied with the change of the error.
     p_gain: float = 0.1
-    # Gain u_I of the controller: p moves by so much of the error.
+    # Integral gain u_I of the controller, multiplied with the error.
     p_rate: float = 0.02
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class TopP(Rule):
             self.experts_per_token >= 1 or not self.controller,
             "experts_per_token",
             self.experts_per_token,
-            "must be at least 1 where a controller aims at it, since a token's likeliest expert is always taken",
+            "must be at least 1 with a controller, since a token's likeliest expert is always taken",
         )
 
     def init(self) -> TopPState:
@@ -72,11 +72,11 @@ class TopP(Rule):
     def route(
         self, scores: Tensor, state: TopPState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, experts) float32."""
+        """Return the routing of scores (batch, time, experts) float32."""
         gates = scores.softmax(-1)
         shares, order = gates.detach().sort(dim=-1, descending=True, stable=True)
         before = F.pad(shares.cumsum(-1)[..., :-1], (1, 0))
-        p = state.p if self.controller else self.p  # a state of another run may have another p
+        p = state.p if self.controller else self.p  # the state may come from a run with another p
         assignment = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before < p)
         target = scores[..., 0].numel() * self.experts_per_token / self.num_experts if self.controller else None
         observation = observe(scores, assignment, gates, target=target)
@@ -89,7 +89,7 @@ class TopP(Rule):
         error = (self.experts_per_token - observation.fanout_mean) / self.num_experts
         moved = state.p + self.p_gain * (error - state.error) + self.p_rate * error
         some = observation.tokens > 0
-        # Below 1/E every token has one expert: to go on moving there would take as long to come back.
+        # Below 1/E every token has one expert; clamping keeps the integral from winding up.
         return TopPState(moved.clamp(1 / self.num_experts, 1).where(some, state.p), error.where(some, state.error))
 
     @property
@@ -100,7 +100,7 @@ class TopP(Rule):
         return "token"
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """Return the tokens that the mean fanout is taken over."""
+        """Return the tokens over which the mean fanout is taken."""
         return Window(step if self.controller else None, None)
 
     def describe(self, state: TopPState) -> dict[str, Tensor]:
@@ -108,7 +108,7 @@ class TopP(Rule):
 
     @classmethod
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a gain at which a short run, too, reaches its fanout early."""
+        """Return a gain with which even a short run reaches its fanout early."""
         return {"p_rate": min(max(cls.p_rate, 10 / max(steps, 1)), 0.2)}
 
     @classmethod
