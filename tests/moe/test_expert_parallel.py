@@ -39,5 +39,5 @@ def test_equal_splits_hold_what_the_bounds_let_through(rule: Rule, rows: int) ->
     ],
 )
 def test_equal_splits_are_refused_where_nothing_bounds_them(rule: Rule) -> None:
-    with pytest.raises(ValueError, match=r"bounds no expert's load from one rank.*use splits by count"):
+    with pytest.raises(ValueError, match=r"does not bound an expert's load from one rank.*use splits by count"):
         split_rows(rule, (2, 32), 4)

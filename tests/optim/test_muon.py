@@ -290,7 +290,7 @@ def test_a_closure_computes_the_loss_and_the_gradients_of_a_step() -> None:
 def test_a_vector_is_refused_with_its_shape_and_a_remedy(named: bool) -> None:
     matrix, vector = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(8))
     name = "norm.weight " if named else ""
-    message = re.escape(f"parameter {name}of shape (8,) is no matrix") + ".*: give it to another optimizer"
+    message = re.escape(f"parameter {name}of shape (8,) is not a matrix") + ".*: give it to another optimizer"
     with pytest.raises(ValueError, match=message):
         Muon([("linear.weight", matrix), ("norm.weight", vector)] if named else [matrix, vector])
     muon = Muon([("linear.weight", matrix)] if named else [matrix])

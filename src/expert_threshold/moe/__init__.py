@@ -1,4 +1,4 @@
-"""The Mixture-of-Experts layer and the ways to compute it; with what its users need of the routing rules."""
+"""The Mixture-of-Experts layer and its backends, with the parts of the routing rules that its users need."""
 
 from ..kernels.activation import ActivationName
 from ..routing import (

@@ -1,4 +1,4 @@
-"""The feed-forward and the stacked weights of many of them. All weights are (…, out, in)."""
+"""The feed-forward layer and the stacked weights of many experts. All weights are (…, out, in)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..kernels.cpu import experts as kernels
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
-    """Pre-activations (…, rows, width · d_expert) of x (…, rows, d_model), the matrices' outputs side by side."""
+    """Return pre-activations (…, rows, width · d_expert) of x (…, rows, d_model), with outputs concatenated."""
     if len(matrices) == 1:
         return torch.matmul(x, matrices[0].mT, out=out)
     return torch.cat([x @ m.mT for m in matrices], -1, out=out)
 
 
-# Hidden activations computed at a time: few enough to stay in a processor's cache, enough to fill its products. More
-# where it multiplies whole tiles of bfloat16 (docs/log.md).
+# Hidden activations per block: few enough to stay in a CPU's cache, enough for efficient products. CPUs with bfloat16
+# tiles need more (docs/log.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 
@@ -30,7 +30,7 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
-        """Rows in blocks whose intermediates stay in cache; at most 16, as weight gradients are rounded after each."""
+        """Split x into blocks whose intermediates stay in cache; at most 16, since each rounds the weight gradients."""
         blocks: tuple[Tensor, ...] = x.split(max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1))
         return blocks
 
@@ -68,13 +68,13 @@ class _FeedForwardFunction(torch.autograd.Function):
 
 
 class Linear(nn.Linear):
-    """Without bias; runs in the dtype of its input, to which the float32 master weight is cast."""
+    """A linear layer without bias; it casts the float32 master weight to the dtype of its input."""
 
     def __init__(self, d_in: int, d_out: int) -> None:
         super().__init__(d_in, d_out, bias=False)
 
     def reset_parameters(self) -> None:
-        """PyTorch's own default; nothing on meta, where it would load much of torch in vain."""
+        """Apply PyTorch's default; do nothing on meta, where it would import much of torch for no effect."""
         if not self.weight.is_meta:
             super().reset_parameters()
 
@@ -85,7 +85,7 @@ class Linear(nn.Linear):
 class FeedForward(nn.Module):
     """down · relu(up · x)², or down · (silu(gate · x) · (up · x)); without biases.
 
-    Runs in the dtype of its input; weights are cast to it.
+    Weights are cast to the dtype of the input.
     """
 
     def __init__(self, d_model: int, d_hidden: int, activation: ActivationName = "relu2") -> None:
@@ -97,7 +97,7 @@ class FeedForward(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """True if a hook waits for this module to be called, so that no kernel may compute it on the way."""
+        """True if the module has hooks, so that no kernel may compute it without calling it."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ class FeedForward(nn.Module):
         ups = [linear.weight.to(x.dtype) for linear in linears]
         if kernels.applies(x, len(ups[0]), self.activation.name):
             return kernels.feed_forward(x.flatten(0, -2), ups[0], self.down.weight.to(x.dtype)).view(x.shape)
-        if torch.compiler.is_compiling():  # what is written plainly is fused
+        if torch.compiler.is_compiling():  # the compiler fuses plain operations
             hidden = [F.linear(x, up) for up in ups]
             a = hidden[0].relu().square() if len(ups) == 1 else F.silu(hidden[0]) * hidden[1]
             return F.linear(a, self.down.weight.to(x.dtype))
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """The weights of num_experts feed-forwards, stacked: up and gate (experts, d_expert, d_model), down its mirror."""
+    """The stacked weights of num_experts feed-forwards: up and gate (experts, d_expert, d_model), down transposed."""
 
     def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: ActivationName = "relu2") -> None:
         super().__init__()
@@ -127,12 +127,12 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """PyTorch's own default per expert; `GPT.init_weights` applies the paper's."""
+        """Apply PyTorch's default per expert; `GPT.init_weights` applies the paper's."""
         for weight in (weight for weight in self.parameters() if not weight.is_meta):
             bound = weight.shape[-1] ** -0.5
             nn.init.uniform_(weight, -bound, bound)
 
     def ups(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The matrices before the nonlinearity, in `dtype`."""
+        """Return the matrices before the nonlinearity, in `dtype`."""
         weights = (self.up,) if self.gate is None else (self.gate, self.up)
         return tuple(weight.to(dtype) for weight in weights)

@@ -1,4 +1,4 @@
-"""Routing losses and rule updates for training loops that are not ours."""
+"""Routing losses and rule updates for training loops outside this package."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .router import Router
 
 
 class _WithLoss(torch.autograd.Function):
-    """Gates as they are; whoever takes their gradient takes that of scale · loss, too."""
+    """The identity on gates; its backward also adds the gradient of scale · loss."""
 
     @staticmethod
     def forward(ctx: Any, gates: Tensor, loss: Tensor, scale: float) -> Tensor:
@@ -31,10 +31,10 @@ class _WithLoss(torch.autograd.Function):
 
 
 class Follower:
-    """Gathers what the routers of a model see and moves their rules once per optimizer step; made by `follow`.
+    """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
-    loss_scale: as given to `follow`; it may be set anew before any forward, as a GradScaler's changes.
-    observations: what each router has seen on this rank since the last step.
+    loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
+    observations: each router's observation on this rank since the last step.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Follower:
         self.observations: dict[Router, Observation] = {}
         self._group = group
         self._loss: Tensor | float = 0.0
-        self._losses: dict[Router, int] = {}  # how many since the last step
+        self._losses: dict[Router, int] = {}  # number of losses since the last step
         self._has_seen = False
         self._names = {module: name for name, module in model.named_modules() if isinstance(module, Router)}
         if not self._names:
@@ -63,13 +63,14 @@ class Follower:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that train together; the default group once there is one, if no other was given."""
+        """The ranks that train together: the given group, or else the default group once it exists."""
         return dist.group.WORLD if self._group is None and dist.is_initialized() else self._group
 
     def loss(self) -> Tensor | float:
-        """The routing losses of all forwards since the last call, summed over layers and micro-batches; 0.0 if none.
+        """Return the routing losses of all forwards since the last call, summed over layers and micro-batches, or 0.0.
 
-        For logging: it has no gradient, since backward adds that by itself, so that adding it to a loss adds its value.
+        For logging: the result has no gradient, since backward adds it already; adding it to a loss changes only the
+        loss's value.
         """
         total, self._loss = self._loss, 0.0
         return total
@@ -83,13 +84,13 @@ class Follower:
 
     def _join(self, router: nn.Module, _inputs: Any) -> None:
         assert isinstance(router, Router)
-        router.group = self.group  # now, since the default group may be made after `follow`
+        router.group = self.group  # set here, since the default group may be created after `follow`
 
     def _gather(self, router: nn.Module, _inputs: Any, routing: Routing) -> Routing | None:
         assert isinstance(router, Router)
         if not router.training:
             return None
-        # Inside backward this is a recomputation under activation checkpointing, seen already.
+        # A forward inside backward is recomputation under activation checkpointing, which was counted already.
         if not ModuleTracker().is_bw:
             seen = self.observations.get(router)
             self.observations[router] = routing.observation if seen is None else seen + routing.observation
@@ -98,8 +99,8 @@ class Follower:
                 self._losses[router] = self._losses.get(router, 0) + 1
         if routing.loss is None:
             return None
-        # Through the gates, on which the layer's output depends, so that backward meets it inside of checkpointing and
-        # FSDP, too; what is handed on has no gradient, lest a model that adds it counts it twice.
+        # The loss enters through the gates, on which the layer's output depends, so that backward reaches it under
+        # checkpointing and FSDP too. The loss passed on is detached, so that a model that adds it does not count twice.
         scale = 1.0 if self.loss_scale is None else self.loss_scale
         gates = _WithLoss.apply(routing.gates, routing.loss, scale)
         return Routing(**{**routing._asdict(), "gates": gates, "loss": routing.loss.detach()})
@@ -109,7 +110,7 @@ class Follower:
         seen = dict(self.observations)
         self.observations.clear()
         self._losses.clear()
-        if self.group is not None:  # a rank that saw nothing takes part
+        if self.group is not None:  # a rank without observations takes part too
             mine = [seen[router] if router in seen else _nothing_seen(router) for router in self._names]
             named = [observation.tensors() for observation in mine]
             sums = iter(summed_over_ranks([tensor for tensors in named for tensor in tensors.values()], self.group))
@@ -124,11 +125,11 @@ class Follower:
             router.update(observation)
 
     def _tell_misuse(self) -> None:
-        """Warn once of a loop that cannot mean what it does."""
+        """Warn once about likely mistakes in the training loop."""
         if not (self.observations or self._has_seen):
             warnings.warn(
-                "follow has seen no forward before the optimizer's first step, so that cutoffs and biases stay as they "
-                "are; call model.train(), and follow before the model is first run by torch.compile",
+                "follow has seen no forward before the optimizer's first step, so cutoffs and biases do not change; "
+                "call model.train(), and call follow before torch.compile first runs the model",
                 stacklevel=3,
             )
         self._has_seen = True
@@ -136,7 +137,7 @@ class Follower:
         if micro_batches > 1 and self.loss_scale is None:
             self.loss_scale = 1.0
             warnings.warn(
-                f"{micro_batches} forwards before one optimizer step, the routing losses of each with weight 1; give "
+                f"{micro_batches} forwards before one optimizer step, the routing losses of each with weight 1; use "
                 f"follow(…, loss_scale=1 / {micro_batches}) if the loop divides its loss by {micro_batches}, or "
                 "loss_scale=1 if it adds them up",
                 stacklevel=3,
@@ -144,7 +145,7 @@ class Follower:
 
 
 def _nothing_seen(router: Router) -> Observation:
-    """The observation of a forward in training of no tokens."""
+    """Return the observation of a training forward without tokens."""
     scores = torch.empty(0, 0, len(router.weight), device=router.weight.device)
     return router.rule.route(scores, router.state, training=True).observation
 
@@ -156,16 +157,16 @@ def follow(
     group: dist.ProcessGroup | None = None,
     loss_scale: float | None = None,
 ) -> Follower:
-    """Train the MoE layers in `model` as a loop of ours would: backward adds the gradients of the rules' losses to the
-    loop's own, and each `optimizer.step()` moves the rules by what was seen since the last, summed over ranks.
+    """Train the MoE layers in `model` within any training loop: backward adds the gradients of routing losses, and each
+    `optimizer.step()` updates the rules with the observations since the last step, summed over ranks.
 
-    Only forwards in training mode count. Nothing is left to be added by hand: a routing loss reaches its parameters
-    with the gradient of the layer's output, under DDP, FSDP2 and activation checkpointing, too.
+    Only forwards in training mode count. The loop need not add routing losses: their gradients flow with the gradient
+    of the layer's output, under DDP, FSDP2 and activation checkpointing too.
 
     group: the ranks that train together, each calling forward and `step` equally often; global pools and global loads
-    are formed over them. None is torch.distributed's default group where it is initialised, else this process alone.
-    loss_scale: what the loop multiplies the loss of a micro-batch by before backward, since routing losses need the
-    same: 1 / gradient accumulation steps, times the scale of a GradScaler; None is 1, and warns of accumulation.
+    are formed over them. None is torch.distributed's default group if initialised, else this process alone.
+    loss_scale: the factor that the loop applies to a micro-batch's loss before backward, to be applied to routing
+    losses too: 1 / gradient accumulation steps, times the scale of a GradScaler. None is 1 and warns of accumulation.
     Raises ValueError if the model has no MoE layer.
     """
     return Follower(model, optimizer, group=group, loss_scale=loss_scale)

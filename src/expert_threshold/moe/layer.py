@@ -27,7 +27,7 @@ def check_options(
     gate_norm: str | None,
     z_loss: float | None,
 ) -> None:
-    """Raise ValueError unless a layer can be built of these options, which are `MoE`'s."""
+    """Raise ValueError unless the options, those of `MoE`, are valid."""
     sizes = (("d_model", d_model, 1), ("d_expert", d_expert, 1), ("shared_experts", shared_experts, 0))
     for name, value, least in sizes:
         if not (type(value) is int and value >= least):
@@ -47,12 +47,12 @@ def require_rule(rule: object) -> None:
     """Raise ValueError unless `rule` is a routing rule."""
     if not isinstance(rule, Rule):
         raise ValueError(
-            f"rule={rule!r} is no rule; use ExpertThreshold(), say, or an instance of a class derived from Rule"
+            f"rule={rule!r} is not a rule; use ExpertThreshold(), say, or an instance of a class derived from Rule"
         )
 
 
 class MoE(nn.Module):
-    """A router, its rule, num_experts routed experts and shared_experts that see every token.
+    """A router with its rule, routed experts, and shared experts that see every token.
 
     d_expert: hidden width of each expert. dispatch: the name of a backend, or 'auto'. gate_norm: None, or 'fanout' to
     divide the routed sum by max(fanout, 1). z_loss: strength of the router z-loss, None is off.
@@ -83,26 +83,28 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, earlier: Tensor | None = None, *, record: bool = False
     ) -> tuple[Tensor, Observation | Routing]:
-        """Map x (batch, time, d_model) to y of the same shape and dtype, and return what was seen.
+        """Return y, of the shape (batch, time, d_model) and dtype of x, and the observation.
 
-        earlier: in inference, the scores of the tokens that x continues, (batch, past, num_scores). record: return the
-        whole routing, which holds the observation, in its place.
+        earlier: in inference, the scores of the tokens that precede x, (batch, past, num_scores). record: return the
+        whole routing in place of the observation.
         """
         routing = self.router(x, earlier)
         return self.compute(x, routing), routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:
-        """Return the rule's bound on the token-expert pairs of so many tokens now; None if only counting can tell."""
+        """Return the rule's bound on the token-expert pairs of `tokens` in the current mode; None if only counting can
+        tell.
+        """
         ranks = 1 if self.router.group is None else dist.get_world_size(self.router.group)
         return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
 
     def weights(self, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Return what the experts' outputs are multiplied with: the gates (…, experts), normed if the layer does."""
+        """Return the factors of the experts' outputs: the gates (…, experts), normalised if `gate_norm` says so."""
         return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
-        """y of x (batch, time, d_model) under a given routing, in the dtype of x, inside of autocast too."""
-        experts = self.router.rule.num_experts  # slots that compute nothing come behind them
+        """Return y for x (batch, time, d_model) under a given routing, in the dtype of x even under autocast."""
+        experts = self.router.rule.num_experts  # null slots come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
         weights = self.weights(routing.gates[..., :experts].flatten(0, 1), assignment)
         flat = x.flatten(0, 1)

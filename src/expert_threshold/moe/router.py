@@ -15,7 +15,7 @@ from ..routing import Observation, Routing, Rule, all_finite, observe
 
 
 class _Scores(torch.autograd.Function):
-    """W x in float32 for x of any dtype; keeps x as it is, and multiplies its gradient in its dtype."""
+    """W x in float32 for x of any dtype; saves x uncast for backward and computes its gradient in its dtype."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -31,11 +31,11 @@ class _Scores(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """r = W_r x (paper, Eq. 1), float32 whatever x is, and the rule's answer.
+    """Computes r = W_r x (paper, Eq. 1) in float32, whatever the dtype of x, and routes by the rule.
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
-    even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: routed
-    experts per token that inference aims at instead of what was trained, see `state_at`; None is as trained.
+    even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: the
+    mean fanout of inference, see `state_at`; None is as trained.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -52,9 +52,9 @@ class Router(nn.Module):
             self.register_buffer(f"state_{name}", value.to(self.weight.device))
 
     def forward(self, x: Tensor, earlier: Tensor | None = None) -> Routing:
-        """x: (batch, time, d_model). Changes nothing: the state moves in `update` alone.
+        """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
-        earlier: in inference, the scores of the tokens that x continues, (batch, past, num_scores).
+        earlier: in inference, the scores of the tokens that precede x, (batch, past, num_scores).
         """
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
             scores: Tensor = _Scores.apply(x, self.weight)
@@ -70,28 +70,28 @@ class Router(nn.Module):
 
     @property
     def state(self) -> Any:
-        """The rule's state, a NamedTuple that shares memory with the buffers."""
+        """The rule's state, a NamedTuple whose tensors share memory with the buffers."""
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
     def state_at(self, rate: float | None) -> Any:
-        """Return the state with which inference has `rate` routed experts per token on average; as trained for None.
+        """Return the state with which inference has a mean fanout of `rate`; None is as trained.
 
-        Raises ValueError if the rate lies outside 0 and num_experts, or the rule cannot aim at it.
+        Raises ValueError if the rate lies outside 0 to num_experts, or the rule cannot change its rate.
         """
         return self.state if rate is None else self.rule.at_rate(self.state, rate)
 
     def thresholds(self, rate: float | None = None) -> Tensor | None:
-        """Return what inference compares scores with, (experts,), at a rate or at the router's; None where the rule
-        does anything else. Raises ValueError as `state_at` does.
+        """Return the thresholds of inference (experts,) at `rate`, or at the router's own rate; None if the rule routes
+        otherwise. Raises ValueError as `state_at` does.
         """
         return self.rule.thresholds(self.state_at(self.rate if rate is None else rate))
 
     @torch.no_grad()
     def update(self, observation: Observation) -> None:
-        """Move the rule's state, in place; once per optimizer step.
+        """Update the rule's state in place, once per optimizer step.
 
-        An observation that is not finite changes nothing: a cutoff of NaN would stay one. No word of it here, which
-        would wait for the device; `scores_not_finite` tells.
+        An observation that is not finite changes nothing, since a cutoff of NaN would stay NaN. Reporting it here would
+        synchronize with the device; `scores_not_finite` does so elsewhere.
         """
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)
@@ -99,16 +99,16 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, observation: Observation) -> None:
-        """Take thresholds from expert choice's observation of some text, in place. Raises ValueError without any."""
+        """Set thresholds in place from an observation made by expert choice. Raises ValueError if the rule has none."""
         self._assign(self.rule.calibrated(self.state, observation))
 
     @torch.no_grad()
     def begin_run(self, experts_per_token: float) -> None:
-        """Take over the state of another run, whose rule aimed at so many, in place; none of its steps is counted."""
+        """Start a new run in place from another's state, whose rule had `experts_per_token`; step counts reset."""
         self._assign(self.rule.begin_run(self.state, experts_per_token))
 
     def reset_state(self) -> None:
-        """The state before the first step, in place."""
+        """Restore the state before the first step, in place."""
         self._assign(self.rule.init())
 
     def _assign(self, state: Iterable[Tensor]) -> None:
@@ -116,7 +116,7 @@ class Router(nn.Module):
             old.copy_(new)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Move devices but never dtypes of the state, and give it its first values when it leaves the meta device."""
+        """Move the state between devices, keep its dtypes, and initialise it when it leaves the meta device."""
         before = self.state
         super()._apply(fn, recurse)
         for name, old, first in zip(self._state_type._fields, before, self.rule.init(), strict=True):
@@ -127,9 +127,9 @@ class Router(nn.Module):
 
 
 def route_behind(rule: Rule, scores: Tensor, state: Any, earlier: Tensor | None) -> Routing:
-    """Route scores (batch, time, num_scores) in inference, behind those of earlier tokens of the same sequences.
+    """Return the inference routing of scores (batch, time, num_scores) that follow earlier tokens of the sequences.
 
-    earlier: (batch, past, num_scores), or None where the scores are the first or the rule looks at no other token.
+    earlier: (batch, past, num_scores), or None if there are none or the rule looks only at a token's own scores.
     """
     if earlier is None or earlier.shape[1] == 0:
         return rule.route(scores, state, training=False)

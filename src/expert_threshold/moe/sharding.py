@@ -1,4 +1,4 @@
-"""Splitting the experts of a model over ranks: applied from outside, once its weights are there."""
+"""Splits a model's experts over ranks, from outside the model, once its weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from .layer import MoE
 
 
 def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: tuple[int, int] | None = None) -> None:
-    """Leave this rank its part of the experts of every MoE layer in `module`, and send tokens to the others' owners.
+    """Keep this rank's shard of the experts in every MoE layer of `module`; tokens travel to the owners of the others.
 
-    Call it on all ranks of the group, with equal weights, before optimizers are made. Every rank goes on with its own
-    tokens, as many as it likes; forward and backward must be called on all ranks of the group alike. Afterwards the
-    gradient of an expert is the sum over the group's ranks, whole at its owner: where a loss is the mean over W ranks,
-    other parameters' gradients are averaged over the W, experts' summed over the ranks that hold the same experts
-    and divided by W.
+    Call it on all ranks of the group, with equal weights, before creating optimizers. Each rank then computes its own
+    tokens, any number of them; forward and backward must be called on all ranks of the group alike. An expert's
+    gradient is the sum over the group's ranks, complete at its owner: if a loss is the mean over W ranks, average other
+    parameters' gradients over the W, and sum experts' over the ranks that hold the same experts, divided by W.
 
-    micro_batch: sequences and their length, equal on all ranks. In training the splits then are equal, padded to the
-    capacity bound, and their sizes are not communicated or waited for. That is possible where the rule bounds what one
-    rank sends to an expert: see `split_rows`. None: uneven splits, their sizes sent first, as in inference always.
+    micro_batch: sequences and their length, equal on all ranks. Training then uses equal splits, padded to the capacity
+    bound, whose sizes need no communication or synchronization. The rule must bound the tokens that one rank sends to
+    an expert, see `split_rows`. None: uneven splits, whose sizes are sent first, as always in inference.
 
     Raises ValueError, on all ranks, if the experts do not divide by the ranks, or if equal splits are not possible.
     """
@@ -54,20 +53,20 @@ def require_even_split(num_experts: int, ranks: int) -> None:
 
 
 def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
-    """Return the rows that one rank sends to another at most, in training on so many sequences of such a length.
+    """Return the maximum number of rows that one rank sends to another in training. micro_batch: sequences, length.
 
-    They are those of the experts there, each of which gets at most `rule.max_load` of this rank's tokens, and no more
-    than there are tokens. A global pool bounds what an owner receives from all ranks together, not from one; token
-    choice and thresholds without bounds bound nothing.
+    It is the number of experts there times `rule.max_load` of this rank's tokens, and at most the number of tokens. A
+    global pool bounds what an owner receives from all ranks together, not from one; token choice and thresholds without
+    bounds bound nothing.
 
-    Raises ValueError where there is no bound.
+    Raises ValueError if there is no bound.
     """
     tokens = micro_batch[0] * micro_batch[1]
     load = rule.max_load(tokens, training=True, ranks=ranks)
     if load is None:
         raise ValueError(
-            f"rule={rule!r} bounds no expert's load from one rank, so equal splits could overflow; use splits by "
-            "count, or a rule with pools of one rank and capacity bounds"
+            f"rule={rule!r} does not bound an expert's load from one rank, so equal splits could overflow; use splits "
+            "by count, or a rule with pools of one rank and capacity bounds"
         )
     return min(rule.num_experts // ranks * load, tokens)
 
@@ -82,7 +81,7 @@ def _require_same(micro_batch: tuple[int, int], group: dist.ProcessGroup, device
 
 
 def expert_parameters(module: nn.Module) -> dict[str, dist.ProcessGroup]:
-    """Return the parameters of split experts by name, each with the group that it is split over."""
+    """Return the names of split experts' parameters, each with the group over which it is split."""
     return {
         f"{path}.{name}".removeprefix("."): own.group
         for path, own in module.named_modules()

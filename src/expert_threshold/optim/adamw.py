@@ -8,15 +8,15 @@ from torch.optim.optimizer import ParamsT
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam with bias correction, by torch's fused kernel, the fastest on CPUs and GPUs alike.
+    """Adam with bias correction, by torch's fused kernel, the fastest on CPUs and GPUs.
 
-    The defaults are the paper's. Each parameter counts only the steps in which it had a gradient.
+    The defaults are the paper's. A parameter's step count includes only steps in which it had a gradient.
     """
 
     def __init__(
         self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-10
     ) -> None:
-        first, second = map(float, betas)  # torch refuses integers such as 0
+        first, second = map(float, betas)  # torch rejects integers such as 0
         super().__init__(params, lr, (first, second), eps, weight_decay=0.0, fused=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -16,16 +16,16 @@ from ..kernels.cpu import muon as kernels
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
-# Elements of a Newton-Schulz batch: enough to fill a GPU; few enough for a CPU's cache, since larger temporaries would
-# be read from memory again for every product.
+# Elements of a Newton-Schulz batch: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
+# read from memory for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
     """Returns bfloat16 if the hardware multiplies it, else float32.
 
-    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, CPUs with AVX-512 BF16, which all that
-    have AMX have.
+    CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, and CPUs with AVX-512 BF16, which AMX
+    implies.
     """
     if device.type == "cuda":
         fast = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -36,7 +36,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 @torch.no_grad()
 def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times from X = M / ‖M‖: all singular values become about 1.
+    """Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X `steps` times from X = M / ‖M‖: all singular values become about 1.
 
     matrices: (…, rows, columns), each normalised by its own Frobenius norm; a zero matrix stays zero. The products run
     in `dtype`, which is also the result's. Iteration and coefficients: Jordan et al., Muon (2024).
@@ -45,14 +45,14 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
     rows, columns = matrices.shape[-2:]
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS)
     x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)
-    # The polynomial acts from the smaller side: X (a + b XᵀX + …) is the same matrix.
+    # The polynomial multiplies from the smaller side: X (a + b XᵀX + …) is the same matrix.
     wide = rows <= columns
     gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
     polynomial, new = torch.empty_like(gram), torch.empty_like(x)
     for _ in range(steps):
         torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        # a X stays outside the product: a + … on the polynomial's diagonal would double bfloat16's error.
+        # a X is added outside the product: with a on the polynomial's diagonal, bfloat16's error would double.
         torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=new)
         x, new = new, x
     return x.view(matrices.shape)
@@ -72,9 +72,9 @@ class _Piece(NamedTuple):
 class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
 
-    params: each (…, out, in); leading dimensions stack matrices, such as experts', each updated on its own as by
-    `torch.optim.Muon` without weight decay, which takes no stacks. ns_dtype: dtype of the Newton-Schulz products; None
-    is that of `fast_dtype`. Raises ValueError for a vector.
+    params: each (…, out, in); leading dimensions stack matrices, such as experts'. Each matrix is updated as by
+    `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the Newton-Schulz products;
+    None is `fast_dtype`. Raises ValueError for a vector.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum), where W has a gradient.
+        """Updates W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
 
         closure: recomputes the loss and the gradients; its loss is returned.
         """
@@ -131,7 +131,8 @@ class Muon(Optimizer):
     def _piece(self, weight: Tensor) -> _Piece:
         """Returns the whole parameter as one piece.
 
-        Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns): a copy would not be updated.
+        Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns), since updates to a copy
+        would be lost.
         """
         assert weight.grad is not None
         state = self.state[weight]
@@ -152,13 +153,13 @@ def _require_movable(group: Mapping[str, Any]) -> None:
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
         if parameter.ndim < 2:
             raise ValueError(
-                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} is no matrix, and Muon moves "
-                "matrices (…, out, in) only: give it to another optimizer, as AdamW"
+                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} is not a matrix, and Muon "
+                "updates only matrices (…, out, in): give it to another optimizer, such as AdamW"
             )
 
 
 def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
-    """Update pieces of one matrix shape by the options of their parameter group."""
+    """Updates pieces of one matrix shape with the options of their parameter group."""
     rows, columns = pieces[0].weight.shape[-2:]
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
@@ -189,7 +190,7 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
-    """Yields batches of pieces of one matrix shape, split where one is larger than a batch."""
+    """Yields batches of pieces of one matrix shape; a piece larger than a batch is split."""
     pieces: list[_Piece] = []
     for whole in wholes:
         pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))

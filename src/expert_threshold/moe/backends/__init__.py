@@ -1,4 +1,4 @@
-"""Ways to compute the routed sum, in one table. Each equals `reference` in outputs and in all gradients."""
+"""The table of backends, each equal to `reference` in outputs and in all gradients."""
 
 from typing import TYPE_CHECKING, Literal
 
@@ -13,14 +13,14 @@ from .reference import reference
 from .static import static
 from .triton import triton
 
-# From the definition to the most special.
+# From the definition to the most specialised.
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (reference, grouped, static, cpu, triton, expert_parallel)
 }
 
 
 class Auto(Backend):
-    """Passes every call on to the most special backend that pays there."""
+    """Delegates every call to the most specialised backend that pays off for it."""
 
     name = "auto"
 
@@ -42,12 +42,12 @@ class Auto(Backend):
 
 auto = Auto()
 
-# `expert_parallel` is not chosen by name: splitting a layer's experts puts it in front of the layer's own backend.
+# `expert_parallel` is not chosen by name: splitting a layer's experts wraps the layer's own backend in it.
 BY_NAME = {backend.name: backend for backend in (auto, *BACKENDS.values()) if backend is not expert_parallel}
 
 if TYPE_CHECKING:
     DispatchName = str
-else:  # made from the table, so that a command line offers what there is
+else:  # derived from the table, so that command lines offer every backend
     DispatchName = Literal[tuple(BY_NAME)]
 
 

@@ -1,4 +1,4 @@
-"""The routed sum by this processor's own kernels, shared experts at once with it."""
+"""The routed sum and the shared experts together, by C++ kernels for this CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .grouped import grouped
 
 
 class Cpu(Backend):
-    """Calls the C++ kernels; a few rows, which cost more to pack than they save, are computed by `grouped`."""
+    """Calls the C++ kernels; small numbers of rows, which cost more to pack than they save, go to `grouped`."""
 
     name = "cpu"
 

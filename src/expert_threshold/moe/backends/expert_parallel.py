@@ -1,8 +1,8 @@
-"""Experts split over ranks: a token goes once to every rank that has some of its experts, and their sum comes back.
+"""Experts split over ranks: a token goes once to every rank that owns some of its experts, and their sum comes back.
 
-A row per rank and not per expert: never more rows, and fewer wherever a token chose two experts of one rank
-(`benchmarks/scaling.py` counts both). Its gates travel with it, so the owner returns one gate-weighted sum.
-Routing itself needs no communication in inference, since a cutoff is compared with the token's own score.
+Sending a row per rank rather than per expert never sends more, and less wherever a token chose two experts of one rank
+(`benchmarks/scaling.py` counts both). Gates travel with the row, so the owner returns one gate-weighted sum. Routing by
+cutoffs needs no communication in inference, since it compares them with the token's own scores.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .backend import Backend
 from .grouped import sum_rows
 
 ABSENT = -math.inf
-"""In place of the gate of an expert that the token did not choose; gates are finite."""
+"""Marks the gate of an expert that the token did not choose; real gates are finite."""
 
 
 class Split(NamedTuple):
-    """Equal splits in training: rows that each rank sends to each, and the tokens of a rank that they were made for."""
+    """Equal splits in training: the rows that each rank sends to each other, and the tokens per rank they are for."""
 
     rows: int
     tokens: int
 
 
 class OwnExperts(Experts):
-    """This rank's part of a layer's experts, under the same names.
+    """This rank's shard of a layer's experts, under the same parameter names.
 
-    backend: computes them; group: the ranks that hold the parts; split: None is by count, as in inference always.
+    backend: computes them; group: the ranks that hold the shards; split: None is by count, as always in inference.
     """
 
     def __init__(self, experts: Experts, backend: Backend, group: dist.ProcessGroup, split: Split | None) -> None:
@@ -53,7 +53,7 @@ class OwnExperts(Experts):
 
 
 class Rows(NamedTuple):
-    """What travels: a row is a token and a rank that has some of its experts; ordered by rank, then token."""
+    """The rows to send: a row is a pair of a token and a rank that owns some of its experts, by rank, then token."""
 
     token: Tensor  # (rows,)
     rank: Tensor  # (rows,)
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Splits(NamedTuple):
-    """Rows that this rank sends to each rank and gets from each; None: all as many."""
+    """The rows that this rank sends to and receives from each rank; None: equal numbers."""
 
     sent: list[int] | None
     received: list[int] | None
@@ -101,13 +101,13 @@ def _plan(chosen: Tensor, group: dist.ProcessGroup, split: Split | None) -> tupl
     if len(chosen) != split.tokens:
         raise ValueError(
             f"batch of {len(chosen)} tokens, but splits were made for {split.tokens}; train on batches of that "
-            "size or use splits by count"
+            "size, or use splits by count"
         )
     return equal(chosen, split.rows), Splits(None, None)
 
 
 def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
-    """The rows of chosen (tokens, ranks), and the splits, which are communicated. Waits for the device."""
+    """Return the rows of chosen (tokens, ranks) and the splits, which it communicates. Waits for the device."""
     rank, token = chosen.T.nonzero().unbind(1)
     counts = chosen.sum(0)
     incoming = torch.empty_like(counts)
@@ -119,7 +119,7 @@ def by_count(chosen: Tensor, group: dist.ProcessGroup) -> tuple[Rows, Splits]:
 
 
 def equal(chosen: Tensor, length: int) -> Rows:
-    """So many rows for each rank: first those of chosen (tokens, ranks), then others', which are sent to no expert.
+    """Return `length` rows for each rank: first those of chosen (tokens, ranks), then padding that no expert computes.
 
     Every shape follows from the arguments' shapes, so nothing waits for the device.
     """
@@ -132,26 +132,28 @@ def equal(chosen: Tensor, length: int) -> Rows:
 
 
 def _exchange(rows: Tensor, splits: Splits, group: dist.ProcessGroup) -> Tensor:
-    """One all-to-all of rows (rows, width), ordered by rank."""
+    """Exchange rows (rows, width), ordered by rank, in one all-to-all."""
     received = rows.new_empty(len(rows) if splits.received is None else sum(splits.received), rows.shape[1])
     dist.all_to_all_single(received, rows.contiguous(), splits.received, splits.sent, group=group)
     return received
 
 
 def _join(rows: Tensor, gates: Tensor) -> Tensor:
-    """Rows with their gates at the end, bit by bit, so that both travel together."""
+    """Append the bits of each row's gates, so that both travel in one message."""
     wide = gates.to(torch.promote_types(gates.dtype, rows.dtype))
     return torch.cat((rows, wide.contiguous().view(rows.dtype)), 1)
 
 
 def _part(joined: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows of such a width, and their gates."""
+    """Split joined rows into rows of that width and their gates."""
     rows, gates = joined[:, :width].contiguous(), joined[:, width:].contiguous()
     return rows, gates.view(torch.promote_types(dtype, rows.dtype)).to(dtype)
 
 
 class _Send(torch.autograd.Function):
-    """Rows of x (tokens, d_model) and of gates (tokens, ranks, experts of one) at the owners; gradients come back."""
+    """Sends rows of x (tokens, d_model) and of gates (tokens, ranks, experts per rank) to the owners; backward returns
+    their gradients.
+    """
 
     @staticmethod
     def forward(
@@ -176,7 +178,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The sums of rows (rows, d_model) of the owners, back at their tokens (tokens, d_model); its mirror backward."""
+    """Returns the owners' rows (rows, d_model) and sums them by token, (tokens, d_model); backward is the mirror."""
 
     @staticmethod
     def forward(

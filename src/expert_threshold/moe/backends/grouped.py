@@ -1,6 +1,6 @@
-"""Every expert's tokens as one segment: gather, two products, gate-weighted sum back to the tokens.
+"""Each expert's tokens as one segment: gather, two products, gate-weighted sum back to the tokens.
 
-Only the input, the pre-activations and the indices are kept for backward.
+Only the input, the pre-activations and the indices are saved for backward.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ...kernels.autograd import refuse_second_derivative
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 from .backend import Backend
 
-# Rows computed over rows asked for, up to which experts of unequal loads share a batched product.
+# The maximum of computed rows over needed rows at which experts of unequal loads share a batched product.
 PADDING = 1.25
 
 
 class Grouped(Backend):
-    """Batches the products of neighbouring experts; segments may have any length, none included."""
+    """Batches the products of neighbouring experts; segments may have any length, including 0."""
 
     name = "grouped"
 
@@ -44,29 +44,29 @@ grouped = Grouped()
 
 
 class Group(NamedTuple):
-    """Neighbouring experts that share a batched product, and the slots, `length` for each, that it computes."""
+    """Neighbouring experts that share a batched product, and its slots, `length` for each expert."""
 
     experts: slice
     length: int
     slots: slice
 
     def of(self, rows: Tensor) -> Tensor:
-        """(experts, length, …) of rows (slots, …), a view."""
+        """Return the group's part of rows (slots, …) as a view (experts, length, …)."""
         rows = rows[self.slots]
         return rows.view(-1, self.length, *rows.shape[1:])
 
 
 def round_up(load: int) -> int:
-    """To four significant bits, at most an eighth more."""
+    """Return the load rounded up to four significant bits, at most an eighth more."""
     unit = 1 << max((load - 1).bit_length() - 4, 0)
     return -(-load // unit) * unit
 
 
 def form_groups(loads: list[int], hidden: int) -> list[Group]:
-    """All experts, or halves, quarters … of them, such that a group has at most HIDDEN_PER_BLOCK hidden activations and
-    PADDING; experts without tokens are in none, since a decoded token goes to few and the others must cost nothing.
+    """Return groups of all experts, or of halves, quarters … of them, so that each group stays within HIDDEN_PER_BLOCK
+    hidden activations and PADDING. Experts without tokens are in no group, so that they cost nothing in decoding.
 
-    So there are few shapes of products: oneDNN compiles a kernel for every new one.
+    Loads are rounded to keep shapes few, since oneDNN compiles a kernel for each new one.
     """
     groups: list[Group] = []
 
@@ -87,18 +87,18 @@ def form_groups(loads: list[int], hidden: int) -> list[Group]:
 
 
 class Packing(NamedTuple):
-    """Where tokens go and come from. A pair is a token and one of its experts, ordered by expert, then token."""
+    """The indices of gather and sum. A pair is a token and one of its experts, ordered by expert, then token."""
 
     pair: Tensor  # (pairs,) token · experts + expert
     token: Tensor  # (pairs,)
     slot: Tensor  # (pairs,)
-    of_slot: Tensor  # (slots,) the first pair that is not before the slot: a slot of padding holds none
+    of_slot: Tensor  # (slots,) the first pair at or after the slot; slots of padding hold none
     by_token: Tensor  # (pairs,) the pairs, ordered by token
     of_token: Tensor  # (tokens,) where in `by_token` the pairs of each token begin
 
 
 def pack(assignment: Tensor, loads: Tensor, groups: list[Group]) -> Packing:
-    """assignment: (tokens, experts) bool; loads: its sum over tokens."""
+    """Return the packing of an assignment (tokens, experts) bool into slots. loads: its sum over tokens."""
     expert, token = assignment.T.nonzero().unbind(1)
     first = loads.cumsum(0) - loads
     slot, of_slot = [token[:0]], [token[:0]]
@@ -115,7 +115,7 @@ def pack(assignment: Tensor, loads: Tensor, groups: list[Group]) -> Packing:
 
 
 def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Row i: the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1]; zeros where there is no such j."""
+    """Return in row i the weighted sum of rows[index[j]] over begins[i] ≤ j < begins[i + 1], zeros if there is no j."""
     if not len(begins) or not len(index):
         return rows.new_zeros(len(begins), rows.shape[1])
     y: Tensor = torch.embedding_bag(rows, index, begins, False, 0, False, weights)[0]
@@ -123,7 +123,7 @@ def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None
 
 
 class Plan(NamedTuple):
-    """How an assignment is computed."""
+    """The grouping of an assignment's experts and its packing."""
 
     groups: list[Group]
     packing: Packing
@@ -138,12 +138,12 @@ class Plan(NamedTuple):
 def _forward(
     x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
 ) -> Tensor:
-    """The groups one after the other, so that each one's intermediates stay in cache.
+    """Return y, computed group by group, so that intermediates stay in cache.
 
-    As gates multiply the rows of experts' outputs, they multiply the rows of all gradients: they are applied while rows
-    of d_model are gathered, which costs nothing, and not to hidden activations.
+    Gates multiply the rows of experts' outputs, and so the rows of all gradients: they are applied for free while rows
+    of d_model are gathered, and never to hidden activations.
 
-    weights: down, then ups; kept: (slots or more, width · d_expert), what backward needs is written there.
+    weights: down, then ups; kept: (slots or more, width · d_expert), a buffer that receives what backward needs.
     """
     (down, *ups), (groups, packing) = weights, plan
     xs = sum_rows(x, packing.token, packing.of_slot)
@@ -159,7 +159,7 @@ def _forward(
 def _backward(
     dy: Tensor, x: Tensor, gates: Tensor, plan: Plan, activation: Activation, weights: Sequence[Tensor], kept: Tensor
 ) -> list[Tensor]:
-    """The gradients of x, gates, down and ups."""
+    """Return the gradients of x, gates, down and ups."""
     (down, *ups), (groups, packing) = weights, plan
     gate = gates.flatten().index_select(0, packing.pair)
     scale = (gate * activation.scale).to(x.dtype)
@@ -211,9 +211,9 @@ class _Grouped(torch.autograd.Function):
 
 
 class _Traced(torch.autograd.Function):
-    """The same for a compiler, which looks into neither half: how the experts are grouped depends on their loads.
+    """`_Grouped` with both halves opaque to the compiler, since the grouping of experts depends on their loads.
 
-    slots: of the buffer for what backward needs; on a CPU memory beyond those in use is never touched.
+    slots: the size of the buffer for backward; on a CPU its unused memory is never touched.
     """
 
     @staticmethod

@@ -12,7 +12,7 @@ from .backend import Backend
 class Reference(Backend):
     """Computes one expert after the other, on its own tokens only.
 
-    So what stands in the rows of other tokens (NaN, say) cannot reach an expert's output.
+    So a NaN in another token's row cannot reach an expert's output.
     """
 
     name = "reference"

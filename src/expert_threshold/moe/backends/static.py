@@ -1,9 +1,8 @@
-"""Every shape follows from the arguments' shapes, so that where `is_native` nothing waits for the device: fit for CUDA
-graphs.
+"""A backend with static shapes for CUDA graphs: where `is_native`, nothing waits for the device.
 
-Rows of all experts lie in one buffer that has as many as the rule's bounds allow; where each expert's rows end is known
-to the device alone. Products leave out the padding behind the last row. Only the input, the pre-activations and the
-indices are kept for backward.
+The rows of all experts lie in one buffer, sized by the rule's bounds; only the device knows where each expert's rows
+end. Products skip the padding after the last row. Only the input, the pre-activations and the indices are saved for
+backward.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .backend import Backend
 
 
 class Static(Backend):
-    """Multiplies segments of one buffer; `auto` takes it where loads are bounded and no segment's end is waited for."""
+    """Multiplies segments of one buffer; `auto` chooses it if loads are bounded and no product waits for the device."""
 
     name = "static"
 
@@ -40,21 +39,21 @@ static = Static()
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
-    """(tokens, width): the weighted sums of every token's rows, in the order of experts; no padding is looked at.
+    """Return the weighted sums of every token's rows (tokens, width), in the order of experts; padding is not read.
 
     rows: (rows, width); weights: (rows,), of the same dtype.
     """
     if not len(rows):
         return rows.new_zeros(len(segments.of_token) - 1, rows.shape[1])
-    # One more token takes all the padding, and is left out.
+    # An extra token takes all the padding and is dropped.
     weights = None if weights is None else weights.index_select(0, segments.by_token)
     y: Tensor = torch.embedding_bag(rows, segments.by_token, segments.of_token, False, 0, False, weights)[0]
-    return y[:-1].clone()  # what leaves a function of autograd may not be a view
+    return y[:-1].clone()  # an autograd function may not return a view
 
 
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
 def segment_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """rows (rows, in) times the matrix of their segment, of weights (experts, in, out); padding is left as it was."""
+    """Return rows (rows, in) times their segment's matrix in weights (experts, in, out); padding is unspecified."""
     if is_native(rows, *weights.shape[1:]):
         return F.grouped_mm(rows, weights, offs=ends)
     y = rows.new_empty(len(rows), weights.shape[2])
@@ -72,7 +71,7 @@ def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("expert_threshold::segment_outer", mutates_args=())
 def segment_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ right of each segment, (experts, m, n) of left (rows, m) and right (rows, n); zeros where it is empty."""
+    """Return leftᵀ right of each segment, (experts, m, n), for left (rows, m) and right (rows, n); zeros if empty."""
     if is_native(left, left.shape[1], right.shape[1]):
         return F.grouped_mm(left.mT, right, offs=ends)
     y = left.new_empty(len(ends), left.shape[1], right.shape[1])
@@ -89,14 +88,14 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_native(rows: Tensor, *widths: int) -> bool:
-    """Whether PyTorch multiplies segments of such widths in one kernel; elsewhere their ends are read."""
+    """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends."""
     if not (rows.is_cuda and rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)):
         return False
     return torch.cuda.get_device_capability(rows.device) >= (9, 0)
 
 
 class _Static(torch.autograd.Function):
-    """As `grouped`, gates multiply rows of d_model where these are summed or gathered, and not hidden activations."""
+    """Applies gates to rows of d_model while these are summed or gathered, as `grouped` does."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gates: Tensor, activation: Activation, *rest: Tensor) -> Tensor:

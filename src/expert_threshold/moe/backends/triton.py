@@ -10,7 +10,7 @@ from .backend import Backend
 
 
 class Triton(Backend):
-    """Calls the kernels of `kernels/gpu`, imported when they are first asked for; taken by name alone."""
+    """Calls the kernels of `kernels/gpu`, imported on first use; chosen only by name."""
 
     name = "triton"
 
