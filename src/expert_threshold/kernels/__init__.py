@@ -1,6 +1,6 @@
-"""Kernels in C++ (`cpu`) and Triton (`gpu`); no caller knows how they are called.
+"""Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-Here alone it is decided whether those that are taken unasked, all in C++, are on.
+This module alone decides whether the C++ kernels, which are used by default, are on.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _off = False
 
 
 def forbidden() -> str | None:
-    """Return what in the environment forbids to build and load kernels; None where nothing does."""
+    """Return the environment setting that forbids building and loading kernels; None if there is none."""
     return f"{VARIABLE}=0" if os.environ.get(VARIABLE) == "0" else None
 
 
 def switched_off() -> str | None:
-    """Return what keeps callers from taking kernels, the environment or `off`; None where they are on."""
+    """Return why kernels are off, by the environment or `off`; None if they are on."""
     return "they are switched off" if _off else forbidden()
 
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Put PyTorch's operations in the place of kernels, to compare; a decoder that exists keeps its own."""
+    """Replace kernels by PyTorch's operations, for comparison; existing decoders keep their kernels."""
     global _off
     before, _off = _off, True
     try:

@@ -1,4 +1,4 @@
-"""The nonlinearities of feed-forwards, by hand, for layers and kernels that compute their own derivatives."""
+"""Nonlinearities of feed-forwards with derivatives, for layers and kernels that write their own backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ ActivationName = Literal["relu2", "swiglu"]
 class Activation(NamedTuple):
     """A nonlinearity on pre-activations h (…, rows, width · d_expert), and its derivative, both without autograd.
 
-    keep(h) returns what backward needs, h overwritten or not; value(kept) the activation a; slope(kept, da) returns
-    the gradient of h but for the factor `scale`, which is cheaper to apply where rows are narrow; it may overwrite da.
+    keep(h) returns what backward needs and may overwrite h; value(kept) returns the activation a; slope(kept, da)
+    returns the gradient of h divided by `scale`, a factor cheaper to apply where rows are narrow, and may overwrite da.
     """
 
     name: ActivationName
-    width: int  # matrices before the nonlinearity: 1, or 2 where one gates the other
+    width: int  # number of matrices before the nonlinearity: 1, or 2 if one gates the other
     scale: int
     keep: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]

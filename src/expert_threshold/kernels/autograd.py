@@ -1,4 +1,4 @@
-"""What hand-written derivatives have in common."""
+"""Checks shared by hand-written derivatives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import torch
 
 
 def refuse_second_derivative() -> None:
-    """To be called in a hand-written backward: raises RuntimeError under create_graph=True, where it would be wrong."""
+    """Raise RuntimeError under create_graph=True, where the hand-written backward that calls this would be wrong."""
     if torch.is_grad_enabled():
         raise RuntimeError("this layer has no second derivative; call backward without create_graph=True")

@@ -1,4 +1,4 @@
-"""Rows of all experts in one buffer, each expert's adjacent; every shape follows from the arguments' shapes."""
+"""The rows of all experts in one buffer, each expert's contiguous; shapes depend only on the arguments' shapes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class Segments(NamedTuple):
-    """Rows by expert, then token: a segment for each expert, adjacent; behind the last one padding."""
+    """Rows ordered by expert, then token: adjacent segments, one per expert, followed by padding."""
 
-    token: Tensor  # (rows,) of each row; 0 in padding
-    pair: Tensor  # (rows,) token · experts + expert, and in padding tokens · experts
+    token: Tensor  # (rows,) the token of each row; 0 in padding
+    pair: Tensor  # (rows,) token · experts + expert; tokens · experts in padding
     ends: Tensor  # (experts,) int32, where each segment ends
     by_token: Tensor  # (rows,) the rows in use, ordered by token; then padding
-    of_token: Tensor  # (tokens + 1,) where in `by_token` the rows of each token begin; last the number of rows in use
+    of_token: Tensor  # (tokens + 1,) where each token's rows begin in `by_token`; last the number of rows in use
 
 
 def segments(assignment: Tensor, rows: int | None) -> Segments:
-    """Order the pairs of assignment (tokens, experts) bool by expert, then token, in a buffer of `rows` rows.
+    """Return the pairs of assignment (tokens, experts) bool, by expert, then token, in a buffer of `rows` rows.
 
-    rows=None counts them, which waits for the device; while a compiler traces, there are as many as could be. Raises
-    RuntimeError, on CUDA asynchronously, if there are more pairs than rows.
+    rows=None counts them, which waits for the device; while a compiler traces, it allows for every possible pair.
+    Raises RuntimeError, on CUDA asynchronously, if there are more pairs than rows.
     """
     if rows is None:
         rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
@@ -48,7 +48,7 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
 
 
 def scatter(values: Tensor, places: Tensor, length: int, filled_with: int) -> Tensor:
-    """Return (length,) with the values at their places, which differ; those past the end are left out."""
+    """Return (length,) with the values at their distinct places; those past the end are dropped."""
     return values.new_full((length + 1,), filled_with).scatter_(0, places.clamp(max=length), values)[:length]
 
 

@@ -1,8 +1,8 @@
-"""Kernels for processors, in C++.
+"""C++ kernels for CPUs.
 
-They multiply bfloat16 matrices block by block where PyTorch's operations would send each intermediate through memory;
-and a decoder's is a whole step, of hundreds of operations on a few numbers each. Each has a caller that does the same
-by PyTorch's operations where there is no compiler, or another processor.
+They multiply bfloat16 matrices block by block, where PyTorch's operations would send each intermediate through memory.
+The decoder's kernel is a whole step, of hundreds of operations on a few numbers each. Every kernel has a caller that
+falls back on PyTorch's operations without a compiler or a suitable CPU.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 TORCH = Path(torch.__file__).parent
 BLOCKS = [*FLAGS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512", "-isystem", str(TORCH / "include")]
 DECODING = [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-TILE = 32  # sizes of matrices that processors multiply in tiles are multiples of it
-FEWEST_ROWS = 64  # with fewer, a call and what it packs cost more than they save
+TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
+FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the kernels, or None where they cannot run, `reason` tells why; `off` changes nothing here.
+    """Return the kernels, whether or not they are `off`; None if they cannot run, see `reason`.
 
-    Takes five seconds the first time.
+    The first call takes five seconds.
     """
     kernels = _built() if _multiplies_bfloat16() else None
     return kernels if kernels is not None and kernels.et_works() else None
@@ -38,7 +38,7 @@ def library() -> ctypes.CDLL | None:
 
 @functools.cache
 def _built() -> ctypes.CDLL | None:
-    """Return the kernels, whether or not PyTorch multiplies blocks for them."""
+    """Return the built kernels, even if this PyTorch lacks the block products they need; None if the build failed."""
     kernels = load([*SOURCES, *HEADERS], BLOCKS, [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"])
     if kernels is not None:
         kernels.et_works.restype, kernels.et_padded.restype = ctypes.c_bool, ctypes.c_int64
@@ -47,21 +47,21 @@ def _built() -> ctypes.CDLL | None:
 
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
-    """Return the decoder's kernels, apart, since any processor can run them; None where they cannot be built."""
+    """Return the decoder's kernels, a separate library since any CPU can run them; None if they cannot be built."""
     return load([DECODER], DECODING, [])
 
 
 def available() -> bool:
-    """Return True if there is a library, and it is not switched off."""
+    """Return True if the library can run and is not switched off."""
     return switched_off() is None and library() is not None
 
 
-# What torch.compiler.assume_constant_result does, but for importing the whole compiler.
+# As torch.compiler.assume_constant_result does, but without importing the whole compiler.
 available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def reason() -> str | None:
-    """Return why kernels are not `available`, with the remedy where there is one; None where they are."""
+    """Return why kernels are not `available`, with a remedy if there is one; None if they are."""
     if available():
         return None
     if (why := switched_off()) is not None:
@@ -71,8 +71,8 @@ def reason() -> str | None:
     if (why := missing()) is not None:
         return why
     if _built() is None:
-        return "they cannot be built, as told above"
-    return "this PyTorch multiplies no blocks of bfloat16 on this processor; see ONEDNN_MAX_CPU_ISA, if that is set"
+        return "they cannot be built; see the message above"
+    return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
 
 
 def _multiplies_bfloat16() -> bool:
@@ -80,7 +80,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Return the address of a contiguous tensor's first number; null for None. The tensor lives as long."""
+    """Return the address of a contiguous tensor's data, null for None. The pointer keeps the tensor alive."""
     assert tensor is None or (tensor.is_contiguous() and tensor.is_cpu)
     pointer = ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
     pointer.tensor = tensor  # type: ignore[attr-defined]

@@ -1,9 +1,9 @@
 // Causal attention with rotary positions and QK norm, forward and backward, and RMSNorm, in bfloat16.
 //
 // Attention takes the projection's rows (batch, time, heads + 2 · kv_heads, width), queries before keys before values,
-// and its backward gives their gradient, so that nothing is cut apart or put together. A thread has one key-value head
-// of one sequence at a time: its keys and values are packed for the products once, then met by blocks of queries, each
-// with the keys before its end. Scores and probabilities stay in a core's cache: backward computes them again.
+// and its backward returns their gradient, so that nothing is split or concatenated. A thread computes one key-value
+// head of one sequence at a time: it packs the keys and values once, then multiplies blocks of queries with the keys
+// before their end. Scores and probabilities stay in a core's cache; backward recomputes them.
 
 #include <cmath>
 #include <limits>
@@ -12,8 +12,8 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 64;  // of a block; times are filled up to whole ones, with rows of zeros
-constexpr int64_t KEYS = 64;     // of a panel of packed keys
+constexpr int64_t QUERIES = 64;  // in a block; sequences are padded to whole blocks with rows of zeros
+constexpr int64_t KEYS = 64;     // in a panel of packed keys
 
 using Vector = at::vec::Vectorized<float>;
 
@@ -25,7 +25,7 @@ inline float inverse_rms(const bf16* x, int64_t width) {
   return 1 / std::sqrt(_mm512_reduce_add_ps(sum) / width + std::numeric_limits<float>::epsilon());
 }
 
-// Of y = x · scale: dx = scale · (dy − x · scale² · mean(dy · x)); `along` is the sum of dy · x.
+// The gradient of y = x · scale: dx = scale · (dy − x · scale² · mean(dy · x)); `along` is the sum of dy · x.
 template <class Dy>
 inline void norm_back(const bf16* x, float scale, float along, int64_t width, Dy&& dy, bf16* dx) {
   const __m512 scaled = _mm512_set1_ps(scale), back = _mm512_set1_ps(-scale * scale * along / width);
@@ -40,12 +40,12 @@ struct Shape {
   int64_t stride() const { return (heads + 2 * kv_heads) * width; }
 };
 
-// The rotary table's rows, one for each time.
+// The rows of the rotary table, one per position.
 struct Table {
   const bf16 *cos, *sin;
 };
 
-// One head's rows, rotated and normed; out (padded, width).
+// Writes one head's rows, rotated and normed, to out (padded, width).
 void turn(const bf16* x, const Shape& shape, Table table, bf16* out) {
   const int64_t half = shape.width / 2;
   for (int64_t t = 0; t < shape.time; ++t) {
@@ -61,7 +61,7 @@ void turn(const bf16* x, const Shape& shape, Table table, bf16* out) {
   std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
 }
 
-// The gradient of rows `start` on of x, from that of what `turn` made of them, dy (rows, width), which it overwrites.
+// The gradient of x from row `start` on, given dy (rows, width), the gradient of the output of `turn`; overwrites dy.
 void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, int64_t rows, float* dy, bf16* dx) {
   const int64_t half = shape.width / 2;
   for (int64_t t = start; t < std::min(start + rows, shape.time); ++t) {
@@ -82,13 +82,13 @@ void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, in
   }
 }
 
-// One head's rows, `stride` from each other, as they are; out (padded, width).
+// Copies one head's rows, `stride` apart, to out (padded, width).
 void copy(const bf16* x, const Shape& shape, int64_t stride, bf16* out) {
   for (int64_t t = 0; t < shape.time; ++t) std::copy_n(x + t * stride, shape.width, out + t * shape.width);
   std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
 }
 
-// out (QUERIES, end), rows `ld` from each other, = a (QUERIES, width) · packed keys up to `end`.
+// out (QUERIES, end), rows `ld` apart, = a (QUERIES, width) · packed keys up to `end`.
 void scores(const bf16* a, const bf16* keys, int64_t width, int64_t end, float* out, int64_t ld) {
   for (int64_t j = 0; j < end; j += KEYS)
     at::native::cpublas::brgemm(QUERIES, KEYS, width, width, KEYS, ld, false, a, keys + j * width, out + j);
@@ -172,7 +172,7 @@ void et_attention(const bf16* x, const bf16* cos, const bf16* sin, int64_t batch
   });
 }
 
-// dx of x, from dy of y.
+// The gradient dx of the projection, from dy.
 void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const bf16* sin, const bf16* y,
                            const float* normaliser, int64_t batch, int64_t time, int64_t heads, int64_t kv_heads,
                            int64_t width, bf16* dx) {
@@ -247,7 +247,7 @@ void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const
   });
 }
 
-// y = x / rms(x), by rows of `width`.
+// y = x / rms(x) for rows of `width`.
 void et_norm(const bf16* x, int64_t rows, int64_t width, bf16* y) {
   at::parallel_for(0, rows, 256, [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {

@@ -1,7 +1,7 @@
 """Causal attention with rotary positions and QK norm, and RMSNorm, by `attention.cpp`.
 
-Backward computes scores and probabilities again: kept are the projection, the output and one number for each query. For
-torch's tracer each half is one operation.
+Backward recomputes scores and probabilities; only the projection, the output and one number per query are saved. Each
+half is one operation to torch's tracer.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from . import FEWEST_ROWS, TILE, address, available, library
 
 
 def applies(x: Tensor, width: int) -> bool:
-    """Whether the kernels compute vectors like those of x (…, width)."""
+    """Return True if the kernels can compute vectors like those of x (…, width)."""
     fits = x.is_cpu and x.dtype == torch.bfloat16 and width % TILE == 0 and x.numel() >= FEWEST_ROWS * width
     return fits and available()
 
 
 def attention(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
-    """softmax(q kᵀ / √head_dim) v with later keys hidden, q and k rotated and normed; (batch, time, heads, head_dim).
+    """Return softmax(q kᵀ / √head_dim) v (batch, time, heads, head_dim), causal, with q and k rotated and normed.
 
     projected: (batch, time, heads + 2 · kv_heads, head_dim), queries before keys before values; cos, sin: (time,
     head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads.
@@ -35,7 +35,7 @@ def attention(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Ten
 
 
 def norm(x: Tensor) -> Tensor:
-    """x / rms(x) over the last dimension; keeps only x."""
+    """Return x / rms(x) over the last dimension; only x is saved for backward."""
     y: Tensor = _Norm.apply(x)
     return y
 
@@ -55,7 +55,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _prepare(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[CDLL, list[Tensor], list[c_int64]]:
-    """The kernels, and what both halves are given; sizes: batch, time, heads, kv_heads, head_dim."""
+    """Return the kernels and the arguments shared by both halves; sizes: batch, time, heads, kv_heads, head_dim."""
     kernels = library()
     assert kernels is not None
     batch, time, rows, head_dim = projected.shape
@@ -73,7 +73,7 @@ def _results(projected: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("expert_threshold::attention_forward", mutates_args=())
 def _forward(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """y, and of each query the logarithm of the sum that its softmax divides by, (batch, heads, time) float32."""
+    """Return y and the logarithm of each query's softmax denominator, (batch, heads, time) float32."""
     kernels, given, sizes = _prepare(projected, cos, sin, kv_heads)
     results = _results(projected, kv_heads)
     kernels.et_attention(*map(address, given), *sizes, *map(address, results))
@@ -87,7 +87,7 @@ def _(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> tuple[Tenso
 
 @torch.library.custom_op("expert_threshold::attention_backward", mutates_args=())
 def _backward(dy: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, y: Tensor, normaliser: Tensor) -> Tensor:
-    """The gradient of the projection."""
+    """Return the gradient of the projection."""
     kernels, given, sizes = _prepare(projected, cos, sin, (projected.shape[2] - y.shape[2]) // 2)
     dy, result = dy.contiguous(), projected.new_empty(projected.shape)
     kernels.et_attention_backward(*map(address, (dy, *given, y, normaliser)), *sizes, address(result))
@@ -114,7 +114,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _by_rows(kernel: str, *inputs: Tensor) -> Tensor:
-    given = [t.contiguous() for t in inputs]  # held until the kernel is through
+    given = [t.contiguous() for t in inputs]  # kept alive until the kernel returns
     result = given[0].new_empty(given[0].shape)
     width = result.shape[-1]
     sizes = map(c_int64, (result.numel() // width, width))

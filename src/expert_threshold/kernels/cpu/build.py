@@ -1,4 +1,4 @@
-"""Building C++ by the machine's compiler when it is first used, and keeping it among torch's extensions."""
+"""Builds C++ with the machine's compiler on first use and caches it among torch's extensions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ import torch
 from .. import VARIABLE, forbidden
 
 FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
-# Errors in tests, and not in every build: a compiler that warns of something new must cost nobody the kernels. GCC 12
-# takes its own AVX-512 headers for reading what was never written.
+# Warnings are errors in tests only: a compiler with a new warning must not cost users the kernels. GCC 12 reports
+# uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SECONDS = 120  # a compiler that takes longer hangs
+SECONDS = 120  # the compiler's time limit
 
 
 def missing() -> str | None:
-    """Return what is missing to build on this machine, and the remedy; None where nothing is."""
+    """Return what this machine lacks to build kernels, with the remedy; None if nothing."""
     if sys.platform != "linux":
-        return "they are built on Linux alone"
+        return "they are built only on Linux"
     program = compiler()[0]
     if shutil.which(program) is None:
         return f"there is no C++ compiler {program}; install g++, or name one in CXX"
@@ -35,15 +35,15 @@ def missing() -> str | None:
 
 
 def compiler() -> list[str]:
-    """Return CXX, or g++; not clang, which brings another OpenMP, whose threads PyTorch does not count."""
+    """Return CXX, or g++ if that is clang, whose OpenMP runtime has threads of its own beside PyTorch's."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 
 
 def load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    """Return the library of these sources and headers, built unless it is there.
+    """Return the library of these sources and headers, building it if it is not cached.
 
-    Returns None where kernels are forbidden or something is missing; where building fails, it says so in one line, too.
+    Returns None if kernels are forbidden, something is missing, or the build fails, which is reported in one line.
     """
     if forbidden() is not None or missing() is not None:
         return None
@@ -51,21 +51,21 @@ def load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CD
         built = _build(files, flags, libraries)
         try:
             return ctypes.CDLL(str(built))
-        except OSError:  # cut off in the middle, or of a machine with other libraries
+        except OSError:  # truncated, or built on a machine with other libraries
             built.unlink()
             return ctypes.CDLL(str(_build(files, flags, libraries)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         reason = next((line for line in said.splitlines() if "error" in line), str(error))
         print(
-            f"kernels for this processor cannot be built: {reason}; going on without, as with {VARIABLE}=0",
+            f"kernels for this processor cannot be built: {reason}; continuing without them, as with {VARIABLE}=0",
             file=sys.stderr,
         )
         return None
 
 
 def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
-    """Return the path of the library. Raises OSError, RuntimeError or SubprocessError where that fails."""
+    """Return the path of the library. Raises OSError, RuntimeError or SubprocessError if the build fails."""
     machine = sorted(torch.cpu.get_capabilities().items())
     contents = [file.read_text(encoding="utf-8") for file in files]
     text = "\0".join([*compiler(), *flags, *libraries, torch.__version__, str(machine), *contents])
@@ -77,21 +77,21 @@ def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
     if target.exists():
         _require_ours(target)
     else:
-        print("building kernels for this processor, which takes some seconds once", file=sys.stderr)
+        print("building kernels for this processor, once, which takes some seconds", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
             sources = [str(file) for file in files if file.suffix == ".cpp"]
             command = [*compiler(), *flags, *sources, "-o", str(built), *libraries]
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             built.chmod(0o700)
-            os.replace(built, target)  # others may build at the same time
+            os.replace(built, target)  # atomic, since other processes may build at the same time
     return target
 
 
 def _require_ours(path: Path) -> None:
-    """Raise OSError where others own a file or folder, or may write to it: loading it would run their code."""
+    """Raise OSError if others own or may write to a file or folder: loading it would run their code."""
     status = path.stat()
     if status.st_uid not in (0, os.getuid()):
-        raise OSError(f"{path} is another user's; give a folder of your own in TORCH_EXTENSIONS_DIR")
+        raise OSError(f"{path} belongs to another user; set TORCH_EXTENSIONS_DIR to a folder of your own")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OSError(f"{path} may be written by others; run: chmod go-w {path}")
+        raise OSError(f"{path} is writable by others; run: chmod go-w {path}")

@@ -1,4 +1,4 @@
-// Products of bfloat16 matrices by oneDNN's kernels for one block, as PyTorch brings them, and the packing they need.
+// Products of bfloat16 matrices by oneDNN's block kernels, as shipped with PyTorch, and the packing they need.
 
 #pragma once
 
@@ -17,7 +17,7 @@ using bf16 = at::BFloat16;
 
 namespace {
 
-constexpr int64_t DEPTH = 512;  // of a product at a time, and its height: what they need fits the first cache
+constexpr int64_t DEPTH = 512;  // of one block product; with HEIGHT, its operands fit the L1 cache
 constexpr int64_t HEIGHT = 128;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -37,7 +37,7 @@ inline __m512 maximum(__m512 x) { return _mm512_max_ps(_mm512_setzero_ps(), x); 
 inline void stream(bf16* p, __m512i x) { _mm512_stream_si512((__m512i*)p, x); }
 inline void write(bf16* p, __m512i x) { _mm512_storeu_si512(p, x); }
 
-// Memory of a thread, kept between calls.
+// A thread's memory, reused between calls.
 class Scratch {
  public:
   template <class T>
@@ -46,7 +46,7 @@ class Scratch {
     Buffer& buffer = buffers()[next_++];
     const size_t bytes = count * sizeof(T) + 64;
     if (buffer.bytes < bytes) {
-      buffer.memory.reset();  // before there is more
+      buffer.memory.reset();  // freed before the larger one is allocated
       buffer.memory.reset(new char[bytes]);
       buffer.bytes = bytes;
     }
@@ -67,7 +67,7 @@ class Scratch {
 
 // A packed matrix (k, n) has panels of 64 columns (32 where 64 do not divide n), each (k / 2, columns, 2).
 
-// Of w (n, k): the matrix is its transpose.
+// Packs the transpose of w (n, k).
 inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
   const int64_t columns = panel(n);
   for (int64_t j = 0; j < n; j += 16)
@@ -77,7 +77,7 @@ inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
                                     16, 16);
 }
 
-// Of w (rows, n), rows of the matrix from `offset` on; `far`: for later, past the caches.
+// Packs w (rows, n) into the matrix from row `offset` on; `far` streams past the caches, for later use.
 template <bool far>
 inline void pack_rows(const bf16* w, int64_t rows, int64_t n, bf16* out, int64_t k, int64_t offset) {
   const int64_t columns = panel(n);
@@ -96,7 +96,7 @@ inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
   pack_rows<far>(w, k, n, out, k, 0);
 }
 
-// out (columns, rows), whose rows are `stride` from each other, = the transpose of x (rows, columns); far as above.
+// out (columns, rows), its rows `stride` apart, = the transpose of x (rows, columns); `far` as above.
 template <bool far>
 inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, int64_t stride) {
   alignas(64) float tile[16 * 16], turned[16 * 16];
@@ -120,7 +120,7 @@ inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
   transpose<far>(x, rows, columns, out, rows);
 }
 
-// Each part c (rows, columns) of a (m, k) · b, followed by then(c, its first row, rows, first column, columns).
+// Computes each part c (rows, columns) of a (m, k) · b and calls then(c, first row, rows, first column, columns).
 template <class Then>
 inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, Then&& then) {
   alignas(64) float c[HEIGHT * 64];
@@ -135,7 +135,7 @@ inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16*
     }
 }
 
-// c, in panels of columns, each (m, columns), = a (m, k) · b, added to what is there if `add`.
+// c, in panels (m, columns), = a (m, k) · b, added to c if `add`.
 inline void accumulate(int64_t m, int64_t n, int64_t k, int64_t columns, const bf16* a, const bf16* b, float* c,
                        bool add) {
   for (int64_t j = 0; j < n; j += columns)
@@ -144,7 +144,7 @@ inline void accumulate(int64_t m, int64_t n, int64_t k, int64_t columns, const b
                                   c + j * m + r * columns);
 }
 
-// What `accumulate` made, as out (m, n), whose rows are `stride` from each other.
+// Copies the result of `accumulate` to out (m, n), its rows `stride` apart.
 inline void unpack(const float* c, int64_t m, int64_t n, int64_t columns, bf16* out, int64_t stride) {
   for (int64_t j = 0; j < n; j += columns)
     for (int64_t i = 0; i < m; ++i, c += columns)
@@ -152,7 +152,7 @@ inline void unpack(const float* c, int64_t m, int64_t n, int64_t columns, bf16* 
         stream(out + i * stride + j + l, round(_mm512_loadu_ps(c + l), _mm512_loadu_ps(c + l + 16)));
 }
 
-// At the end of a thread's work: others see what it streamed, and the processor's tiles are given back.
+// Ends a thread's work: makes its streamed stores visible to others and releases the processor's tiles.
 inline void finish() {
   _mm_sfence();
   at::native::cpublas::brgemm_release();

@@ -1,18 +1,18 @@
 // Cross-entropy of a softcapped head in bfloat16, with the gradients of its sum, and no logits in memory.
 //
-// With z = 2 l / cap, which is what the scaled weights give, and σ = sigmoid(z), a capped logit is cap (2 σ − 1), which
-// lies within ±cap wherever l lies. So exponentials e are summed without a maximum: e^±60, and the sum of 2⁴⁰ of them,
-// are far from the ends of float32 and bfloat16. Gradients follow from e σ (1 − σ), which is rounded before the sum is
-// known: it scales whole rows later, of what is multiplied by them. The target's own part is added in float32.
+// The scaled weights yield z = 2 l / cap; with σ = sigmoid(z), a capped logit is cap (2 σ − 1), which lies within ±cap
+// for any l. So exponentials e are summed without subtracting a maximum: e^±60, and the sum of 2⁴⁰ of them, are far
+// from the limits of float32 and bfloat16. Gradients follow from e σ (1 − σ), which is rounded before the sum is known;
+// the sum scales whole rows of the products later. The target's own term is added in float32.
 
 #include "common.h"
 
 namespace {
 
 constexpr int64_t GROUP = 256;         // tokens over which a weight's gradient is summed at a time
-constexpr int64_t ROWS = 64;           // of a block of them
-constexpr int64_t WORDS = 256;         // of the vocabulary, whose gradients are summed in one tile of so many
-constexpr int64_t TILE_COLUMNS = 768;  // columns
+constexpr int64_t ROWS = 64;           // tokens in a block of a group
+constexpr int64_t WORDS = 256;         // of the vocabulary in one tile of the weight's gradient
+constexpr int64_t TILE_COLUMNS = 768;  // columns of that tile
 
 inline __m512 exponential(__m512 x) {  // a polynomial on ±ln 2 / 2, to 2 units in the last place
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
@@ -33,7 +33,7 @@ inline __m512 sigmoid(__m512 z) {
 struct Head {
   const bf16* x;           // (tokens, width)
   const bf16* weight;      // (vocab, width), times 2 / cap
-  const int64_t* targets;  // (tokens,), −1 is none
+  const int64_t* targets;  // (tokens,), −1 means none
   int64_t tokens, width, vocab;
   float cap;
   const bf16 *to_logits, *to_width;  // the weight, packed; the second in parts of DEPTH words
@@ -43,8 +43,8 @@ struct Group {
   int64_t start, count, rounded;
 };
 
-// Losses of rows start … start + count, and if `slope`, what gradients are made of: in `turned`, (vocab, rounded), and
-// `packed`, (rounded, width), which belong to a group in which the rows are from `offset` on.
+// Losses of rows start … start + count and, if `slope` is not null, the factors of gradients: `turned`
+// (vocab, rounded) and `packed` (rounded, width), which belong to a group in which these rows begin at `offset`.
 void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, int64_t rounded, Scratch& scratch,
                   float* losses, float* slope, bf16* dx, bf16* turned, bf16* packed) {
   const int64_t m = round_up(count, 32), width = h.width;
@@ -79,7 +79,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
     const bool wanted = h.targets[start + r] >= 0;
     losses[start + r] = wanted ? std::log(sum[r]) - h.cap * (2 * at_target[r] - 1) : 0;
     if (slope) slope[start + r] = wanted ? at_target[r] * (1 - at_target[r]) : 0;
-    sum[r] = wanted ? 1 / sum[r] : 0;  // from here on what the row is scaled by
+    sum[r] = wanted ? 1 / sum[r] : 0;  // from here on the scale of the row
   }
   if (!slope) return;
 
@@ -114,9 +114,9 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
 
 extern "C" {
 
-// The losses (tokens,); with `dweight`, (vocab, width), the gradients of their sum but for factors of 2 cap (dx) and 4.
-// Tokens are taken `chunk` at a time, a multiple of 256, which bounds turned, (chunk, vocab). Room: packed weights as
-// in Head, (vocab, width) each; packed_x, (chunk, width); slope, (tokens,).
+// The losses (tokens,); with `dweight` (vocab, width), the gradients of their sum up to factors of 2 cap (dx) and 4.
+// Tokens are taken `chunk` at a time, a multiple of 256, which bounds turned, (chunk, vocab). Buffers: packed weights
+// as in Head, (vocab, width) each; packed_x, (chunk, width); slope, (tokens,).
 void et_cross_entropy(const bf16* x, const bf16* weight, const int64_t* targets, int64_t tokens, int64_t width,
                       int64_t vocab, int64_t chunk, float cap, bf16* to_logits, bf16* to_width, bf16* turned,
                       bf16* packed_x, float* slope, float* losses, bf16* dx, float* dweight) {

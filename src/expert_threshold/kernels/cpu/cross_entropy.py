@@ -10,12 +10,12 @@ from torch import Tensor
 from . import TILE, address, available, library
 
 GROUP = 256  # tokens, as in cross_entropy.cpp
-MOST_SOFTCAP = 60.0  # exponentials of ±softcap, e^60 = 10^26, leave room for sums over any vocabulary
-NUMBERS_PER_CHUNK = 1 << 25  # tokens × vocabulary whose gradients' factors exist at a time, in bfloat16
+MOST_SOFTCAP = 60.0  # exponentials up to e^60 = 10^26 leave room for sums over any vocabulary
+NUMBERS_PER_CHUNK = 1 << 25  # bound on tokens × vocabulary of the gradient factors held at a time, in bfloat16
 
 
 def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
-    """Whether the kernel computes the head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
+    """Return True if the kernel can compute the head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
     tiles = len(x) > 0 and all(size % TILE == 0 < size for size in weight.shape)
     fits = tiles and softcap is not None and 0 < softcap <= MOST_SOFTCAP
     return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
@@ -24,10 +24,10 @@ def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
 def cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum by x and weight, but for
-    factors of 2 softcap and 4; empty ones without gradient.
+    """Return losses (tokens,) float32, 0 where the target is -1, and the gradients of their sum by x and weight, up to
+    factors of 2 softcap and 4; gradients are empty without `with_gradient`.
 
-    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), of which the gradient has the dtype; targets: (tokens,).
+    x: (tokens, d_model) bfloat16; weight: (vocab, d_model), its gradient in its dtype; targets: (tokens,).
     Raises IndexError if a target is not in the vocabulary.
     """
     kernels = library()

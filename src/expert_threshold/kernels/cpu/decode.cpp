@@ -1,10 +1,9 @@
-// One forward pass of a whole model for a few tokens, each behind a sequence in its own or the same row of a cache.
+// One forward pass of a whole model for a few tokens, each appended to a sequence in a row of the cache.
 //
 // Activations are float32; weights and cache float32 or bfloat16. Every number of the result is summed by one thread,
-// in an order that depends on neither the other tokens nor the number of threads, and what is rounded once is said: a
-// compiler that may choose does so differently for one token and for several. So a sequence gets the same bits alone
-// and among others. Weights are read once for four tokens together, and those of experts that no token goes to
-// not at all.
+// in an order that depends on neither the other tokens nor the number of threads. Fused multiply-adds are explicit,
+// since a compiler would choose them differently for one token and for several. So a sequence gets the same bits alone
+// and among others. Weights are read once per four tokens; those of experts without tokens are not read.
 
 #include <algorithm>
 #include <cmath>
@@ -20,18 +19,18 @@
 
 extern "C" {
 
-// Weights are (out, in) each, of several experts one after the other. No gate: relu². hidden 0: there is none.
+// Weights are (out, in) each, those of experts concatenated. Without a gate it is relu²; hidden 0: no feed-forward.
 struct FeedForward {
   const void *up, *gate, *down;
   int64_t hidden;
 };
 
 struct Layer {
-  const void *qkv, *output;  // the two numbers of queries and keys that a rotation mixes are neighbours
+  const void *qkv, *output;  // in queries and keys the two numbers mixed by a rotation are adjacent
   FeedForward dense, expert;
   const float* router;   // (experts, d_model)
-  const float* cutoffs;  // (rows, experts); null where every token takes `chosen` experts
-  const float* bias;     // (experts), added to scores where experts are chosen so
+  const float* cutoffs;  // (rows, experts); null if every token takes `chosen` experts
+  const float* bias;     // (experts), added to scores to choose those
   int64_t experts, chosen, divide_by_fanout;
 };
 
@@ -45,15 +44,14 @@ struct Model {
   const Layer* layer;
 };
 
-// Ids, rows of the cache, and places in these, which are below the capacity. Of tokens from `first` on it is asked what
-// follows.
+// Ids, rows of the cache, and positions in these, below the capacity. Logits are computed for tokens from `first` on.
 struct Tokens {
   int64_t count, first;
   const int64_t *ids, *rows, *places;
 };
 
-// logits: (count - first, vocab), and of each row where the highest is, it, and log Σ e^logit. scores, assignment:
-// (layers of experts, count, experts); assigned: experts that tokens go to, in all.
+// logits: (count - first, vocab), with each row's argmax, maximum and log Σ e^logit. scores, assignment: (MoE layers,
+// count, experts); assigned: the total number of assigned pairs.
 struct Results {
   float* logits;
   int64_t* likeliest;
@@ -86,7 +84,7 @@ inline Floats load(const float* p) {
 }
 
 inline Floats load(const bfloat16* p) {
-#ifdef __AVX512F__  // of which GCC makes three times as many instructions by itself
+#ifdef __AVX512F__  // GCC's own code would have three times as many instructions
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
 #elif defined(__AVX2__)
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
@@ -97,7 +95,7 @@ inline Floats load(const bfloat16* p) {
 #endif
 }
 
-// The first `count` numbers, then zeros.
+// Loads the first `count` numbers, followed by zeros.
 template <class W>
 inline Floats load_some(const W* p, int64_t count) {
   W some[LANES] = {};
@@ -105,7 +103,7 @@ inline Floats load_some(const W* p, int64_t count) {
   return load(some);
 }
 
-// a b + c, rounded once on processors that can.
+// a b + c, rounded once if the processor has fused multiply-add.
 inline Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -152,7 +150,7 @@ inline float total(Floats v) {
   return parts[0];
 }
 
-// e^x to some 1e-7 of itself. NaN stays NaN. In plain arithmetic, of which compilers make vectors.
+// e^x to a relative error of about 1e-7. NaN stays NaN. Plain arithmetic, which compilers vectorize.
 inline float exponential(float x) {
   x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
   float shifted = multiply_add(x, 1.44269504f, 127.5f);  // positive, so that truncation rounds the exponent
@@ -172,7 +170,7 @@ inline float exponential(float x) {
   return value * power;
 }
 
-constexpr int AHEAD = 16384;  // bytes; matrices are so short that the processor alone begins each too late
+constexpr int AHEAD = 16384;  // bytes to prefetch; the hardware prefetcher starts too late on such short matrices
 
 template <int J, int R, class W>
 inline void tile(const W* w, int64_t stride, int64_t length, const float* const* x, float (*sums)[R]) {
@@ -218,7 +216,7 @@ inline int64_t outputs(const W* w, int64_t stride, int64_t o, int64_t end, int64
   return o;
 }
 
-// done(r, o, ⟨w_o, x_r⟩) for every token r and output o from `begin` to before `end`; rows of w are `stride` apart.
+// Calls done(r, o, ⟨w_o, x_r⟩) for every token r and output o in [begin, end); rows of w are `stride` apart.
 template <class W, class Done>
 void product(const W* w, int64_t stride, int64_t begin, int64_t end, int64_t length, const float* const* x,
              int64_t count, Done done) {
@@ -235,7 +233,7 @@ void normalise(const float* x, int64_t length, float eps, float* y) {
   for (int64_t i = 0; i < length; i++) y[i] = x[i] * scale;
 }
 
-// e^(x - highest) in the place of x; their sum.
+// Replaces x by e^(x - highest); returns the sum.
 float exponentials(float* x, int64_t length, float highest) {
   Floats sums = {};
   int64_t i = 0;
@@ -248,14 +246,14 @@ float exponentials(float* x, int64_t length, float highest) {
   return sum;
 }
 
-// Tokens that go to one expert.
+// The tokens that go to one expert.
 struct Group {
-  int64_t expert, first;  // of its pairs
+  int64_t expert, first;  // the expert, and the index of its first pair
   std::vector<int64_t> tokens;
   std::vector<const float*> inputs;
 };
 
-// What one thread knows for itself: small, and quicker made again by each than waited for.
+// The state of one thread: small values that each thread recomputes, which is quicker than waiting for another.
 struct Own {
   std::vector<float> normed, scores, gates, weights;
   std::vector<const float*> inputs;
@@ -308,7 +306,7 @@ struct Pass {
     normalise(head, length, model.eps, head);
   }
 
-  // One key-value head of a token: its queries and key turned, and what is to be remembered in the cache.
+  // Rotates the queries and the key of one key-value head of a token, and writes key and value to the cache.
   void remember(int64_t layer, int64_t r, int64_t kv) const {
     int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
     float* of_token = heads + r * (model.heads + 2 * model.kv_heads) * length;
@@ -322,7 +320,7 @@ struct Pass {
     }
   }
 
-  // What the queries of one key-value head of a token read: softmax(q kᵀ / √head_dim) v over places up to its own.
+  // Attention for one key-value head of a token: softmax(q kᵀ / √head_dim) v over positions up to its own.
   void attend(int64_t layer, int64_t r, int64_t kv, Own& own) const {
     int64_t length = model.head_dim, group = model.heads / model.kv_heads, seen = tokens.places[r] + 1;
     int64_t stride = 2 * model.kv_heads * length;
@@ -354,7 +352,7 @@ struct Pass {
     }
   }
 
-  // Hidden activations of some tokens' inputs, each in a row of `to`: this thread's share of them.
+  // Computes this thread's share of the hidden activations of some inputs, each in a row of `to`.
   void activate(const FeedForward& ff, int64_t expert, const float* const* inputs, int64_t count, Range range,
                 float* to, float* gates) const {
     int64_t d = model.d_model, width = ff.hidden, offset = expert * width * d;
@@ -372,7 +370,7 @@ struct Pass {
     }
   }
 
-  // Scores, and which experts each token goes to, in the tokens' order for each expert.
+  // Computes scores and the assignment; each expert's tokens are in order.
   void route(const Layer& layer, Own& own) const {
     int64_t experts = layer.experts;
     product(layer.router, model.d_model, 0, experts, model.d_model, own.inputs.data(), tokens.count,
@@ -406,7 +404,7 @@ struct Pass {
     }
   }
 
-  // The experts of highest score + bias, ties to the lower one.
+  // Takes the experts of highest score + bias, ties to the lower one.
   static void choose(const Layer& layer, const float* of_token, uint8_t* taken) {
     memset(taken, 0, layer.experts);
     for (int64_t i = 0; i < layer.chosen; i++) {
@@ -460,7 +458,7 @@ struct Pass {
     barrier();
     int64_t items = count * model.kv_heads;
     for (int64_t i = thread; i < items; i += threads) remember(index, i / model.kv_heads, i % model.kv_heads);
-    barrier();  // tokens of one sequence read each other's
+    barrier();  // tokens of one sequence read each other's keys and values
     for (int64_t i = thread; i < items; i += threads) attend(index, i / model.kv_heads, i % model.kv_heads, own);
     barrier();
     std::vector<const float*> inputs(count);
@@ -576,13 +574,13 @@ void forward(const Model& model, const Tokens& tokens, Results& results, int64_t
 
 extern "C" {
 
-// Floats of working memory for so many tokens.
+// The number of floats of working memory for that many tokens.
 int64_t decode_scratch(const Model* model, int64_t count) {
   Sizes size = sizes(*model, count);
   return size.x + size.heads + size.read + 2 * size.hidden;
 }
 
-// Keys and values of the tokens are put into the cache.
+// Runs the model; the tokens' keys and values are written to the cache.
 void decode_forward(const Model* model, const Tokens* tokens, Results* results, int64_t threads, float* scratch) {
   if (model->bfloat16)
     forward<bfloat16>(*model, *tokens, *results, threads, scratch);
@@ -590,9 +588,9 @@ void decode_forward(const Model* model, const Tokens* tokens, Results* results, 
     forward<float>(*model, *tokens, *results, threads, scratch);
 }
 
-// A token of logits (vocab): of the `most` likeliest, and of these those that are needed to reach the share top_p, the
-// one whose part of their summed weights e^(logit / temperature) the number from 0 to below 1 falls into, the likeliest
-// first; in the order of ids if there is no choice among them. -1 if a logit is NaN.
+// Samples a token from logits (vocab) by top-k (`most`), then top-p: the candidates' weights e^(logit / temperature)
+// are accumulated from the likeliest on, or in the order of ids if neither limits them, and `number` in [0, 1) selects
+// by its share of their sum. Returns -1 if a logit is NaN.
 int64_t decode_sample(const float* logits, int64_t vocab, double temperature, int64_t most, double top_p,
                       double number) {
   float highest = -INFINITY;
@@ -601,7 +599,7 @@ int64_t decode_sample(const float* logits, int64_t vocab, double temperature, in
     highest = highest < logits[i] ? logits[i] : highest;
   }
   const auto weight = [&](int64_t i) { return std::exp((double(logits[i]) - highest) / temperature); };
-  std::vector<uint64_t> order(vocab);  // the logit's bits, such that higher ones come first, and the id
+  std::vector<uint64_t> order(vocab);  // the logit's bits, arranged so that higher logits sort first, then the id
   for (int64_t i = 0; i < vocab; i++) {
     uint32_t bits;
     memcpy(&bits, logits + i, 4);
@@ -609,7 +607,7 @@ int64_t decode_sample(const float* logits, int64_t vocab, double temperature, in
   }
   const auto id = [](uint64_t place) { return int64_t(uint32_t(place)); };
   most = most < vocab ? most : vocab;
-  double total = 0;  // of all; where a share of it is asked for, few are needed, as a rule, and fewer to be sorted
+  double total = 0;  // of all weights; with top_p alone, usually few tokens need sorting
   const bool some = most == vocab && top_p < 1;
   if (some)
     for (int64_t i = 0; i < vocab; i++) total += weight(i);
@@ -618,7 +616,7 @@ int64_t decode_sample(const float* logits, int64_t vocab, double temperature, in
     const auto end = order.begin() + sorted;
     if (sorted == vocab && !some) {
     } else if (sorted <= 256) {
-      std::partial_sort(order.begin(), end, order.end());  // the quickest way to a few
+      std::partial_sort(order.begin(), end, order.end());  // quickest for a few
     } else {
       std::nth_element(order.begin(), end, order.end());
       std::sort(order.begin(), end);

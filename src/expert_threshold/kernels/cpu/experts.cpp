@@ -1,21 +1,21 @@
 // A routed sum of relu² experts, forward and backward, in bfloat16: y_t = Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)².
 //
 // Rows are pairs of a token and one of its experts, ordered by expert, then token. They are computed in blocks that
-// stay in a core's cache: gathered, multiplied, squared and multiplied again, so that of the hidden activations only
-// what backward needs is written out. Weights are packed for the products as they are met. Sums over a token's experts
-// and over an expert's tokens run in a fixed order, whatever the number of threads.
+// stay in a core's cache: gathered, multiplied, squared and multiplied again, so that only the hidden activations that
+// backward needs are written out. Weights are packed for the products on the fly. Sums over a token's experts and over
+// an expert's tokens run in a fixed order, whatever the number of threads.
 //
-// With `token` and `begin` null, row r is token r of one expert, and there are no gates: a feed-forward.
+// With `token` and `begin` null, row r is token r of one expert without gates: a feed-forward.
 
 #include "common.h"
 
 namespace {
 
-constexpr int64_t ROWS = 256;       // of a block: its rows and activations fit a cache of 2 MiB
-constexpr int64_t TILE_ROWS = 256;  // of a gradient of weights, summed in float32
+constexpr int64_t ROWS = 256;       // in a block, whose rows and activations fit a cache of 2 MiB
+constexpr int64_t TILE_ROWS = 256;  // of a tile of the weights' gradient, summed in float32
 constexpr int64_t TILE_COLUMNS = 768;
 
-struct Rows {  // of an expert; `padded` is where they begin when every block is rounded up to 32 rows
+struct Rows {  // a block of an expert; `padded` is where it begins if every block is rounded up to 32 rows
   int64_t expert, start, count, padded, rounded;
 };
 
@@ -31,7 +31,7 @@ std::vector<Rows> blocks_of(const int64_t* first, int64_t experts) {
   return blocks;
 }
 
-// then(from, to) on each thread: neighbouring blocks, which share packed weights, with as many rows as the others'.
+// Calls then(from, to) on each thread, with neighbouring blocks, which share packed weights, and balanced row counts.
 template <class Then>
 void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
   const int64_t threads = at::get_num_threads(),
@@ -47,7 +47,7 @@ void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
   });
 }
 
-// then(token, expert) of each pair that is assigned, in the order of tokens.
+// Calls then(token, expert) for each assigned pair, in the order of tokens.
 template <class Then>
 void for_assigned(const uint8_t* assignment, int64_t tokens, int64_t experts, Then&& then) {
   const uint8_t *at = assignment, *end = assignment + tokens * experts;
@@ -58,7 +58,7 @@ void for_assigned(const uint8_t* assignment, int64_t tokens, int64_t experts, Th
   }
 }
 
-// Rows of x (tokens, width): in place where they are neighbours and whole tiles; else gathered, and zero from there on.
+// Returns the block's rows of x (tokens, width): in place if contiguous whole tiles, else gathered and zero-padded.
 const bf16* gather(const bf16* x, const int32_t* token, const Rows& b, int64_t width, bf16* out) {
   if (!token && b.count == b.rounded) return x + b.start * width;
   for (int64_t r = 0; r < b.count; ++r) {
@@ -69,7 +69,7 @@ const bf16* gather(const bf16* x, const int32_t* token, const Rows& b, int64_t w
   return out;
 }
 
-// out (rows, width), from the given row and column on: c (rows, columns), times the rows' scale.
+// Writes c (rows, columns), times the rows' scale, to `out`, whose rows are `width` apart.
 template <class Scale>
 void store_rows(const float* c, int64_t rows, int64_t columns, bf16* out, int64_t width, Scale&& scale) {
   for (int64_t r = 0; r < rows; ++r) {
@@ -81,7 +81,7 @@ void store_rows(const float* c, int64_t rows, int64_t columns, bf16* out, int64_
   }
 }
 
-// y_t = the sum of the token's rows, added to what is there if `add`.
+// y_t = the sum of the token's rows, added to y if `add`.
 void combine(const bf16* rows, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t width, bool add,
              bf16* y) {
   at::parallel_for(0, tokens, 64, [&](int64_t from, int64_t to) {
@@ -94,7 +94,7 @@ void combine(const bf16* rows, const int32_t* begin, const int32_t* slot, int64_
   });
 }
 
-// out (m, n) = Σ over an expert's blocks of a (m, rows) · b (rows, n), of which a tile is computed.
+// One tile of out (m, n) = Σ over an expert's blocks of a (m, rows) · b (rows, n).
 struct Tile {
   int64_t begin, end;  // the blocks
   const bf16 *a, *b;   // (m, padded), (padded, n), packed
@@ -123,20 +123,20 @@ void sum_over_rows(const Tile& t, const std::vector<Rows>& blocks, float* sum) {
 
 extern "C" {
 
-// Rows when each block's are rounded up to whole tiles.
+// The number of rows if each block is rounded up to whole tiles.
 int64_t et_padded(const int64_t* first, int64_t experts) {
   const auto blocks = blocks_of(first, experts);
   return blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
 }
 
-// Where each expert's rows of an assignment (tokens, experts) begin: (experts + 1,).
+// The offsets (experts + 1,) of each expert's rows for an assignment (tokens, experts).
 void et_count(const uint8_t* assignment, int64_t tokens, int64_t experts, int64_t* first) {
   std::fill_n(first, experts + 1, 0);
   for_assigned(assignment, tokens, experts, [&](int64_t, int64_t e) { ++first[e + 1]; });
   for (int64_t e = 0; e < experts; ++e) first[e + 1] += first[e];
 }
 
-// The rows' tokens; where each token's pairs begin, (tokens + 1,), and their rows.
+// The rows' tokens; the offsets (tokens + 1,) of each token's pairs, and their rows.
 void et_order(const uint8_t* assignment, int64_t tokens, int64_t experts, const int64_t* first, int32_t* token,
               int32_t* begin, int32_t* slot) {
   std::vector<int64_t> next(first, first + experts);
@@ -150,8 +150,8 @@ void et_order(const uint8_t* assignment, int64_t tokens, int64_t experts, const 
   for (int64_t t = 0; t < tokens; ++t) begin[t + 1] = std::max(begin[t], begin[t + 1]);
 }
 
-// gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), room for
-// the experts' outputs, or y itself where `begin` is null; else y is added to if `add`.
+// gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), a buffer
+// for the experts' outputs, or y itself if `begin` is null; otherwise results are added to y if `add`.
 void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* down, const int64_t* first,
                 const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t experts,
                 int64_t width, int64_t hidden, bool add, bf16* kept, bf16* ys, bf16* y) {
@@ -198,9 +198,9 @@ void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* d
   if (begin) combine(ys, begin, slot, tokens, width, add, y);
 }
 
-// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: as ys and y. Room for what the weights'
-// gradients are made of, block by block, `padded` rows in all (see et_padded): transposed_dh (hidden, padded), packed_a
-// (padded, hidden), packed_x (padded, width), transposed_dy (width, padded).
+// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: like ys and y. Buffers for the factors of the
+// weights' gradients, by block, `padded` rows in all (see et_padded): transposed_dh (hidden, padded), packed_a (padded,
+// hidden), packed_x (padded, width), transposed_dy (width, padded).
 void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* up, const bf16* down,
                  const int64_t* first, const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens,
                  int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh,
@@ -277,7 +277,7 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
     tile({start, end, transposed_dh, packed_x, hidden, width, dup + e * hidden * width}, tiles);
     tile({start, end, transposed_dy, packed_a, width, hidden, ddown + e * hidden * width}, tiles);
   }
-  std::atomic<size_t> next = 0;  // tiles of experts with many rows take longer
+  std::atomic<size_t> next = 0;  // dynamic scheduling, since tiles of experts with many rows take longer
   at::parallel_for(0, at::get_num_threads(), 1, [&](int64_t, int64_t) {
     float* sum = Scratch().take<float>(TILE_ROWS * TILE_COLUMNS);
     for (size_t i = next++; i < tiles.size(); i = next++) sum_over_rows(tiles[i], blocks, sum);

@@ -1,7 +1,7 @@
-"""A routed sum of relu² experts by `experts.cpp`, and the feed-forward as one expert that every token goes to.
+"""A routed sum of relu² experts by `experts.cpp`; a feed-forward is one expert that takes every token.
 
-Blocks of rows are gathered, multiplied, squared and multiplied again while they are in a core's cache. Only the input,
-the pre-activations and what was given are kept for backward. For torch's tracer each half is one operation.
+Blocks of rows are gathered, multiplied, squared and multiplied again while they are in a core's cache. Only the
+arguments and the pre-activations are saved for backward. Each half is one operation to torch's tracer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from ..autograd import refuse_second_derivative
 from . import FEWEST_ROWS, TILE, address, available, library
 
-MOST_WEIGHTS = 1 << 23  # of a matrix, of which each thread has room for two
-EXACT, NONE = -1, 0  # how many rows of pre-activations to have room for: those there are, or none
+MOST_WEIGHTS = 1 << 23  # in a matrix; each thread has room for two
+EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, or none
 
 
 def computes(x: Tensor, hidden: int, activation: str) -> bool:
@@ -27,7 +27,7 @@ def computes(x: Tensor, hidden: int, activation: str) -> bool:
 
 
 def applies(x: Tensor, hidden: int, activation: str) -> bool:
-    """Return True if the kernels can compute rows like x (…, d_model), and these are enough to be worth it."""
+    """Return True if the kernels can compute rows like x (…, d_model) and there are enough rows to pay off."""
     return x.numel() // max(x.shape[-1], 1) >= FEWEST_ROWS and computes(x, hidden, activation)
 
 
@@ -39,18 +39,18 @@ def routed_sum(
     shared: tuple[Tensor, Tensor] | None = None,
     rows: int | None = None,
 ) -> Tensor:
-    """y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model).
+    """Return y_t = shared(x_t) + Σ_e z[t,e] g[t,e] down_e · relu(up_e x_t)² of x (tokens, d_model).
 
-    experts: up (experts, d_expert, d_model) and down, its mirror; shared: the same of one; these and x in bfloat16.
-    gates, assignment: (tokens, experts), float32 and bool. rows: at least as many as pairs are assigned; None is not
-    known.
+    experts: up (experts, d_expert, d_model) and down (experts, d_model, d_expert); shared: a single expert's matrices;
+    all in bfloat16, like x. gates, assignment: (tokens, experts), float32 and bool. rows: a bound on the assigned
+    pairs; None if unknown.
     """
     alone = () if shared is None else (weight[None] for weight in shared)
     return _sum(x, gates, assignment, *experts, *alone, rows=assignment.numel() if rows is None else rows)
 
 
 def feed_forward(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """down · relu(up · x)² of x (tokens, d_model) and matrices (out, in), all in bfloat16."""
+    """Return down · relu(up · x)² of x (tokens, d_model) and matrices (out, in), all in bfloat16."""
     return _sum(x, None, None, up[None], down[None], rows=len(x))
 
 
@@ -83,11 +83,11 @@ class _Experts(torch.autograd.Function):
 
 
 class _Order(NamedTuple):
-    """Pairs of a token and one of its experts, ordered by expert, then token; None: every token at one expert."""
+    """Pairs of a token and one of its experts, by expert, then token; None: a single expert takes every token."""
 
     first: Tensor  # (experts + 1,) int64, where each expert's rows begin
     token: Tensor | None = None  # (pairs,) int32
-    begin: Tensor | None = None  # (tokens + 1,) int32, where in `slot` those of each token begin
+    begin: Tensor | None = None  # (tokens + 1,) int32, where each token's rows begin in `slot`
     slot: Tensor | None = None  # (pairs,) int32, the rows of each token
 
     @classmethod
@@ -106,27 +106,27 @@ class _Order(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Experts, routed or shared, of which a sum is made: what both halves are given."""
+    """One term of the sum, routed or shared experts: the arguments common to both halves."""
 
     order: _Order
     pairs: int
     tensors: list[Tensor | None]  # x, gates, up, down
     sizes: list[c_int64]  # tokens, experts, d_model, d_expert
-    add: c_bool  # to what other parts made
+    add: c_bool  # to the output of earlier parts
 
     @property
     def arguments(self) -> list[Any]:
         return [*map(address, (*self.tensors, *self.order)), *self.sizes, self.add]
 
     def rows_of(self, y: Tensor) -> Tensor:
-        """Room for the rows that are summed into y; y itself where they are its own."""
+        """Return a buffer for the rows that are summed into y, or y itself if every row is a token."""
         return y if self.order.token is None else y.new_empty(self.pairs, y.shape[1])
 
 
 def _parts(
     kernels: CDLL, x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor]
 ) -> list[_Part]:
-    """In the order of weights: what is routed is added to what is shared, and computed last."""
+    """Return the parts in the order of computation: shared experts first, then routed ones, which add to them."""
     parts = []
     routings = [(gates, assignment), (None, None)]
     for i, (gate, assigned) in zip(range(0, len(weights), 2), routings, strict=False):
@@ -142,9 +142,9 @@ def _parts(
 def _forward(
     x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int
 ) -> list[Tensor]:
-    """y, and for each up and down relu of the pre-activations, (rows, d_expert), from the first row on.
+    """Return y and, for each part, relu of the pre-activations (rows, d_expert), filled from the first row on.
 
-    room: rows for routed pairs; those of shared experts are the tokens.
+    room: rows for routed pairs; shared experts have one row per token.
     """
     kernels = library()
     assert kernels is not None
@@ -176,7 +176,7 @@ def _backward(
     weights: list[Tensor],
     kept: list[Tensor],
 ) -> list[Tensor]:
-    """The gradients of x, of gates if there are any, and of weights."""
+    """Return the gradients of x, of gates if there are any, and of weights."""
     kernels = library()
     assert kernels is not None
     dy, dx = dy.contiguous(), x.new_empty(x.shape)

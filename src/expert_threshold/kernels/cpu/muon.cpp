@@ -1,4 +1,4 @@
-// A step of Muon, each matrix by one thread: momentum, Newton-Schulz with bfloat16 products, update, in one core's
+// A step of Muon, one thread per matrix: momentum, Newton-Schulz with bfloat16 products, and the update, in a core's
 // cache.
 
 #include <cmath>
@@ -22,7 +22,7 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
   });
 }
 
-// X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times; x (rows, columns), not more rows than columns.
+// X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times; x (rows, columns), with rows ≤ columns.
 void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, float a, float b, float c, bf16* gram,
                    bf16* polynomial, bf16* packed) {
   for (int64_t i = 0; i < steps; ++i) {
@@ -39,7 +39,7 @@ void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, float 
 
 extern "C" {
 
-// weight, grad, momentum: of each matrix, (rows, columns) float32; a, b, c: of the iteration; eps: the least norm.
+// weight, grad, momentum: pointers per matrix, (rows, columns) float32; a, b, c: coefficients; eps: the smallest norm.
 void et_muon(float* const* weight, const float* const* grad, float* const* momentum, int64_t matrices, int64_t rows,
              int64_t columns, int64_t steps, float decay, float rate, float a, float b, float c, float eps) {
   const int64_t numbers = rows * columns, small = std::min(rows, columns), large = std::max(rows, columns);

@@ -1,4 +1,4 @@
-// Whether this PyTorch multiplies blocks on this processor: it may have been built without, or told not to.
+// Tells whether this PyTorch has block products on this processor: it may be built without, or configured not to.
 
 #include "common.h"
 

@@ -1,11 +1,11 @@
 """The routed sum in Triton kernels for NVIDIA GPUs (extra `triton`); nothing waits for the device.
 
-Rows are gathered while they are multiplied, so no copy of the tokens is made. Kept for backward are the input, the
-activations a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h).
-SwiGLU is not fused: h is kept, and PyTorch computes the activation and its slope.
+Rows are gathered while they are multiplied, so tokens are not copied. Backward needs the input, the activations
+a = relu(h)² and the indices: the slope 2 · relu(h) is 2 · sqrt(a), more exact than from a rounded relu(h). SwiGLU is
+not fused: h is saved, and PyTorch computes the activation and its slope.
 
-Tiles along the dimension that is summed over are the same in every configuration, and tokens are summed in the order of
-experts: bit by bit, a row's result does not depend on the other rows, on how many there are, or on the tuning.
+All configurations have the same tile size along the summed dimension, and tokens are summed in the order of experts, so
+a row's result does not depend, to the bit, on the other rows, on their number, or on the tuning.
 
 Under TRITON_INTERPRET=1, set before triton is imported, the kernels run on the CPU, very slowly: for tests.
 """
@@ -26,9 +26,9 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 SWIGLU = activation_named("swiglu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Along the dimension that is summed over, and columns whose part of a gate's gradient is summed at once.
+# The tile size along the summed dimension, and the columns summed into one part of a gate's gradient.
 DEPTH, PART = (16, 16) if INTERPRETED else (64, 32)
-# Without tensor cores, which round float32, larger tiles do not fit the registers.
+# For float32 without tensor cores, which would round it: larger tiles do not fit the registers.
 FIXED = {"tile_m": 16, "tile_n": 32} if INTERPRETED else {"tile_m": 64, "tile_n": 64}
 TILES = [  # rows, columns, warps, stages of the pipeline
     (128, 256, 8, 3),
@@ -68,10 +68,10 @@ def multiply(
     tile_n: tl.constexpr,
     tile_k: tl.constexpr,
 ) -> None:
-    """out (rows, d_out): every row times the matrix of its expert, (d_out, d_in) if out_in, else (d_in, d_out).
+    """Write out (rows, d_out): each row times its expert's matrix, (d_out, d_in) if out_in, else (d_in, d_out).
 
-    Rows are those of left (rows, d_in), or if gathered of left (tokens, d_in). epilogue "relu2" writes relu(·)²;
-    "backward" takes the product for the gradient of kept = relu(h)², and writes the gradient of h, gated = gate · kept,
+    Rows come from left (rows, d_in), or if gathered from left (tokens, d_in). epilogue "relu2" writes relu(·)².
+    "backward" treats the product as the gradient of kept = relu(h)² and writes the gradient of h, gated = gate · kept,
     and into dots (parts, rows) the parts of <gradient, kept>, which add up to the gate's gradient.
     """
     columns: tl.constexpr = (d_out + tile_n - 1) // tile_n
@@ -81,7 +81,7 @@ def multiply(
     begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
     tiles_of = (end_of - begin_of + tile_m - 1) // tile_m
     tiles_upto = tl.cumsum(tiles_of, 0)
-    # Flattened into one loop with the inner, so that a tile's first rows are read while the one before is multiplied.
+    # Flattened with the inner loop, so that a tile's first rows are read while the previous tile is multiplied.
     for tile in tl.range(tl.program_id(0), tl.sum(tiles_of) * columns, tl.num_programs(0), flatten=True):
         e = tl.sum((tiles_upto <= tile // columns).to(tl.int32))
         first_tile = tl.sum(tl.where(expert < e, tiles_of, 0))
@@ -91,7 +91,7 @@ def multiply(
         column = tile % columns * tile_n + tl.arange(0, tile_n)
         k = tl.arange(0, tile_k)
         inside = row < end
-        # Rows behind the segment's end compute what its first row does, and write nothing.
+        # Rows past the segment's end repeat its first row and write nothing.
         held = tl.where(inside, row, begin)
         source = tl.load(token + held) if gathered else held.to(tl.int64)
         lefts = left + source[:, None] * d_in + k[None, :]
@@ -139,7 +139,7 @@ def write_backward(
     width: tl.constexpr,
     part: tl.constexpr,
 ) -> None:
-    """What `multiply` writes for "backward", of columns first to first + width; so many at a time fit the registers."""
+    """Write the "backward" epilogue of `multiply` for columns first to first + width, few enough for the registers."""
     if width > part:
         lower, upper = tl.split(tl.permute(tl.reshape(da, (da.shape[0], 2, width // 2)), (0, 2, 1)))
         write_backward(lower, row, inside, gate, kept, dh, gated, dots, rows, first, d_out, width // 2, part)
@@ -172,9 +172,9 @@ def multiply_segments(
     tile_n: tl.constexpr,
     tile_k: tl.constexpr,
 ) -> None:
-    """out (experts, d_left, d_right): leftᵀ right over the rows of every expert, zeros where it has none.
+    """Write out (experts, d_left, d_right): leftᵀ right over the rows of each expert, zeros if it has none.
 
-    One of both is gathered: left is (tokens, d_left) and right (rows, d_right), or rows and tokens the other way.
+    One operand is gathered: left is (tokens, d_left) and right (rows, d_right), or the reverse.
     """
     columns: tl.constexpr = (d_right + tile_n - 1) // tile_n
     tiles: tl.constexpr = (d_left + tile_m - 1) // tile_m * columns
@@ -189,7 +189,7 @@ def multiply_segments(
     for start in range(begin, end, tile_k):
         row = start + tl.arange(0, tile_k)
         inside = row < end
-        # Read one step ahead: the copies of rows would else wait for those of their indices.
+        # Indices are read one step ahead, so that copies of rows do not wait for them.
         next_source = tl.load(token + row + tile_k, mask=row + tile_k < end, other=0)
         left_row = source if gather_left else row.to(tl.int64)
         right_row = row.to(tl.int64) if gather_left else source
@@ -219,9 +219,9 @@ def sum_by_token(
     gated: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """out (tokens, width): the sums of every token's rows of terms (rows, width), in the order of experts.
+    """Write out (tokens, width): the sums of each token's rows of terms (rows, width), in the order of experts.
 
-    Each is multiplied by its gate if gated.
+    Rows are multiplied by their gates if `gated`.
     """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, tile)
@@ -246,7 +246,7 @@ def spread_gates(
     parts: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Adds up the parts of dots (parts, rows) and puts them where dgates (tokens, experts) has the row's pair."""
+    """Sum the parts of dots (parts, rows) and write them to the row's pair in dgates (tokens, experts)."""
     row = tl.program_id(0) * tile + tl.arange(0, tile)
     inside = row < tl.load(ends + experts - 1)
     total = tl.zeros((tile,), tl.float32)
@@ -256,7 +256,7 @@ def spread_gates(
 
 
 def _tuned(kernel: Any, key: list[str]) -> Any:
-    """The kernel with the tiles that are fastest for these of its constants, measured once and kept on disk."""
+    """Return the kernel with the tiles that measure fastest for the constants in `key`, cached on disk."""
     return triton.autotune(CONFIGS, key=key, cache_results=True)(kernel)
 
 
@@ -276,9 +276,9 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """With tiles that are tuned, or fixed."""
+    """Launch with tuned or fixed tiles."""
     kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
-    upcast = INTERPRETED and left.dtype == torch.bfloat16  # there, products of bfloat16 are wrong
+    upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
 
@@ -293,7 +293,7 @@ def _multiply(
     gates: Tensor | None = None,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `multiply` writes; of the arguments that it leaves alone, None."""
+    """Return what `multiply` writes: out, gated and dots, the last two None without the "backward" epilogue."""
     rows, (experts, *matrix) = len(segments.token), weights.shape
     d_out, d_in = matrix if out_in else reversed(matrix)
     out = left.new_empty(rows, d_out)
@@ -301,7 +301,7 @@ def _multiply(
     dots = None if kept is None else left.new_empty(triton.cdiv(d_out, PART), rows, dtype=torch.float32)
 
     def grid(meta: dict[str, int]) -> tuple[int]:
-        """As many programs as run at a time: each goes on to other tiles."""
+        """Return the number of programs that run at a time; each loops over tiles."""
         if not left.is_cuda:
             return (3,)
         processors = torch.cuda.get_device_properties(left.device).multi_processor_count
@@ -316,7 +316,7 @@ def _multiply(
 
 
 def _multiply_segments(left: Tensor, right: Tensor, segments: Segments, *, gather_left: bool) -> Tensor:
-    """leftᵀ right over the rows of every expert: (experts, m, n)."""
+    """Return leftᵀ right over the rows of each expert, (experts, m, n)."""
     experts, m, n = len(segments.ends), left.shape[1], right.shape[1]
     out = left.new_empty(experts, m, n)
 
@@ -331,7 +331,7 @@ def _multiply_segments(left: Tensor, right: Tensor, segments: Segments, *, gathe
 
 
 def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None) -> Tensor:
-    """(tokens, width): the sums of every token's rows, times their gates if there are any."""
+    """Return the sums of each token's rows, times their gates if given, (tokens, width)."""
     tokens, width = len(segments.of_token) - 1, rows.shape[1]
     out = rows.new_empty(tokens, width)
     _launch(
@@ -343,7 +343,7 @@ def _sum_by_token(rows: Tensor, segments: Segments, gates: Tensor | None = None)
 
 
 def _spread_gates(dots: Tensor, segments: Segments, gates: Tensor) -> Tensor:
-    """The gradient of the gates (tokens, experts), from its parts for each row."""
+    """Return the gradient of the gates (tokens, experts) from its parts for each row."""
     dgates = torch.zeros_like(gates)
     _launch(
         spread_gates, (triton.cdiv(dots.shape[1], 128),),
@@ -384,13 +384,13 @@ def _backward(
 
 
 def _is_relu2(up: Tensor, down: Tensor) -> bool:
-    """SwiGLU has two matrices before the nonlinearity, here one below the other."""
+    """Return False for SwiGLU, whose two matrices before the nonlinearity are stacked in `up`."""
     return up.shape[1] == down.shape[2]
 
 
 @functools.cache
 def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Measure tiles on many rows, lest whatever batch comes first, a short prompt say, decides for all that follow."""
+    """Tune tiles on many rows, so that a small first batch, such as a short prompt, does not decide for later ones."""
     experts, hidden, d_model = up_shape
     x, w = (torch.linspace(-1, 1, n * d_model, device=device, dtype=dtype).view(n, d_model) for n in (2**14, hidden))
     own = torch.arange(len(x), device=device)[:, None] % experts == torch.arange(experts, device=device)
@@ -400,7 +400,7 @@ def _tune(up_shape: torch.Size, d_expert: int, dtype: torch.dtype, device: torch
     _backward(y, x, gates, packed, up, down, kept)
 
 
-# Custom operators: a compiler takes them as they are.
+# Custom operators, opaque to the compiler.
 @torch.library.custom_op("expert_threshold::triton_forward", mutates_args=())
 def triton_forward(
     x: Tensor,
@@ -413,7 +413,7 @@ def triton_forward(
     up: Tensor,
     down: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """y (tokens, d_model), and of every row what backward needs: relu(h)², or h for SwiGLU."""
+    """Return y (tokens, d_model) and what backward needs of every row: relu(h)², or h for SwiGLU."""
     if _is_tuned(x.dtype):
         _tune(up.shape, down.shape[2], x.dtype, x.device)
     return _forward(x, gates, Segments(token, pair, ends, by_token, of_token), up, down)
@@ -438,7 +438,7 @@ def triton_backward(
     down: Tensor,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, the gates, up and down."""
+    """Return the gradients of x, the gates, up and down."""
     return _backward(dy, x, gates, Segments(token, pair, ends, by_token, of_token), up, down, kept)
 
 
@@ -469,7 +469,7 @@ def routed_sum(
     """Return y_t = Σ_e z[t,e] g[t,e] down_e · act(ups_e · x_t) of x (tokens, d_model), relu² of one or SwiGLU of two.
 
     ups: (experts, d_expert, d_model); down: (experts, d_model, d_expert); these and x in one of DTYPES. gates,
-    assignment: (tokens, experts), float32 and bool. rows: at least as many as pairs are assigned; None counts them.
+    assignment: (tokens, experts), float32 and bool. rows: a bound on the assigned pairs; None counts them.
     """
     up, packed = ups[0] if len(ups) == 1 else torch.cat(ups, 1), segments(assignment, rows)
     y: Tensor = _Triton.apply(x.contiguous(), gates.contiguous(), *packed, up.contiguous(), down.contiguous())
