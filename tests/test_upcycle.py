@@ -93,9 +93,9 @@ def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
     config = dense().config
     with pytest.raises(ValueError, match="d_expert=24 must divide d_feed_forward=64"):
         upcycled_config(config, RULES["expert_choice"], d_expert=24)
-    with pytest.raises(ValueError, match="dense_layers=3 must be from 0 to below layers=3"):
+    with pytest.raises(ValueError, match="dense_layers=3 must be at least 0 and less than layers=3"):
         upcycled_config(config, RULES["expert_choice"], dense_layers=3)
-    with pytest.raises(ValueError, match="experts already"):
+    with pytest.raises(ValueError, match="already has experts"):
         upcycled_config(small_model().config, RULES["expert_choice"])
     assert upcycled_config(config, RULES["expert_choice"], dense_layers=0).shared_experts == 4
     assert GPTConfig.from_dict(upcycled_config(config, RULES["expert_choice"]).to_dict()).d_expert == 16

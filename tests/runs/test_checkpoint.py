@@ -174,7 +174,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(run: RunFolder, name: str) -> 
     manifest = json.loads(path.read_text())
     manifest["files"][name] = manifest["files"]["model.safetensors"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="which is no file of a checkpoint"):
+    with pytest.raises(ValueError, match="which is not a file of a checkpoint"):
         run.load_checkpoint()
 
 
@@ -419,13 +419,13 @@ def test_parts_of_any_ranks_make_the_whole(run: RunFolder, ranks: list[tuple[int
         ([part(0, 4)], "weight is not whole: files of a rank are missing"),
         ([part(0, 6, (4, 2))], "weight is not whole: parts reach beyond its end"),
         ([part(0, 6, (2**50, 2))], "weight is not whole: files of a rank are missing"),
-        ([part(0, 3), part(3, 6, (7, 2))], "weight is not whole: its parts are not of one tensor"),
-        ([part(0, 6, (6, 3))], "weight is not whole: its parts are not of one tensor"),
-        ([part(0, 6, (6,))], "weight is not whole: its parts are not of one tensor"),
+        ([part(0, 3), part(3, 6, (7, 2))], "weight is not whole: its parts belong to different tensors"),
+        ([part(0, 6, (6, 3))], "weight is not whole: its parts belong to different tensors"),
+        ([part(0, 6, (6,))], "weight is not whole: its parts belong to different tensors"),
         ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight is not whole: its parts are not of one"),
-        ([WHOLE, WHOLE], "weight is in the file of another rank, too"),
-        ([WHOLE, part(0, 6)], "weight is in the file of another rank, too"),
-        ([part(0, 6), WHOLE], "weight is in the file of another rank, too"),
+        ([WHOLE, WHOLE], "weight is also in the file of another rank"),
+        ([WHOLE, part(0, 6)], "weight is also in the file of another rank"),
+        ([part(0, 6), WHOLE], "weight is also in the file of another rank"),
         ([part(0, 6, ())], "does not say where its parts lie"),
         ([part(0, 6)._replace(start="0")], "does not say where its parts lie"),
     ],

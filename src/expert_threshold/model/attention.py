@@ -15,10 +15,10 @@ from ..moe import Linear
 
 
 class Cache:
-    """Keys and values of the tokens seen so far, one pair per layer, (batch, kv_heads, capacity, head_dim).
+    """Keys and values of the tokens so far, one pair per layer, (batch, kv_heads, capacity, head_dim).
 
-    `length` counts the tokens held; `GPT` advances it. Where a rule looks at more than a token's own scores, the scores
-    of the tokens so far are held too.
+    `length` counts the tokens held; `GPT` advances it. If a rule looks at more than a token's own scores, the cache
+    also holds the scores of the tokens so far.
     """
 
     def __init__(
@@ -39,29 +39,29 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Tokens there is room for."""
+        """The maximum number of tokens."""
         return self.keys.shape[3]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write (batch, kv_heads, time, head_dim) behind what `layer` holds; return all of it."""
+        """Append (batch, kv_heads, time, head_dim) to what `layer` holds; return all of it."""
         end = self.length + keys.shape[2]
         self.keys[layer, :, :, self.length : end] = keys
         self.values[layer, :, :, self.length : end] = values
         return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
 
     def scores(self, layer: int) -> Tensor | None:
-        """Return the router scores of the tokens held, (batch, length, num_scores); None where none are kept."""
+        """Return the router scores of the tokens held, (batch, length, num_scores); None if none are kept."""
         held = self._scores.get(layer)
         return None if held is None else held[:, : self.length]
 
     def append_scores(self, layer: int, scores: Tensor) -> None:
-        """Keep scores (batch, time, num_scores) behind those held."""
+        """Append scores (batch, time, num_scores) to those held."""
         held = self.scores(layer)
         self._scores[layer] = scores if held is None else torch.cat((held, scores), 1)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (time, head_dim / 2) float32, of positions (time,)."""
+    """Return cosines and sines, (time, head_dim / 2) float32, for positions (time,)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[:, None] * frequencies
     return angles.cos(), angles.sin()
@@ -77,14 +77,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _inverse_rms(x: Tensor) -> Tensor:
-    """1 / √(mean x² + ε) over the last dimension, which is kept; float32."""
+    """Return 1 / √(mean x² + ε) over the last dimension, which is kept; float32."""
     norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     mean_squares: Tensor = norms.square_().div_(x.shape[-1])
     return mean_squares.add_(torch.finfo(torch.float32).eps).rsqrt_()
 
 
 class _Norm(torch.autograd.Function):
-    """x / rms(x); keeps only the input and one number a row."""
+    """x / rms(x); saves only the input and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -100,13 +100,13 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm_backward(x: Tensor, scale: Tensor, dy: Tensor) -> Tensor:
-    """Of y = x · scale: scale · (dy − y · mean(dy · y)); overwrites dy."""
+    """Return the gradient of y = x · scale: scale · (dy − y · mean(dy · y)); overwrites dy."""
     along = (dy * x).sum(-1, keepdim=True, dtype=torch.float32) / x.shape[-1]
     return dy.addcmul_(x, (along * scale.square()).to(x.dtype), value=-1).mul_(scale)
 
 
 class _RotaryNorm(torch.autograd.Function):
-    """norm(rotate(x)); a rotation changes no length, so that the scale is that of x."""
+    """norm(rotate(x)); a rotation preserves length, so the scale is that of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -122,8 +122,8 @@ class _RotaryNorm(torch.autograd.Function):
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm without parameters over the last dimension."""
-    if torch.compiler.is_compiling():  # what is written plainly is fused
+    """Apply RMSNorm without parameters over the last dimension."""
+    if torch.compiler.is_compiling():  # the compiler fuses plain operations
         wide = x.float()
         return (wide * (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt()).to(x.dtype)
     if kernels.applies(x, x.shape[-1]):
@@ -133,7 +133,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions, then the norm, of x (batch, heads, time, head_dim)."""
+    """Apply rotary positions, then the norm, to x (batch, heads, time, head_dim)."""
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, -1)
         return norm(torch.cat((a * cos + b * sin, b * cos - a * sin), -1))
@@ -145,10 +145,10 @@ QUERIES_PER_BLOCK = 256
 
 
 class _CausalAttention(torch.autograd.Function):
-    """softmax(q kᵀ / √head_dim) v with later keys hidden, in blocks of queries that each meet only the keys before
-    their end; keeps the probabilities. q, k, v: (batch · heads, time, head_dim).
+    """Causal softmax(q kᵀ / √head_dim) v, in blocks of queries that each meet only the keys before their end; saves the
+    probabilities. q, k, v: (batch · heads, time, head_dim).
 
-    For bfloat16 on a CPU without kernels of ours, where torch's fused attention takes longer; in float32 it is quicker.
+    Used for bfloat16 on CPUs without our kernels, where torch's fused attention is slower; in float32 it is faster.
     """
 
     @staticmethod
@@ -181,7 +181,9 @@ class _CausalAttention(torch.autograd.Function):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (batch, heads, time, head_dim); k and v may have fewer heads and, of a cache, earlier keys."""
+    """Return causal attention (batch, heads, time, head_dim); k and v may have fewer heads, and earlier keys of a
+    cache.
+    """
     time, seen = q.shape[2], k.shape[2]
     if q.is_cpu and q.dtype == torch.bfloat16 and 1 < time == seen:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
@@ -207,7 +209,7 @@ class Attention(nn.Module):
         self.output = Linear(heads * self.head_dim, d_model)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
-        """x: (batch, time, d_model), the tokens behind those in the cache; cos, sin: their rotary table."""
+        """Return the attention of x (batch, time, d_model), which follows the cache; cos, sin: its rotary table."""
         weights = [projection.weight for projection in (self.query, self.key, self.value)]
         projected = F.linear(x, torch.cat(weights).to(x.dtype)).unflatten(-1, (-1, self.head_dim))
         kv_heads = len(weights[2]) // self.head_dim

@@ -1,4 +1,4 @@
-"""Cutoffs, and the sketch of scores beside them, measured on text without training."""
+"""Measures cutoffs and the sketch of scores on text, without training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .gpt import GPT
 
 @dataclass(frozen=True)
 class _ByPools(ExpertChoice):
-    """Expert choice in a router whose state is another rule's."""
+    """Expert choice in a router that holds another rule's state."""
 
     def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
         own = (part.to(scores.device) for part in self.init())
@@ -31,13 +31,14 @@ def calibrate(
     experts_per_token: float | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Observation, ...]:
-    """Give every layer the mean cutoffs of the batches, each a pool in which expert choice routes, in one pass.
+    """Set every layer's cutoffs to the mean over batches, each a pool of expert choice, in one pass; return the
+    observations.
 
-    batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as a
-    loader has them, are the better pools. Weights stay as they are, and so does the count of optimizer steps; running
-    means of a training that goes on begin at what is measured. experts_per_token: at which rate; None is the rule's.
-    progress is told the batches done. Returns what was seen. Raises ValueError if a batch is too small for one token
-    per expert, or there is none, or scores are not finite; cutoffs stay as they were then.
+    batches: tokens and the targets that follow them, (batch, time) int64 each; windows from all over the text, as from
+    a loader, make better pools. Weights and the count of optimizer steps do not change; if training continues, its
+    running means start from the measured cutoffs. experts_per_token: the rate; None is the rule's. progress receives
+    the number of batches done. Raises ValueError, with cutoffs unchanged, if there are no batches, a batch is too small
+    for one token per expert, or scores are not finite.
     """
     rule = model.config.rule
     assert rule is not None
@@ -61,10 +62,10 @@ def calibrate(
         for router, own in zip(routers, rules, strict=True):
             router.rule = own
     if observations is None:
-        raise ValueError("no text to calibrate on; give at least one batch of it")
+        raise ValueError("no text to calibrate on; give at least one batch")
     for (layer, _), observation in zip(model.moe_layers(), observations, strict=True):
         if told := scores_not_finite(observation, f"layer {layer}"):
-            raise ValueError(f"{told}; calibrate a checkpoint of an earlier step")
+            raise ValueError(f"{told}; calibrate an earlier checkpoint")
     for router, observation in zip(routers, observations, strict=True):
         router.calibrate(observation)
     return observations

@@ -1,4 +1,4 @@
-"""Cross-entropy of a softcapped head, in chunks of tokens, so that the logits never exist whole."""
+"""Cross-entropy of a softcapped head, in chunks of tokens, so that the full logits never exist."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch import Tensor
 from ..kernels.autograd import refuse_second_derivative
 from ..kernels.cpu import cross_entropy as kernels
 
-# Float32 numbers that exist at a time, in three copies: few enough for a processor's cache, enough to fill a GPU.
+# Float32 logits per chunk, in three copies: few enough for a CPU's cache, enough to fill a GPU.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
 
 
 class CrossEntropy(NamedTuple):
-    """mean: differentiable scalar over the tokens whose target is not -1; token_losses: (tokens,), without gradient."""
+    """mean: the differentiable mean over tokens whose target is not -1; token_losses: (tokens,), without gradient."""
 
     mean: Tensor
     token_losses: Tensor
 
 
 def softcap_logits(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap · tanh(logits / softcap) in float32; None is off."""
+    """Return softcap · tanh(logits / softcap) in float32; None is off."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> CrossEntropy:
-    """Cross-entropy in nats of the head `weight` (vocab, d_model) on x (tokens, d_model); targets: (tokens,).
+    """Return cross-entropy in nats of the head `weight` (vocab, d_model) on x (tokens, d_model); targets: (tokens,).
 
-    Targets of -1 are ignored. Gradients are made while the logits of a chunk are at hand, so that memory does not grow
-    with tokens × vocab.
+    Targets of -1 are ignored. Gradients are computed with the logits of each chunk, so that memory does not grow with
+    tokens × vocab.
     """
     with_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if not with_gradient and not torch.compiler.is_compiling():  # a number of tokens that data decide breaks a graph
+    if not with_gradient and not torch.compiler.is_compiling():  # a data-dependent number of tokens breaks the graph
         kept = (targets >= 0).nonzero()[:, 0]
         if len(kept) < len(x):
             mean, losses = _LinearCrossEntropy.apply(x[kept], weight, targets[kept], softcap, False)
@@ -46,10 +46,10 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: fl
 def _cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The losses (tokens,) and the gradients of their sum, but for `_slopes`; empty ones without gradient.
+    """Return losses (tokens,) and the gradients of their sum, up to `_slopes`; empty ones without `with_gradient`.
 
-    With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ less a constant, which leaves a softmax alone; the
-    derivative is 4 σ (1 − σ). So one exponential does where tanh needs several.
+    With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ minus a constant, which cancels in a softmax; the
+    derivative is 4 σ (1 − σ). So one exponential suffices where tanh needs several.
     """
     if softcap is not None and kernels.applies(x, weight, softcap):
         return kernels.cross_entropy(x, weight, targets, softcap, with_gradient)
@@ -60,7 +60,7 @@ def _cross_entropy(
     dx = x.new_empty(x.shape if with_gradient else (0, x.shape[1]))
     dweight = weight.new_zeros(weight.shape if with_gradient else (0, weight.shape[1]))
     size = max(LOGITS_PER_CHUNK["cpu" if x.is_cpu else "gpu"] // len(weight), 1)
-    # One set of buffers for all chunks: blocks of megabytes, allocated anew each time, fragment the heap.
+    # One set of buffers serves all chunks: allocating megabytes for each would fragment the heap.
     shape = (min(size, len(x)), len(weight))
     rounded = x.new_empty(shape)
     sigmas, scores, shares = (x.new_empty(shape, dtype=torch.float32) for _ in range(3))
@@ -73,14 +73,14 @@ def _cross_entropy(
             sigma = torch.sigmoid(logits, out=sigmas[rows])
             torch.mul(sigma, 2 * softcap, out=logits)
         torch.softmax(logits, 1, out=probabilities)
-        # The sum of exponentials, from the largest: its probability never underflows.
+        # Exponentials are relative to the largest logit, whose probability never underflows.
         below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
         token_losses[chunk] = below_top - probabilities.amax(1).log()
         if not with_gradient:
             continue
         dlogits = probabilities
         dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
-        if softcap is not None:  # the factors 2 cap and 2 / cap are 4 together, and multiply at the end
+        if softcap is not None:  # the factors 2 cap and 2 / cap make 4, applied at the end
             torch.ops.aten.sigmoid_backward(dlogits, sigma, grad_input=dlogits)
         dlogits = rounded[rows].copy_(dlogits)
         torch.mm(dlogits, cast_weight, out=dx[chunk])
@@ -99,7 +99,7 @@ def _(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made with the losses and kept, where there are any."""
+    """Computes gradients along with the losses and saves them for backward."""
 
     @staticmethod
     def forward(

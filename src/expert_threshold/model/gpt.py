@@ -1,4 +1,4 @@
-"""A GPT as nanochat builds it, with Mixture-of-Experts feed-forwards (paper, Appendix B)."""
+"""A GPT with nanochat's architecture and Mixture-of-Experts feed-forwards (paper, Appendix B)."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ from .presets import PRESETS
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The model. rule=None is a dense model: every layer a feed-forward of width d_feed_forward.
+    """The model's options. rule=None is a dense model: every layer has a feed-forward of width d_feed_forward.
 
-    Raises ValueError where options contradict each other.
+    Raises ValueError if an option is invalid or options contradict each other.
     """
 
     vocab_size: int = option(65536, "Tokens in the vocabulary.")
     context: int = option(2048, "Tokens in the longest sequence.")
     layers: int = option(12, "Layers.")
-    d_model: int = option(768, "Width. Of a preset, other widths that are not given keep their proportion to it.")
+    d_model: int = option(768, "Width. Other widths of a preset keep their proportion to it unless they are set.")
     heads: int = option(6, "Attention heads.")
-    kv_heads: int = option(6, "Key-value heads; fewer than heads is grouped-query attention.")
+    kv_heads: int = option(6, "Key-value heads; fewer than heads give grouped-query attention.")
     d_expert: int = option(1536, "Hidden width of each expert.")
     d_feed_forward: int = option(3072, "Hidden width of dense layers.")
-    shared_experts: int = option(1, "Experts that see every token; 0 leaves them out.")
-    dense_layers: int = option(1, "How many of the first layers have no experts.")
-    # How scores become an assignment.
+    shared_experts: int = option(1, "Experts that see every token; 0 for none.")
+    dense_layers: int = option(1, "Number of leading layers without experts.")
+    # The rule that turns scores into an assignment; None is dense.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
-    softcap: float | None = option(15.0, "Logits are kept within ± this; none is off.")
+    softcap: float | None = option(15.0, "Softcap of the logits, which bounds them to ± this; none is off.")
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
     activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
     z_loss: float | None = option(None, "Strength of the router z-loss; none is off.")
     dispatch: DispatchName = option(
         "auto",
-        "How the experts are computed; auto is static where the rule bounds loads, in bfloat16 on a Hopper GPU or "
-        "newer, cpu where a processor has kernels, else grouped.",
+        "Backend of the experts; auto is static if the rule bounds loads, in bfloat16 on a Hopper GPU or newer, cpu if "
+        "there are kernels for the processor, else grouped.",
     )
 
     def __post_init__(self) -> None:
@@ -86,18 +86,18 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """The size of that name, with changes. Raises ValueError if there is none."""
+        """Return the preset of that name, with changes. Raises ValueError if there is none."""
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object."""
+        """Return the configuration as a JSON object."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"rule": rule_to_dict(self.rule)}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> GPTConfig:
-        """Of `to_dict`. Raises ValueError on unknown options."""
+        """Return the configuration from its `to_dict`. Raises ValueError on unknown options."""
         known = [f.name for f in fields(cls)]
         for name in record:
             if name not in known:
@@ -106,9 +106,9 @@ class GPTConfig:
 
 
 class Output(NamedTuple):
-    """What a forward returns. With targets the logits are None; without them the losses are.
+    """The results of a forward. With targets the logits are None; without them the losses are.
 
-    logits: (batch, time, vocab) float32; loss: what backward is called on, routing losses included; cross_entropy: its
+    logits: (batch, time, vocab) float32; loss: the scalar for backward, routing losses included; cross_entropy: its
     main part, in nats per token; token_losses: (batch, time) float32 without gradient, 0 where the target is -1.
     observations and routings have one entry per MoE layer; routings is None unless recorded.
     """
@@ -177,7 +177,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """The paper's initialisation (Appendix C, Eq. 8 and Table 6), rule states included."""
+        """Apply the paper's initialisation (Appendix C, Eq. 8 and Table 6), rule states included."""
         for name, weight in self.named_parameters():
             d_out, d_in = weight.shape[-2:]
             part = name.removesuffix(".weight").rsplit(".", 1)[-1]
@@ -199,10 +199,10 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, record: bool = False
     ) -> Output:
-        """tokens, targets: (batch, time) int64; targets of -1 are ignored. Raises ValueError beyond the context.
+        """Return the output for tokens and targets (batch, time) int64; targets of -1 are ignored.
 
-        With a cache, in inference only, the tokens stand behind those it holds, and are added to it. The compute dtype
-        is the model's own, inside of autocast too.
+        With a cache, in inference only, the tokens follow those it holds and are added to it. The compute dtype is the
+        model's own, even under autocast. Raises ValueError beyond the context.
         """
         with torch.autocast(tokens.device.type, enabled=False):
             return self._forward(tokens, targets, cache, record)
@@ -243,7 +243,7 @@ class GPT(nn.Module):
         return Output(None, loss, mean, token_losses.view(targets.shape), observations, recorded)
 
     def set_rate(self, rate: float | None) -> None:
-        """Let inference aim at `rate` routed experts per token in every layer of experts; None is what was trained.
+        """Set the mean fanout of inference to `rate` in every MoE layer; None is as trained.
 
         Raises ValueError as `check_rate` does.
         """
@@ -252,8 +252,8 @@ class GPT(nn.Module):
             moe.router.rate = rate
 
     def check_rate(self, rate: float | None) -> None:
-        """Raise ValueError if the rate lies outside 0 and num_experts, if there are no cutoffs, or no sketch of scores
-        from which to tell others.
+        """Raise ValueError if the rate lies outside 0 to num_experts, or the model has no cutoffs or no sketch of
+        scores.
         """
         if rate is not None and not self.moe_layers():
             raise ValueError(f"rate={rate} needs experts, and this model is dense; use one with a routing rule")
@@ -261,12 +261,12 @@ class GPT(nn.Module):
             moe.router.state_at(rate)
 
     def update_rules(self, observations: tuple[Observation, ...]) -> None:
-        """Move every layer's rule by what was seen, summed over micro-batches and ranks; once per optimizer step."""
+        """Update every layer's rule, once per optimizer step. observations: summed over micro-batches and ranks."""
         for (_, moe), observation in zip(self.moe_layers(), observations, strict=True):
             moe.router.update(observation)
 
     def new_cache(self, batch: int, length: int) -> Cache:
-        """An empty key-value cache for `batch` sequences of up to `length` tokens."""
+        """Return an empty key-value cache for `batch` sequences of up to `length` tokens."""
         head_dim = self.config.d_model // self.config.heads
         weight = self.embed.weight
         return Cache(

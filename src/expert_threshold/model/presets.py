@@ -1,4 +1,4 @@
-"""Model sizes by name, and what a size costs: parameters and FLOPs, counted without making a weight."""
+"""Model sizes by name, and their parameters and FLOPs, counted without allocating weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:
-    """Parameters by part, their `total`, and `active`: those a token meets on average, embedding and head included.
+    """Return parameters by part, their `total`, and `active`, the mean used per token, embedding and head included.
 
     rate: routed experts per token in each layer; None is the rule's.
     """
@@ -61,10 +61,10 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
 
 
 def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
-    """Model FLOPs of forward and backward for one token: 6 per active weight that multiplies, and attention's products.
+    """Return model FLOPs of forward and backward per token: 6 per active weight in a product, plus attention's.
 
-    The embedding is a look-up and multiplies nothing. Attention is counted causal: a token meets (context + 1) / 2 keys
-    on average, with 2 products forward and 4 backward: a third is the forward's. context defaults to the model's, rate
+    The embedding is a look-up and costs nothing. Attention is causal: a token meets (context + 1) / 2 keys on average,
+    with 2 products forward and 4 backward. A third of the total is the forward's. context defaults to the model's; rate
     as in `parameter_counts`.
     """
     length = config.context if context is None else context

@@ -1,4 +1,4 @@
-"""How likely a model finds the ends of sequences: in batches, and what several begin with alike computed once."""
+"""Scores continuations under a model, in batches; prefixes that several share are computed once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .gpt import GPT
 TOKENS_AT_ONCE = 8192
 LOGITS_AT_ONCE = 1 << 25  # float32 numbers, 128 MiB
 CACHE_AT_ONCE = 1 << 30  # bytes
-SHARED_PREFIX = 64  # tokens from which on a prefix is worth a forward of its own
+SHARED_PREFIX = 64  # tokens from which on a shared prefix is worth a separate forward
 
-_IGNORED = -1  # what GPT takes for no target
+_IGNORED = -1  # GPT's mark for no target
 
 
 class Continuation(NamedTuple):
-    """The tokens from `start` on are scored; those before, one at least, are given."""
+    """A sequence whose tokens from `start` on are scored, given the at least one token before."""
 
     tokens: list[int]
     start: int
 
 
 class Score(NamedTuple):
-    """nats: the sum of the losses of `tokens` tokens. misses: how many of them are not the likeliest, if counted."""
+    """nats: the summed loss of `tokens` tokens. misses: the number of them that were not the likeliest, if counted."""
 
     nats: float
     tokens: int
@@ -36,14 +36,14 @@ class Score(NamedTuple):
 
 
 def crop(continuation: Continuation, length: int) -> Continuation:
-    """The last `length` tokens. The first of a sequence cannot be scored, so that `start` stays at least 1."""
+    """Return the last `length` tokens. `start` stays at least 1, since a sequence's first token cannot be scored."""
     lost = max(len(continuation.tokens) - length, 0)
     return Continuation(continuation.tokens[lost:], max(continuation.start - lost, 1))
 
 
 def common_prefix(sequences: Sequence[list[int]]) -> int:
-    """How many first tokens are equal in all."""
-    first, last = min(sequences), max(sequences)  # of sorted sequences those between agree where these two do
+    """Return the length of the longest common prefix."""
+    first, last = min(sequences), max(sequences)  # all sequences between them in order share their common prefix
     return next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
 
 
@@ -56,10 +56,10 @@ def score(
     tokens_at_once: int = TOKENS_AT_ONCE,
     shared_prefix: int = SHARED_PREFIX,
 ) -> list[list[Score]]:
-    """Scores as the groups have continuations; those of a group may begin alike, as the choices of a question do.
+    """Return the scores of each group's continuations; a group's may share a prefix, as the choices of a question do.
 
-    misses: count them, for which logits must exist whole. Routing is causal; the model keeps its mode. tokens_at_once
-    bounds a batch, or it is of one group. Raises ValueError for a continuation longer than the context.
+    misses: count them, which materialises logits. Routing is causal; the model keeps its mode. tokens_at_once bounds a
+    batch unless it is a single group. Raises ValueError for a continuation longer than the context.
     """
     scores = [[Score(0.0, 0, 0)] * len(group) for group in groups]
     was_training = model.training
@@ -76,7 +76,7 @@ def score(
 
 
 class _Bundle(NamedTuple):
-    """Rows, each with its group and its place there, of which the first `shared` tokens need not be computed twice."""
+    """Rows, each with its group and its index there, whose first `shared` tokens are computed only once."""
 
     shared: int
     rows: list[tuple[int, int, Continuation]]
@@ -91,17 +91,17 @@ def _bundles(groups: Sequence[Sequence[Continuation]], misses: bool, shared_pref
         rows = [(i, j, c) for j, c in enumerate(group) if len(c.tokens) > c.start]
         if len(rows) > 1:
             alike = common_prefix([c.tokens for *_, c in rows])
-            shared = min(alike, *(c.start - 1 for *_, c in rows))  # the last token given predicts the first one scored
+            shared = min(alike, *(c.start - 1 for *_, c in rows))  # the last given token predicts the first scored one
             if shared >= shared_prefix:
                 yield _Bundle(shared, rows)
                 continue
-        for row in rows:  # alone; where logits have to be, a forward of its own saves those of what is given
+        for row in rows:  # alone; if logits are needed, a separate forward avoids those of the given tokens
             given = row[2].start - 1
             yield _Bundle(given if misses and given >= shared_prefix else 0, [row])
 
 
 def _batches(model: GPT, bundles: Iterator[_Bundle], tokens_at_once: int, misses: bool) -> Iterator[list[_Bundle]]:
-    """Those of similar lengths together, the longest first: padding is little, and what is too large shows at once."""
+    """Yield batches of similar lengths, the longest first, to keep padding low and to fail early if memory is short."""
     batch: list[_Bundle] = []
     for bundle in sorted(bundles, key=lambda bundle: (-bundle.shared, -bundle.longest)):
         split = batch and bool(bundle.shared) != bool(batch[0].shared)
@@ -146,10 +146,10 @@ def _score(model: GPT, batch: Sequence[_Bundle], misses: bool) -> list[Score]:
 
 
 def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) -> Cache:
-    """The cache of every row behind its first `shared` tokens, with room for more."""
+    """Return a cache that holds the first `shared` tokens of every row, with room for `room` more."""
     prefix = _stack(model, [bundle.rows[0][2].tokens[:shared] for bundle in batch], 0)
     once = model.new_cache(len(batch), shared)
-    model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without a target no logits are made
+    model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without targets no logits are computed
     of_row = torch.tensor([i for i, bundle in enumerate(batch) for _ in bundle.rows], device=prefix.device)
     cache = model.new_cache(len(of_row), shared + room)
     cache.keys[:, :, :, :shared] = once.keys[:, of_row]
@@ -159,7 +159,7 @@ def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) 
 
 
 def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:
-    """Padded on the right, where causality keeps padding from being seen."""
+    """Stack rows with padding on the right, which causality hides from the tokens."""
     length = max(map(len, rows))
     padded = [row + [padding] * (length - len(row)) for row in rows]
     return torch.tensor(padded, device=model.embed.weight.device)

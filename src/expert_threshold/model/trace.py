@@ -1,13 +1,13 @@
-"""Traces: how a model routed each token of a stream and what it lost on it, as a Parquet file of one row per token.
+"""Traces: the routing and the loss of each token of a stream, as a Parquet file with one row per token.
 
-    token, target    int32; target is -1 where nothing follows
-    position         int32, in the window that the model saw
+    token, target    int32; target is -1 if nothing follows
+    position         int32, in the model's window
     loss             float32, nats; NaN without a target
     scores_L         float32[num_scores], of layer L
     assignment_L     uint8[⌈experts / 8⌉], of layer L: bit e % 8 of byte e // 8 is expert e's
 
-The file's metadata hold, as JSON under `expert-threshold`, what `record_trace` was told and the rules' states. Gates
-are not stored: the rule computes them again from the scores, to the last bit.
+The file's metadata hold, as JSON under `expert-threshold`, the facts given to `record_trace` and the rules' states.
+Gates are not stored: the rule recomputes them from the scores, to the last bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .gpt import GPT, Output
 FORMAT, VERSION = "expert-threshold trace", 1
 _KEY = b"expert-threshold"
 ROWS = 2**16
-"""Tokens of a row group: what writing holds in memory, whatever the length of the stream."""
+"""Tokens in a row group, which bounds the memory of writing."""
 
 
 @torch.no_grad()
@@ -43,11 +43,11 @@ def record_trace(
     batch_size: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Trace:
-    """Run the windows through the model, causally, and write the trace to `path`, whole or not at all.
+    """Run the windows through the model, causally, and write the trace to `path` atomically.
 
-    windows: (rows, time + 1) integers, each row's last being the target of the one before it, or -1. facts: strict JSON
-    that `Trace.facts` returns. batch_size: windows at once. progress is told the tokens done and the tokens in all.
-    The model keeps its mode. Raises OSError where the disk is full.
+    windows: (rows, time + 1) integers; the last of a row is only a target, or -1. facts: strict JSON that `Trace.facts`
+    returns. batch_size: windows per forward. progress receives the tokens done and the total. The model keeps its mode.
+    Raises OSError if the disk is full.
     """
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
@@ -96,7 +96,7 @@ def _schema(header: Mapping[str, Any], rule: Rule | None) -> pa.Schema:
 
 
 def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
-    """The rows of a batch of windows, (tokens,) or (tokens, width) by column."""
+    """Return a batch's rows by column, each (tokens,) or (tokens, width)."""
     device = model.embed.weight.device
     tokens, targets = windows[:, :-1].long().contiguous(), windows[:, 1:].long().contiguous()
     output: Output = model(tokens.to(device), targets.to(device), record=True)
@@ -126,10 +126,10 @@ def _table(parts: list[dict[str, np.ndarray]], schema: pa.Schema) -> pa.Table:
 
 
 class Trace:
-    """A trace on the disk. Each column is read when it is asked for: one layer of a million tokens is 64 MB."""
+    """A trace on disk. Columns are read on demand: one layer of a million tokens is 64 MB."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError if `path` is no trace, or one that this program cannot read."""
+        """Open the trace. Raises ValueError if `path` is not a trace that this version can read."""
         self.path = path
         try:
             self._file = pq.ParquetFile(path)
@@ -148,11 +148,11 @@ class Trace:
 
     @property
     def rule(self) -> Rule | None:
-        """None is a dense model."""
+        """The rule of the traced model; None if it is dense."""
         return rule_from_dict(self._header["rule"])
 
     def state(self, layer: int) -> Any:
-        """The state of the layer's rule while the trace was recorded."""
+        """Return the state of the layer's rule when the trace was recorded."""
         assert self.rule is not None
         first = self.rule.init()
         saved = self._header["states"][str(layer)]
@@ -167,17 +167,17 @@ class Trace:
 
     @property
     def targets(self) -> np.ndarray:
-        """(tokens,) int32, -1 where nothing follows."""
+        """The targets (tokens,) int32; -1 if nothing follows."""
         return self._column("target")
 
     @property
     def positions(self) -> np.ndarray:
-        """(tokens,) int32, in the window."""
+        """The positions in the window, (tokens,) int32."""
         return self._column("position")
 
     @property
     def losses(self) -> np.ndarray:
-        """(tokens,) float32, nats; NaN without a target."""
+        """The losses (tokens,) float32, in nats; NaN without a target."""
         return self._column("loss")
 
     def scores(self, layer: int) -> Tensor:
@@ -191,7 +191,7 @@ class Trace:
         return torch.from_numpy(np.unpackbits(packed, axis=1, count=experts, bitorder="little").astype(bool))
 
     def gates(self, layer: int) -> Tensor:
-        """(tokens, experts) float32, what experts' outputs were multiplied with where they were assigned."""
+        """Return the gates (tokens, experts) float32; those of unassigned experts are unspecified."""
         assert self.rule is not None
         windows = self.scores(layer).unflatten(0, (-1, self.context))
         routing = self.rule.route(windows, self.state(layer), training=False)
@@ -201,7 +201,7 @@ class Trace:
         return gates
 
     def fanout(self, layer: int) -> np.ndarray:
-        """(tokens,) int64, routed experts of each token."""
+        """Return the number of routed experts of each token, (tokens,) int64."""
         return self.assignment(layer).sum(-1).numpy()
 
     def _column(self, name: str) -> np.ndarray:
@@ -211,5 +211,5 @@ class Trace:
             raise ValueError(f"{self.path}: damaged ({error}); delete it and record it again") from error
         if pa.types.is_fixed_size_list(column.type):
             values: np.ndarray = column.flatten().to_numpy().reshape(len(column), column.type.list_size)
-            return np.array(values)  # a copy that may be written to, as torch wants it
+            return np.array(values)  # a writable copy, which torch needs
         return np.array(column.to_numpy())

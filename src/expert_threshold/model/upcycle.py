@@ -1,4 +1,4 @@
-"""A dense model as the start of a Mixture-of-Experts one (sparse upcycling)."""
+"""Initialises a Mixture-of-Experts model from a dense one (sparse upcycling)."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from .gpt import GPT, Block, GPTConfig
 
 
 def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None, dense_layers: int = 1) -> GPTConfig:
-    """The model that `upcycle` makes: shared experts of together the width of the dense feed-forward.
+    """Return the configuration for `upcycle`: shared experts whose total width is that of the dense feed-forward.
 
     d_expert: width of an expert; None is the configuration's. Raises ValueError if the model is not dense, or the width
     does not divide that of its feed-forward.
     """
     if dense.rule is not None:
-        raise ValueError("the model has experts already; upcycle one that was trained with --rule dense")
+        raise ValueError("the model already has experts; upcycle one that was trained with --rule dense")
     d_expert = dense.d_expert if d_expert is None else d_expert
     if d_expert < 1 or dense.d_feed_forward % d_expert:
         raise ValueError(
-            f"d_expert={d_expert} must divide d_feed_forward={dense.d_feed_forward}, which the shared experts take over"
+            f"d_expert={d_expert} must divide d_feed_forward={dense.d_feed_forward}, which the shared experts share"
         )
     if not 0 <= dense_layers < dense.layers:
-        raise ValueError(f"dense_layers={dense_layers} must be from 0 to below layers={dense.layers}")
+        raise ValueError(f"dense_layers={dense_layers} must be at least 0 and less than layers={dense.layers}")
     shared = dense.d_feed_forward // d_expert
     return replace(dense, rule=rule, d_expert=d_expert, shared_experts=shared, dense_layers=dense_layers)
 
 
 @torch.no_grad()
 def upcycle(dense: GPT, config: GPTConfig, generator: torch.Generator) -> GPT:
-    """A model of `upcycled_config` that computes what the dense one does, whatever the routing.
+    """Return a model of `upcycled_config` that computes the same function as the dense one, whatever the routing.
 
-    The shared expert is the dense feed-forward. A routed expert has the input weights of some of its hidden units,
-    drawn for each expert anew, and output weights of zero, as the paper begins with: experts add nothing until they
-    have learned something, each from the tokens it gets. Routers and the rules' states begin as in a new model.
+    The shared expert is the dense feed-forward. Each routed expert copies the input weights of randomly drawn hidden
+    units and has zero output weights, like the paper's initialisation, so that experts add nothing until they learn
+    from their own tokens. Routers and rule states start as in a new model.
     Raises ValueError if a weight is not finite.
     """
     for name, weight in dense.named_parameters():
         if not weight.isfinite().all():
-            raise ValueError(f"weight {name} is not finite; upcycle a checkpoint of an earlier step")
+            raise ValueError(f"weight {name} is not finite; upcycle an earlier checkpoint")
     model = GPT(config, dense.compute_dtype)
     for new, old in zip(model.blocks, dense.blocks, strict=True):
         assert isinstance(new, Block)

@@ -1,14 +1,14 @@
-"""Checkpoints: a folder of safetensors files and JSON, whole or absent, with the hash of every byte in a manifest.
+"""Checkpoints: folders of safetensors and JSON files, written atomically, with hashes of every file in a manifest.
 
     step_000100/
       manifest.json           format, version, step; size and sha256 of every other file; written last
-      state.json              whatever is no tensor
+      state.json              everything that is not a tensor
       model.safetensors       one file per part: {name: tensor}
       optimizer.safetensors
 
-Where several ranks have saved, each has written files of its own, `model_of_rank_0.safetensors`, in parallel. They hold
-tensors, or parts of them that lie along the first dimension: then the metadata say where. Parts that overlap, or leave
-a place out, are refused; whoever reads gets whole tensors, and any number of ranks goes on from what others have saved.
+Several ranks write files of their own in parallel, such as `model_of_rank_0.safetensors`. These hold whole tensors, or
+parts along the first dimension, whose places are in the metadata. Parts that overlap or leave gaps are rejected.
+Readers get whole tensors, so any number of ranks can resume.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FOLDER_NAME = re.compile(r"step_(\d{6,})")
 
 
 class Part(NamedTuple):
-    """Some of a tensor: its places from `start` on, along the first dimension."""
+    """A slice of a tensor along the first dimension, from `start` on."""
 
     tensor: Tensor
     start: int
@@ -48,14 +48,14 @@ class Part(NamedTuple):
 
 
 Tensors = Mapping[str, Mapping[str, Tensor | Part]]
-"""What is saved: part -> name -> tensor, or of one rank of several some of it."""
+"""The tensors of a checkpoint: part -> name -> tensor, or one rank's slice of it."""
 Fingerprints = dict[str, dict[str, Any]]
 """Size and sha256 of each file."""
 
 
 class Checkpoint(NamedTuple):
     step: int
-    tensors: dict[str, Any]  # part -> name -> tensor, those that were read on the CPU
+    tensors: dict[str, Any]  # part -> name -> tensor, on the CPU if read from disk
     state: dict[str, Any]
 
 
@@ -64,9 +64,9 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def saved_steps(parent: Path) -> list[int]:
-    """The steps in ascending order, those included that were moved to another disk and are linked here.
+    """Returns the saved steps in ascending order, including checkpoints on another disk that are linked here.
 
-    Half-written checkpoints never have a step's name. Raises `ValueError` where `parent` is a link that leads nowhere.
+    Half-written checkpoints never have a step's name. Raises `ValueError` if `parent` is a dangling link.
     """
     if not _is_there(parent):
         return []
@@ -76,7 +76,7 @@ def saved_steps(parent: Path) -> list[int]:
 
 
 def _is_there(parent: Path) -> bool:
-    """Whether the folder exists. `ValueError` for a link to one that does not: a run with checkpoints elsewhere."""
+    """Returns True if the folder exists. Raises `ValueError` for a dangling link, as of a run on an absent disk."""
     if parent.is_symlink() and not parent.exists():
         raise ValueError(
             f"{parent}: links to {os.readlink(parent)}, which is not there; bring that disk back, or remove the link "
@@ -86,7 +86,7 @@ def _is_there(parent: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder, a file, or of a link the link alone: what lies outside of the run is not its own."""
+    """Removes a folder or a file; of a link only the link, since its target may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -94,10 +94,10 @@ def _remove(path: Path) -> None:
 
 
 def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -> None:
-    """Saves a checkpoint so that at any time, also when killed, it is there whole or not at all.
+    """Saves a checkpoint atomically: it exists whole or not at all, even if the process is killed.
 
-    A step that is already there whole stays as it is: a run has one state per step. `OSError` (a full disk) and every
-    other exception leave all earlier checkpoints as they were.
+    A step that is already saved is kept, since a run has one state per step. `OSError` (a full disk) and every other
+    exception leave all earlier checkpoints intact.
     """
     temporary = begin(parent, step)
     if temporary is None:
@@ -109,8 +109,8 @@ def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -
 
 
 def begin(parent: Path, step: int) -> Path | None:
-    """An empty folder for the files of a checkpoint; None where that step is there whole. Removes what was left over
-    by those that were never committed.
+    """Returns an empty folder for a checkpoint's files, or None if that step is already saved. Removes leftovers of
+    checkpoints that were never committed.
     """
     if not _is_there(parent):
         parent.mkdir()
@@ -130,7 +130,7 @@ def begin(parent: Path, step: int) -> Path | None:
 
 
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
-    """Writes a file for each part; rank: of several, which all write to the folder at once. May run in any thread."""
+    """Writes a file for each part. rank: this rank, if several write to the folder at once. May run in any thread."""
     names = []
     for part, named in tensors.items():
         names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
@@ -158,9 +158,9 @@ def _temporary(parent: Path, step: int) -> Path:
 
 
 def prune(parent: Path, keep: int, newest: int) -> None:
-    """Removes all but the last `keep` checkpoints, and never `newest`, the one that is known to be whole.
+    """Removes all but the last `keep` checkpoints, and never `newest`, the one known to be whole.
 
-    Of a checkpoint that was moved elsewhere and linked back the link goes, and what it leads to stays.
+    Of a linked checkpoint only the link is removed.
     """
     for step in saved_steps(parent)[:-keep]:
         if step != newest:
@@ -171,8 +171,8 @@ def prune(parent: Path, keep: int, newest: int) -> None:
 
 
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:
-    """Loads the checkpoint of `step` (of its tensors only `parts`, if given), after comparing every byte of what it
-    loads with the manifest. Nothing is unpickled.
+    """Loads the checkpoint of `step`, only `parts` of its tensors if given, after checking every loaded file against
+    the manifest. Nothing is unpickled.
 
     Raises `ValueError` that names what is damaged, missing or foreign, and the checkpoint to fall back on.
     """
@@ -195,7 +195,7 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> None:
-    """Compares the files (all, or those named) with the manifest: `ValueError` on the first difference."""
+    """Checks the files, all or those named, against the manifest. Raises `ValueError` on the first difference."""
     for name, expected in _listed(folder).items():
         if names is not None and name not in names:
             continue
@@ -209,7 +209,7 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """The files of a checkpoint with size and hash, from a manifest that is checked to be one of ours."""
+    """Returns the files of a checkpoint with size and hash, after validating the manifest."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
@@ -222,9 +222,9 @@ def _listed(folder: Path) -> dict[str, dict[str, Any]]:
     if not isinstance(files, dict) or "state.json" not in files or manifest.get("step") != int(folder.name[5:]):
         raise ValueError(f"{path}: damaged")
     for name, fingerprint in files.items():
-        # Also refuses names that lead out of the folder.
+        # Also rejects names that lead out of the folder.
         if not _FILE_NAME.fullmatch(name):
-            raise ValueError(f"{path}: lists {name!r}, which is no file of a checkpoint")
+            raise ValueError(f"{path}: lists {name!r}, which is not a file of a checkpoint")
         if not isinstance(fingerprint, dict) or fingerprint.keys() != {"size", "sha256"}:
             raise ValueError(f"{path}: damaged")
     return files
@@ -272,13 +272,13 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
             places = _places(path, file.metadata() or {})
             for name in file.keys():  # noqa: SIM118  no mapping
                 if name in tensors or (name in parts and name not in places):
-                    raise ValueError(f"{path}: {name} is in the file of another rank, too")
+                    raise ValueError(f"{path}: {name} is also in the file of another rank")
                 if name in places:
                     start, *shape = places[name]
                     parts[name].append(Part(file.get_tensor(name), start, tuple(shape)))
                 else:
                     tensors[name] = file.get_tensor(name)
-    while parts:  # which are let go as they are joined: together they are as large as the checkpoint
+    while parts:  # freed as they are joined, since together they are as large as the checkpoint
         name, found = parts.popitem()
         try:
             tensors[name] = _join(found)
@@ -288,7 +288,7 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
 
 
 def _places(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
-    """Of each part in a file its first place, then the shape of the whole. Raises ValueError for anything else."""
+    """Returns each slice's start and its tensor's shape from a file's metadata. Raises ValueError if malformed."""
     places = json.loads(metadata.get(_PLACES, "{}"))
     if not isinstance(places, dict) or not all(
         isinstance(place, list) and len(place) > 1 and all(type(number) is int for number in place)
@@ -299,13 +299,13 @@ def _places(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
 
 
 def _join(parts: list[Part]) -> Tensor:
-    """The tensor of these parts. Raises ValueError unless every place of it lies in exactly one of them."""
+    """Returns the tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
     parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
     end = 0
     for rows, start, whole in parts:
         if whole != shape or rows.dtype != dtype or rows.ndim != len(shape) or rows.shape[1:] != shape[1:]:
-            raise ValueError("its parts are not of one tensor")
+            raise ValueError("its parts belong to different tensors")
         if start != end:
             raise ValueError("parts overlap" if start < end else "files of a rank are missing")
         end += len(rows)
@@ -315,7 +315,7 @@ def _join(parts: list[Part]) -> Tensor:
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Size and hash; the hash is left empty when the size is not the expected one, and need not be known."""
+    """Returns size and hash; the hash is empty if the size is not the expected one, since it is not needed then."""
     found = path.stat().st_size
     if size not in (None, found):
         return {"size": found, "sha256": ""}

@@ -1,4 +1,4 @@
-"""A run folder made of another one without training: weights alone, to be used or to be begun from."""
+"""Derives a run folder from another without training: weights alone, for use or as the start of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .folder import RunFolder
 
 
 def require_free(to: str | Path, option: str = "--to") -> None:
-    """Raise ValueError if something is there already: no run is ever written over."""
+    """Raise ValueError if the folder exists and is not empty: no run is ever overwritten."""
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{option} {to}: already exists; name another folder")
@@ -31,13 +31,13 @@ def derive(
     model: Mapping[str, Any],
     files: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> RunFolder:
-    """Write a run with the source's configuration and tokenizer but this model, whole or not at all.
+    """Write a run with the source's configuration and tokenizer but this model, atomically.
 
-    model: its section of the configuration; files: further JSON objects by name. The source is not touched. Raises
-    ValueError if `to` holds something, OSError where the disk is full.
+    model: its section of the configuration; files: further JSON objects by name. The source does not change. Raises
+    ValueError if `to` is not empty, OSError if the disk is full.
     """
     require_free(to)
-    to = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, what it leads to can
+    to = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
     to.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{to.name}-", dir=to.parent))
     try:

@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: written beside their place, flushed to the disk, then renamed."""
+"""Atomic files: written beside their place, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Strict JSON, which has no NaN and no infinity: `ValueError` if `value` holds one. Floats survive exactly."""
+    """Returns strict JSON; floats survive exactly. Raises `ValueError` for NaN and infinity, which JSON lacks."""
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`. Anything else reads as an empty one, which no check of a format lets pass."""
+    """Returns the JSON object in `path`; anything else reads as an empty object, which fails every format check."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
-    """What a record lacks, or has of another kind than is read of it, is told as damage of `name`: `ValueError`."""
+    """Turns errors from missing or malformed fields into a `ValueError` that reports damage to `name`."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -35,7 +35,7 @@ def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes the folder's list of names to the disk, without which a rename does not outlive a loss of power."""
+    """Flushes the folder's entries to disk, without which a rename does not survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,7 +45,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds the path to an `OSError` that has none: a write that fails does not say where."""
+    """Adds the path to an `OSError` that has none, as those of failed writes."""
     try:
         yield
     except OSError as error:
@@ -62,9 +62,9 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write that becomes `path`, unless an error leaves the old one: readers see one of them, and whole.
+    """Yields a file to write that becomes `path` unless an error occurs; readers see the old or the new file, whole.
 
-    A link stays one: what it leads to is replaced.
+    If `path` is a link, its target is replaced.
     """
     path = Path(os.path.realpath(path))
     temporary = path.with_name(f".tmp-{path.name}")
@@ -78,6 +78,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes `path` so that its readers, at any time, see the old content or the new; `OSError` leaves the old."""
+    """Writes `path` atomically: readers see the old or the new content, and `OSError` leaves the old."""
     with replacing(path) as temporary:
         write_synced(temporary, content)

@@ -1,4 +1,4 @@
-"""A run folder: everything that one training run wrote, and all that is needed to resume or to repeat it."""
+"""A run folder: everything that a training run writes and that is needed to resume or repeat it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file. `ValueError` if it is missing or damaged."""
+    """Returns the tokenizer in a file. Raises `ValueError` if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing; restore it from a copy, or train again")
     return Tokenizer.load(path)
@@ -29,7 +29,7 @@ class RunFolder:
     """The files of one run.
 
     config.json             the whole resolved configuration
-    metrics.jsonl           one JSON object a line
+    metrics.jsonl           one JSON object per line
     tokenizer.json
     checkpoints/step_000100/
     samples/
@@ -37,7 +37,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Names a folder and touches nothing: use `create` or `open`."""
+        """Refers to a folder without touching it; use `create` or `open`."""
         self.path = path
         self.metrics = Metrics(path / "metrics.jsonl")
         self.tokenizer_path = path / "tokenizer.json"
@@ -48,7 +48,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Makes an empty run folder. `ValueError` if something is there already: no run is ever written over."""
+        """Creates an empty run folder. Raises `ValueError` if it is not vacant: no run is ever overwritten."""
         if not str(path):
             raise ValueError("--out is empty; name a folder")
         path = Path(path)
@@ -60,7 +60,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Opens a run that exists. `ValueError` if `path` is none, or one that this program cannot read."""
+        """Opens an existing run. Raises `ValueError` if `path` is not a run that this version can read."""
         run = cls(Path(path))
         if not run.path.is_dir():
             raise ValueError(f"{path}: no such run folder; name the --out of an earlier `et train`")
@@ -71,17 +71,17 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Held by whoever trains. `ValueError` that names the holder while another process trains the same run."""
+        """Locks the run for training. Raises `ValueError` that names the holder if another process trains it."""
         with exclusive(self.path / LOCK):
             yield
 
     @property
     def config(self) -> dict[str, Any]:
-        """What `write_config` was given."""
+        """The configuration as given to `write_config`."""
         return {key: value for key, value in self._read_config().items() if key not in ("format", "version")}
 
     def section(self, name: str) -> dict[str, Any]:
-        """A section of the configuration. `ValueError` if it is missing, or no object."""
+        """Returns a section of the configuration. Raises `ValueError` if it is missing or not an object."""
         section = self.config.get(name)
         if not isinstance(section, dict):
             raise ValueError(
@@ -113,7 +113,7 @@ class RunFolder:
             tokenizer.save(temporary)
 
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer. `ValueError` if it is missing, damaged or another model's."""
+        """Returns the run's tokenizer. Raises `ValueError` if it is missing, damaged or another model's."""
         tokenizer = read_tokenizer(self.tokenizer_path)
         vocab_size = self.section("model").get("vocab_size")
         if tokenizer.vocab_size != vocab_size:
@@ -124,11 +124,11 @@ class RunFolder:
         return tokenizer
 
     def checkpoints(self) -> list[int]:
-        """The saved steps, oldest first."""
+        """Returns the saved steps, oldest first."""
         return checkpoint.saved_steps(self._checkpoints)
 
     def latest_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint; None before the first."""
+        """Returns the step of the newest checkpoint, or None before the first."""
         return max(self.checkpoints(), default=None)
 
     def save_checkpoint(
@@ -138,10 +138,10 @@ class RunFolder:
         state: Mapping[str, Any],
         keep: int | None = None,
     ) -> None:
-        """Saves `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys), whole or not at all.
+        """Saves `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
 
-        `keep`: how many of the newest checkpoints stay; None keeps all. A step that is already saved is left as it is.
-        Raises `OSError` when the disk is full; everything saved before is unharmed then.
+        `keep`: how many of the newest checkpoints stay; None keeps all. A step that is already saved does not change.
+        Raises `OSError` if the disk is full; earlier checkpoints stay intact.
         """
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must stay; None keeps all")
@@ -150,23 +150,23 @@ class RunFolder:
             checkpoint.prune(self._checkpoints, keep, newest=step)
 
     def begin_checkpoint(self, step: int) -> Path | None:
-        """Where several ranks are to write their files of a checkpoint; None where that step is saved already."""
+        """Returns the folder in which all ranks write a checkpoint's files; None if that step is already saved."""
         return checkpoint.begin(self._checkpoints, step)
 
     def write_files(self, temporary: Path, tensors: Tensors, rank: int) -> Fingerprints:
-        """Writes this rank's files there; of any thread."""
+        """Writes this rank's files to the folder; may run in any thread."""
         return checkpoint.write_files(temporary, tensors, rank)
 
     def commit_checkpoint(
         self, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None
     ) -> None:
-        """Makes the files that ranks have written one checkpoint; `keep` as `save_checkpoint` says."""
+        """Commits the files of all ranks as one checkpoint; `keep` as in `save_checkpoint`."""
         checkpoint.commit(self._checkpoints, step, files, state)
         if keep is not None:
             checkpoint.prune(self._checkpoints, keep, newest=step)
 
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
-        """The checkpoint of `step`, or the newest, verified against its manifest; of its tensors only `parts`, if any.
+        """Returns the checkpoint of `step` or the newest, verified, with only `parts` of its tensors if given.
 
         Raises `ValueError` that names the damaged or missing file and the checkpoint to fall back on.
         """

@@ -1,4 +1,4 @@
-"""The trained model of a run folder."""
+"""Loads the trained model of a run folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     rate: float | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """The model of a run as saved at `step`, or last, in evaluation mode, and the run's tokenizer.
+    """Returns the model of a run, saved at `step` or last, in evaluation mode, and the run's tokenizer.
 
-    Its weights are in the compute dtype, the routers' in float32: to train on, take them from the checkpoint.
-    rate: routed experts per token to aim at, see `GPT.set_rate`.
+    Weights are in the compute dtype, the routers' in float32; to continue training, read the checkpoint instead.
+    rate: mean fanout, see `GPT.set_rate`.
     Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
     has no such rate.
     """

@@ -12,18 +12,18 @@ from pathlib import Path
 
 from .files import named
 
-# Tells this process from an earlier one with the same number: in containers every start gets the same.
+# Distinguishes this process from an earlier one with the same PID, as containers reuse PIDs at every start.
 _PROCESS = uuid.uuid4().hex
 
 LOCK = ".lock"
-"""The lock file's name in the folder that it is for. One that was left by a killed process is no content."""
+"""The lock file's name in the folder it locks. A killed process's lock does not count as content of the folder."""
 
 
 @contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`. A lock whose holder has died is taken over.
+    """Holds the lock file `path`, taking over the lock of a dead process.
 
-    Raises `ValueError` that names the holder while another trainer, also one of this process, has it.
+    Raises `ValueError` that names the holder if another trainer, even in this process, holds it.
     """
     claim = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "process": _PROCESS}).encode()
     while True:
@@ -41,7 +41,7 @@ def exclusive(path: Path) -> Iterator[None]:
 
 
 def _remove_if_stale(path: Path) -> None:
-    """Removes a dead holder's lock; `ValueError` if the holder lives or cannot be asked."""
+    """Removes a dead holder's lock. Raises `ValueError` if the holder lives or is on another machine."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -56,8 +56,8 @@ def _remove_if_stale(path: Path) -> None:
             f"{path.parent}: process {pid} on {host} is at work there; stop it first, "
             f"or delete {path} if it is gone"
         )
-    # Moved before it is removed: of two processes that found the same dead holder, the slower one may have moved the
-    # faster one's fresh lock, and must give it back.
+    # Moved before it is removed: if two processes find the same dead holder, the slower one may move the faster one's
+    # new lock, and must give it back.
     moved = path.with_name(f"{path.name}-{uuid.uuid4().hex}")
     try:
         os.rename(path, moved)
@@ -79,5 +79,5 @@ def _runs(pid: int) -> bool:
 
 
 def is_vacant(folder: Path) -> bool:
-    """Whether the folder holds nothing, or nothing but a lock."""
+    """Returns True if the folder is empty but for a lock."""
     return {path.name for path in folder.iterdir()} <= {LOCK}

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one JSON object a line, each with its `step` and its `split`."""
+"""`metrics.jsonl`: one JSON object per line, each with its `step` and its `split`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """What a run measured, in the order of measuring. Another process may read the file while a trainer appends."""
+    """A run's measurements, in chronological order. Other processes may read the file while a trainer appends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -29,21 +29,21 @@ class Metrics:
         line = (to_json(_finite(record)) + "\n").encode()
         with named(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
-            if file.write(line) < len(line):  # a full disk takes a part and fails only at the next write
+            if file.write(line) < len(line):  # a full disk accepts a part and fails only at the next write
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def read(self) -> list[dict[str, Any]]:
-        """Every record. A torn last line, left by a crash or half written just now, is left out and logged.
+        """Returns every record. A torn last line, from a crash or a write in progress, is skipped and logged.
 
         Raises `ValueError` for damage anywhere else, naming the line.
         """
         if not self.path.exists():
             return []
-        # What follows the last newline is torn even when it parses: 12 may be the beginning of 123.
+        # Text after the last newline is torn even if it parses: 12 may be the start of 123.
         *lines, torn = self.path.read_bytes().split(b"\n")
         records = [_parse(line) for line in lines]
-        if records and records[-1] is None and not torn:  # a loss of power may leave zeros and a newline
+        if records and records[-1] is None and not torn:  # a power loss may leave zeros and a newline
             torn = lines.pop()
         whole = []
         for number, record in enumerate(records[: len(lines)], start=1):
@@ -55,13 +55,13 @@ class Metrics:
         return whole
 
     def truncate_after(self, step: int) -> None:
-        """Drops the lines of later steps and a torn last line, so that a run resumed from `step` writes them anew."""
+        """Drops lines of later steps and a torn last line, so that a run resumed from `step` writes them again."""
         kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
         replace_file(self.path, "".join(kept).encode())
 
 
 def _finite(value: Any) -> Any:
-    """`value` with null for every float that JSON cannot hold."""
+    """Returns `value` with null for every float that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
