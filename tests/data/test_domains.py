@@ -63,8 +63,8 @@ def test_questions_stand_above_their_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("", "nothing to measure a model on"),
-        ('{"text": " "}\n', "nothing to measure a model on"),
+        ("", "nothing to evaluate on"),
+        ('{"text": " "}\n', "nothing to evaluate on"),
         ('{"prompt": "a"}\n', "line 1 has no text in text_field='text'.*prompt"),
         ('{"question": "a", "answer": "b"}\n{"question": "a"}\n', "line 2 has no text in text_field='answer'"),
         ("[1]\n", "line 1 is not a JSON object"),

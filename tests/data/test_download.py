@@ -248,7 +248,7 @@ def test_contents_are_checked_against_the_hash_that_the_server_states(
     assert (tmp_path / "a").read_bytes() == CONTENT
     server.always["b"] = "garbled"
     server.files["b"], server.headers["b"] = CONTENT, headers
-    with pytest.raises(ValueError, match=r"/b: what arrived has .* the server states .*, 6 times in a row"):
+    with pytest.raises(ValueError, match=r"/b: the download has .* the server states .*, 6 times in a row"):
         download([server.remote("b", tmp_path)])
     assert not (tmp_path / "b").exists()
 
@@ -296,7 +296,7 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(
 
 def test_a_server_that_wants_to_be_left_alone_for_an_hour_is(server: Server, tmp_path: Path) -> None:
     server.always["a"] = "429 3600"
-    with pytest.raises(ValueError, match=r"/a: asks to be left alone for 3600 s; try again then"):
+    with pytest.raises(ValueError, match=r"/a: asks to wait for 3600 s; try again then"):
         download([server.remote("a", tmp_path)])
 
 

@@ -229,7 +229,7 @@ def test_a_split_without_documents_is_refused(tmp_path: Path) -> None:
     assert_refused(f"{path} has no documents left for train: give more documents", path)
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_parquet(tmp_path / "b.parquet", [])
-    assert_refused(f"{tmp_path}/b.parquet has no documents: put some into it, or take it away", tmp_path)
+    assert_refused(f"{tmp_path}/b.parquet has no documents: put some into it, or remove it", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])

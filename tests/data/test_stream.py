@@ -174,7 +174,7 @@ def test_a_position_outside_the_corpus_is_refused() -> None:
 def test_a_corpus_of_nothing_but_empty_parts_ends() -> None:
     parts = Parts([[], []])
     parts.bytes = [10, 10]
-    with pytest.raises(ValueError, match="no document of this corpus can be read"):
+    with pytest.raises(ValueError, match="no document of this corpus is readable"):
         next(Loader(parts, 1, 4, seed=0))
 
 
@@ -288,7 +288,7 @@ def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
     bad = damage(folder)
     reasons = ["is damaged or no Parquet file", "is damaged or no Parquet file", "has no documents", "has no column"]
     for path, reason in zip(bad.values(), reasons, strict=False):
-        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or leave such shards out with --skip-damaged$"):
+        with pytest.raises(ValueError, match=rf"^{path} {reason}.*; or skip such shards with --skip-damaged$"):
             open_source(str(folder))
         path.unlink()
     open_source(str(folder))
@@ -391,7 +391,7 @@ def test_tokenizing_goes_on_where_it_was_interrupted(torn: int, tmp_path: Path, 
     out = tmp_path / "tokens"
     with pytest.raises(KeyboardInterrupt):
         tokenized(corpus, tokenizer, out, progress=interrupt)
-    with pytest.raises(ValueError, match=f"{out} is not finished: go on with et data tokenize --out {out}"):
+    with pytest.raises(ValueError, match=f"{out} is not finished: resume with et data tokenize --out {out}"):
         open_source(str(out))
     with (out / "train.ids").open("ab") as file:  # what was under way
         file.write(bytes(torn))
@@ -408,7 +408,7 @@ def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Token
     tokenized(corpus, tokenizer, out)
     with pytest.raises(ValueError, match=r"is complete, or of other text or another tokenizer; name another --out"):
         tokenized(corpus, Tokenizer.train(TEXTS, 290), out)
-    with pytest.raises(ValueError, match=r"already exists and is no folder of tokens; name another --out"):
+    with pytest.raises(ValueError, match=r"already exists and is not a token folder; name another --out"):
         tokenized(corpus, tokenizer, tmp_path / "shards")
     stored = open_source(str(out))
     assert stored.parts is not None
@@ -447,5 +447,5 @@ def test_damaged_token_files_are_named(tmp_path: Path, tokenizer: Tokenizer) -> 
     with pytest.raises(ValueError, match=r"tokenizer.json is not the one its tokens were made with: restore it"):
         open_source(str(out))
     (out / "tokens.json").write_text("[]")
-    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version reads: make them with et data"):
+    with pytest.raises(ValueError, match=rf"^{out} holds no tokens that this version can read: make them with et data"):
         open_source(str(out))

@@ -126,7 +126,7 @@ def test_a_tokenizer_json_that_encodes_otherwise_is_refused_in_one_line(
 
 def test_a_vocabulary_that_no_merges_lead_to_is_refused() -> None:
     tokens = [bytes([byte]) for byte in range(256)]
-    with pytest.raises(ValueError, match=r"token 256, b'abc', is no merge of two tokens before it"):
+    with pytest.raises(ValueError, match=r"token 256, b'abc', is not a merge of two earlier tokens"):
         to_tokenizer_json([*tokens, b"abc"], PATTERN, BOS)
     with pytest.raises(ValueError, match="tokens are not all different"):
         to_tokenizer_json([*tokens, b"a"], PATTERN, BOS)

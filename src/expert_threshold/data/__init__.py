@@ -1,4 +1,4 @@
-"""Text to batches: corpora, the tokenizer, and the loader of packed documents."""
+"""From text to batches: corpora, the tokenizer, and the loader of packed documents."""
 
 from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, pack, windows

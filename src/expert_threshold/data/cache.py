@@ -1,4 +1,4 @@
-"""The folder where what was downloaded is kept."""
+"""The folder that holds downloads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ VARIABLE = "EXPERT_THRESHOLD_CACHE"
 
 
 def cache_folder(given: str | None = None) -> Path:
-    """`given`, or what the environment's EXPERT_THRESHOLD_CACHE names, or expert-threshold in the user's cache."""
+    """Return `given`, else the folder in EXPERT_THRESHOLD_CACHE, else expert-threshold in the user's cache."""
     if given or os.environ.get(VARIABLE):
         return Path(given or os.environ[VARIABLE]).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "expert-threshold"
 
 
 def require_writable(folder: Path, remedy: str = f"name another cache with --cache or {VARIABLE}") -> Path:
-    """The folder, made where it was not there. Raises ValueError with the remedy if nothing can be written into it."""
+    """Return the folder, created if needed. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

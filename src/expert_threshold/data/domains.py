@@ -1,4 +1,4 @@
-"""Text to measure a model on: what any source holds out, and two sets of questions as plain text."""
+"""Text for evaluation: the held-out part of any source, and two question sets as plain text."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ CODE = "code"
 """The embedded corpus without its prose."""
 
 HELD_OUT = ("test", "validation")
-"""Names of files that are not for training: test.jsonl, validation-00000-of-00001.parquet."""
+"""First words of the names of files not for training: test.jsonl, validation-00000-of-00001.parquet."""
 
-# Sets of questions are known by the fields of their lines: GSM8K and HumanEval. What stands between the two.
+# GSM8K and HumanEval are recognised by the fields of their lines; the value separates the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}
 
 
 def open_held_out(source: str, text_field: str = "text") -> Corpus:
-    """A corpus whose validation split is what the source holds out; it may have no other.
+    """Return a corpus whose validation split is the source's held-out text; it may have no training split.
 
-    source: as in `DataConfig`, or "code", the source files alone of the embedded corpus. A source without a validation
-    split of its own holds out its files named test or validation, or if there are none, everything. A line of GSM8K or
-    HumanEval is question and answer, one below the other. Raises ValueError as `open_source` does.
+    source: as in `DataConfig`, or "code", only the source files of the embedded corpus. A source without a validation
+    split of its own holds out its files named test or validation, or everything if there are none. A line of GSM8K or
+    HumanEval becomes the question followed by the answer. Raises ValueError as `open_source` does.
     """
-    remedy = "there is nothing to measure a model on, so name another source"
+    remedy = "there is nothing to evaluate on, so name another source"
     if source == CODE:
         _, held_out = embedded.documents()
         code = [(name, text) for name, text in held_out if name.endswith(".py")]
@@ -60,7 +60,7 @@ def _read(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _fields(line: bytes) -> set[str]:
-    """Of a JSON object; of anything else, which reading it will tell, none."""
+    """Return the fields of a JSON object; none for anything else, which is reported when it is read."""
     try:
         record = json.loads(line)
     except ValueError:

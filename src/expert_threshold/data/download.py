@@ -1,4 +1,4 @@
-"""Files over HTTPS: several at a time, resumed, retried, checked, and in their place only when they are whole."""
+"""Downloads over HTTPS: concurrent, resumed, retried, verified, and moved into place only when complete."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from typing import IO, Any, NamedTuple
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 30.0  # seconds without a byte
-ATTEMPTS = 6  # in a row that brought nothing
+ATTEMPTS = 6  # in a row without progress
 FIRST_WAIT, LAST_WAIT = 0.5, 30.0  # seconds between attempts, doubled after each
-LONGEST_WAIT = 300.0  # seconds that a server may ask for
+LONGEST_WAIT = 300.0  # seconds, the longest Retry-After that is honoured
 PASSING = {408, 425, 429, 500, 502, 503, 504}
-"""HTTP errors that may be over at the next attempt."""
+"""HTTP errors worth a retry."""
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are there and the bytes in all, as far as they are known."""
+"""Receives the bytes present and the total, as far as it is known."""
 
 
 class Remote(NamedTuple):
     url: str
-    path: Path  # where it goes
+    path: Path  # the destination
 
     @property
     def part(self) -> Path:
-        """What has arrived of it."""
+        """The partial download."""
         return self.path.with_name(f".part-{self.path.name}")
 
     @property
     def note(self) -> Path:
-        """Of which file that is a part."""
+        """The file that records the identity of the partial download."""
         return self.path.with_name(f".note-{self.path.name}")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a server says of a file; None is what it does not say."""
+    """A file's identity as stated by a server; fields are None if not stated."""
 
     etag: str | None
     size: int | None
@@ -60,17 +60,17 @@ class Identity:
 
     @property
     def can_resume(self) -> bool:
-        """Whether a later answer can be told to be of the same bytes."""
+        """Returns True if a later response can be verified to be of the same bytes."""
         return self.sha256 is not None or self.etag is not None
 
     def same(self, other: Identity) -> bool:
-        """Whether both are of the same bytes. Caches in front of a server may differ in their ETags."""
+        """Returns True if both are of the same bytes. Caches in front of a server may differ in their ETags."""
         known = "etag" if self.sha256 is None or other.sha256 is None else "sha256"
         return (self.size, getattr(self, known)) == (other.size, getattr(other, known))
 
     @classmethod
     def of(cls, headers: Message, size: int | None, linked: str | None) -> Identity:
-        """linked: the ETag that a redirect on the way told of the file, as the Hugging Face hub does."""
+        """Return the identity from response headers. linked: the file's ETag from a redirect, as of Hugging Face."""
         etag = headers.get("ETag")
         hashes = [_hex(tag) for tag in (linked, etag)]
         sha256 = next((tag for tag in hashes if len(tag) == 64), None)
@@ -85,7 +85,7 @@ def _hex(tag: str | None) -> str:
 
 
 class _PassingError(Exception):
-    """Worth another attempt, after so many seconds if the server said."""
+    """An error worth a retry, after `after` seconds if the server says so."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
         super().__init__(reason)
@@ -93,7 +93,7 @@ class _PassingError(Exception):
 
 
 class _ForeignError(_PassingError):
-    """What has arrived is not of the file that is there now, and goes."""
+    """The partial download belongs to an older version of the file and is discarded."""
 
 
 class _StoppedError(Exception):
@@ -101,15 +101,15 @@ class _StoppedError(Exception):
 
 
 def download(remotes: Sequence[Remote], *, connections: int = 8, progress: Progress | None = None) -> None:
-    """Fetch every file that is not in its place yet.
+    """Download every file that is missing.
 
-    What arrives lies beside its place as `.part-NAME` until it is whole, and the next call goes on with it; so nothing
-    is lost by Ctrl-C. Sizes are checked, and contents against the SHA-256 (or S3's MD5) that the server states.
-    Raises ValueError where the server cannot be reached, refuses a file, or does not deliver it in several attempts;
-    files that were whole by then stay. Raises OSError where the disk is full.
+    Partial downloads lie beside their destination as `.part-NAME`, and the next call resumes them, so Ctrl-C loses
+    nothing. Sizes are verified, and contents against the SHA-256 (or S3's MD5) that the server states.
+    Raises ValueError if the server is unreachable, refuses a file, or fails to deliver it in several attempts; files
+    that are complete by then stay. Raises OSError if the disk is full.
     """
     job = _Job(remotes)
-    # Daemons: a thread that waits for the network must not keep the program from ending.
+    # Daemon threads, since one that waits for the network must not keep the program from exiting.
     threads = [threading.Thread(target=job.work, daemon=True) for _ in range(min(connections, len(remotes)))]
     for thread in threads:
         thread.start()
@@ -125,7 +125,7 @@ def download(remotes: Sequence[Remote], *, connections: int = 8, progress: Progr
 
 
 class _Job:
-    """What the threads of one call share."""
+    """The state shared by the threads of one call."""
 
     def __init__(self, remotes: Sequence[Remote]) -> None:
         self.left: queue.SimpleQueue[Remote] = queue.SimpleQueue()
@@ -137,11 +137,11 @@ class _Job:
         self.arrived: dict[Path, int] = {}
         self.stop = threading.Event()
         self.answered = False
-        """Whether any server ever answered: where none did, the network is gone, and waiting is in vain."""
+        """True once any server has answered; before, the network is assumed down and retries are pointless."""
         self.error: Exception | None = None
 
     def known(self) -> tuple[int, int]:
-        """Bytes that are there, and bytes in all; files whose size is not known yet count as the mean of the others."""
+        """Return the bytes present and the total; files of unknown size count as the mean of the others."""
         sizes = list(self.sizes.values())
         return sum(list(self.arrived.values())), round(sum(sizes) / len(sizes) * self.files)
 
@@ -156,7 +156,7 @@ class _Job:
             self.stop.set()
 
     def fetch(self, remote: Remote) -> None:
-        """One file, in as many attempts as it takes while each brings something."""
+        """Download one file, retrying as long as attempts make progress."""
         failures = 0
         while True:
             before = self.arrived.get(remote.path, 0)
@@ -169,14 +169,14 @@ class _Job:
                 failures = 1 if self.arrived.get(remote.path, 0) > before else failures + 1
                 if failures >= ATTEMPTS:
                     raise ValueError(
-                        f"{remote.url}: {fault}, {ATTEMPTS} times in a row; try again later, what has arrived is kept"
+                        f"{remote.url}: {fault}, {ATTEMPTS} times in a row; try again later, the partial file is kept"
                     ) from None
                 wait = min(FIRST_WAIT * 2**failures, LAST_WAIT) * random.uniform(0.5, 1)
                 if self.stop.wait(wait if fault.after is None else fault.after):
                     raise _StoppedError from None
 
     def attempt(self, remote: Remote) -> None:
-        """Ask for what is missing, append it, and put the file in its place if it is whole."""
+        """Request the missing bytes, append them, and move the file into place if it is complete."""
         part, note = remote.part, remote.note
         expected = _read_note(note)
         have = part.stat().st_size if expected is not None and expected.can_resume and part.exists() else 0
@@ -199,7 +199,7 @@ class _Job:
         note.unlink()
 
     def open(self, remote: Remote, have: int, expected: Identity | None) -> _Answer:
-        """The answer to a request for the bytes from `have` on."""
+        """Return the answer to a request for the bytes from `have` on."""
         headers = {"User-Agent": "expert-threshold", "Accept-Encoding": "identity"}
         if have and expected is not None:
             headers["Range"] = f"bytes={have}-"
@@ -217,7 +217,7 @@ class _Job:
             if error.code in PASSING:
                 after = _retry_after(error.headers)
                 if after is not None and after > LONGEST_WAIT:
-                    raise ValueError(f"{remote.url}: asks to be left alone for {after:.0f} s; try again then") from None
+                    raise ValueError(f"{remote.url}: asks to wait for {after:.0f} s; try again then") from None
                 raise _PassingError(f"HTTP {error.code} {error.reason}", after) from None
             raise ValueError(f"{remote.url}: HTTP {error.code} {error.reason}; check the address") from None
         except urllib.error.URLError as error:
@@ -252,7 +252,7 @@ class _Job:
 
 class _Answer(NamedTuple):
     response: http.client.HTTPResponse
-    linked: str | None  # an ETag of the file from a redirect
+    linked: str | None  # the file's ETag from a redirect
 
     def __enter__(self) -> _Answer:
         return self
@@ -262,7 +262,7 @@ class _Answer(NamedTuple):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, never from https to anything else, and keeps what they tell of the file."""
+    """Follows redirects, but only to https, and keeps the file's ETag that they state."""
 
     def __init__(self) -> None:
         self.linked: str | None = None
@@ -277,7 +277,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def _continue(
     response: http.client.HTTPResponse, linked: str | None, have: int, expected: Identity | None
 ) -> tuple[Identity, int]:
-    """Who the file is, and after how many of the bytes we have the answer begins: 0 where it is the whole file."""
+    """Return the file's identity and the offset at which the answer begins, 0 if it is the whole file."""
     if response.status != 206:
         length = response.headers.get("Content-Length")
         return Identity.of(response.headers, None if length is None else int(length), linked), 0
@@ -289,7 +289,7 @@ def _continue(
 
 
 def _fault(part: Path, expected: Identity) -> str | None:
-    """What is wrong with a file that has arrived."""
+    """Return what is wrong with a downloaded file; None if nothing is."""
     size = part.stat().st_size
     if expected.size is not None and size != expected.size:
         return f"{size} bytes arrived instead of {expected.size}"
@@ -299,12 +299,12 @@ def _fault(part: Path, expected: Identity) -> str | None:
             with part.open("rb") as file:
                 found = hashlib.file_digest(file, partial(hashlib.new, name, usedforsecurity=False)).hexdigest()
             if found != stated:
-                return f"what arrived has {name} {found[:12]}…, the server states {stated[:12]}…"
+                return f"the download has {name} {found[:12]}…, the server states {stated[:12]}…"
     return None
 
 
 def _read_note(note: Path) -> Identity | None:
-    """What was known of the file whose part is there; None where that is not readable."""
+    """Return the recorded identity of a partial download; None if it is unreadable."""
     try:
         return Identity(**json.loads(note.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -312,7 +312,7 @@ def _read_note(note: Path) -> Identity | None:
 
 
 def _retry_after(headers: Message) -> float | None:
-    """Seconds, from a number of them or a date; None where the server says nothing of it."""
+    """Return the seconds to wait, stated as a number or a date; None if the server states neither."""
     text = headers.get("Retry-After", "")
     if text.isdigit():
         return float(text)

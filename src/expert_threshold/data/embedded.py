@@ -1,4 +1,4 @@
-"""The corpus that is on every machine: Python's standard library, its source as code and its documentation as prose."""
+"""The embedded corpus: Python's standard library, its source as code and its documentation as prose."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules and packages of Python 3.11 to 3.14. Left out: `encodings` (tables of numbers), the tests, and what a release
-# in that range has not. Some distributions strip tkinter, idlelib and others: what is missing is skipped.
+# Modules and packages in all of Python 3.11 to 3.14, without `encodings` (tables of numbers) and the tests. Some
+# distributions strip tkinter, idlelib and others: missing ones are skipped.
 MODULES = """
     __future__ _aix_support _collections_abc _compat_pickle _markupbase _osx_support _py_abc _pydecimal _pyio
     _sitebuiltins _strptime _threading_local _weakrefset abc antigravity argparse ast asyncio base64 bdb bisect bz2
@@ -32,19 +32,19 @@ _TESTS = {"test", "tests", "idle_test"}
 
 VALIDATION_SHARE = 0.05
 VALIDATION_BYTES = 400_000
-"""So that validating takes seconds."""
+"""Keeps validation to seconds."""
 VALIDATION_FILE_BYTES = 50_000
-"""Larger files are for training, so that no single module decides the validation loss."""
+"""Larger files go to training, so that no single module dominates the validation loss."""
 
 Document = tuple[str, str]
-"""Its name, unique in the corpus, and its text."""
+"""A document's name, unique in the corpus, and its text."""
 
 
 def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document]]:
-    """The documents for training and those for validation, in a fixed order, from the running Python or `stdlib`.
+    """Return the training and the validation documents, in a fixed order, from the running Python or `stdlib`.
 
-    A file's source and its docstrings are two documents on the same side of the split, so that nothing leaks; so are
-    all topics of `pydoc_data`, which quote each other. A text that occurs twice, as in empty packages, counts once.
+    A file's source and its docstrings are two documents on the same side of the split, so that nothing leaks. All
+    topics of `pydoc_data`, which quote each other, stay together too. Duplicates, as of empty packages, count once.
     """
     root = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     files: dict[str, list[Document]] = {}
@@ -67,7 +67,7 @@ def documents(stdlib: Path | None = None) -> tuple[list[Document], list[Document
 
 
 def _names(root: Path) -> Iterator[str]:
-    """The paths, relative to `root`, of the files that exist."""
+    """Yield the paths of existing files, relative to `root`."""
     for module in MODULES.split():
         if (root / f"{module}.py").is_file():
             yield f"{module}.py"
@@ -90,14 +90,14 @@ def _documents(name: str, data: bytes) -> list[Document]:
 
 
 def _topics(tree: ast.Module) -> dict[str, str]:
-    """The file is one assignment, `topics = {name: text, ...}`."""
+    """Return the topics of a file that is one assignment, `topics = {name: text, ...}`."""
     assigned = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     values = [ast.literal_eval(value) for value in assigned if isinstance(value, ast.Dict)]
     return {topic: text for value in values for topic, text in value.items()}
 
 
 def _docstrings(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[str]:
-    """Each docstring under its dotted name, in the order of the source."""
+    """Yield each docstring with its dotted name, in source order."""
     text = ast.get_docstring(node)
     if text:
         yield f"{name}\n\n{text}"

@@ -1,4 +1,4 @@
-"""Documents of text files: .txt, .jsonl and .parquet, one or a folder of them, read in bounded memory."""
+"""Reads documents from .txt, .jsonl and .parquet, one file or a folder of them, in bounded memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pyarrow
 import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".jsonl", ".txt")
-"""In this order of precedence where a folder holds several kinds, as data sets come with notes beside them."""
+"""The order of precedence if a folder holds several kinds, since data sets often come with notes."""
 
 SECTION_BYTES = 8192
 _PARQUET_ROWS = 256
 
 
 def find(path: Path) -> list[Path]:
-    """`path` itself, or the files of one kind anywhere in that folder, in the order of their paths; none is hidden.
+    """Return `path` itself, or the files of one kind below that folder, hidden ones excluded, sorted by path.
 
-    Raises ValueError where there is nothing to read.
+    Raises ValueError if there is nothing to read.
     """
     if path.is_dir():
         visible = [
@@ -45,9 +45,9 @@ _KINDS = ".txt, .jsonl or .parquet"
 
 
 def read(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of one file: the whole of a text file, the `text_field` of each line, or that column.
+    """Yield the documents of one file: a whole text file, the `text_field` of each line, or that column.
 
-    Raises ValueError where the file is not what its suffix says or has no such field.
+    Raises ValueError if the file does not match its suffix or lacks the field.
     """
     match path.suffix.lower():
         case ".txt":
@@ -61,9 +61,9 @@ def read(path: Path, text_field: str) -> Iterator[str]:
 
 
 def sections(path: Path) -> Iterator[str]:
-    """One long text cut into documents: at the first blank line after 8 KiB, at the latest at a line's end after 16.
+    """Yield one long text as documents, cut at the first blank line after 8 KiB, or the first line's end after 16 KiB.
 
-    Joined, they are the text.
+    Concatenated, they give the text.
     """
     section: list[str] = []
     size = 0
@@ -78,7 +78,7 @@ def sections(path: Path) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines with their ends as they are, without a byte order mark."""
+    """Yield lines with their line ends unchanged, without a byte order mark."""
     offset = 0
     with path.open("rb") as file:
         for data in file:
@@ -120,7 +120,7 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
 
 
 class RowGroup(NamedTuple):
-    """A part of a Parquet file that can be read on its own. `bytes` is the text's size, to the nearest percent."""
+    """A row group of a Parquet file, readable on its own. `bytes` is the text's size, to the nearest percent."""
 
     path: Path
     number: int
@@ -129,7 +129,7 @@ class RowGroup(NamedTuple):
 
 
 def row_groups(path: Path, text_field: str) -> list[RowGroup]:
-    """What the file's footer says of its row groups; no text is read. Raises ValueError as `read` does."""
+    """Return the row groups from the file's footer, without reading text. Raises ValueError as `read` does."""
     with _parquet_file(path, text_field) as file:
         leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several
         place = leaves.index(text_field)
@@ -141,7 +141,7 @@ def row_groups(path: Path, text_field: str) -> list[RowGroup]:
 
 
 def footer(path: Path) -> bytes:
-    """The end of a Parquet file that says where everything is and how large; it differs where the contents do."""
+    """Return the footer of a Parquet file, which has all offsets and sizes and so identifies the contents."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         length = int.from_bytes(file.read(4), "little")
@@ -150,7 +150,7 @@ def footer(path: Path) -> bytes:
 
 
 def read_row_group(group: RowGroup, text_field: str) -> Iterator[str]:
-    """Its documents. Raises ValueError as `read` does."""
+    """Yield the documents of a row group. Raises ValueError as `read` does."""
     return _parquet(group.path, text_field, [group.number])
 
 
@@ -166,7 +166,7 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
 
 @contextmanager
 def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.ParquetFile]:
-    """The open file, which has that column. Raises ValueError where it has not, and for damage while it is read."""
+    """Yield the open file. Raises ValueError if it lacks the column, or is found damaged while it is read."""
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             columns = file.schema_arrow
@@ -181,7 +181,7 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
                 )
             yield file
     except (pyarrow.ArrowException, OSError) as error:
-        # Arrow tells damage as an OSError too, which then has no number of the system's.
+        # Arrow reports damage as an OSError too, but without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Documents packed into one stream of tokens, and batches cut from it."""
+"""Packs documents into one stream of tokens and cuts batches from it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .tokenizer import Tokenizer
 from .tokens import THREADS, Ids, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
 IGNORED = -1
-"""The target where there is none."""
+"""Marks a position without a target."""
 
 _CHUNK_BYTES = 4_000_000
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next batch begins: `row` rows into this block of this epoch."""
+    """The start of the next batch: `row` rows into a block of an epoch."""
 
     epoch: int = 0
     row: int = 0
@@ -34,7 +34,7 @@ class Position:
 
 
 class Batch(NamedTuple):
-    """int64 token ids, and the ids that follow them; both of one shape, `(batch, context)` from a `Loader`."""
+    """int64 token ids and the ids that follow them, in the same shape, `(batch, context)` from a `Loader`."""
 
     tokens: Tensor
     targets: Tensor
@@ -47,9 +47,9 @@ def pack(
     progress: Callable[[int, int], None] | None = None,
     max_tokens: int | None = None,
 ) -> Tokens:
-    """The documents of a split as tokens in memory; `progress` is told the bytes done and the bytes in all.
+    """Return the documents of a split as tokens in memory; `progress` receives the bytes done and the total.
 
-    max_tokens: enough is what reaches so many, in whole parts; None is all.
+    max_tokens: stop at the first whole part that reaches that many; None is all.
     """
     packed = [no_tokens(id_type(tokenizer.vocab_size))]
     tokens = done = 0
@@ -72,7 +72,7 @@ def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[To
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of texts of a few megabytes each, so that threads have work and memory is bounded."""
+    """Yield lists of texts of a few megabytes each, to keep threads busy and memory bounded."""
     chunk: list[str] = []
     size = 0
     for text in texts:
@@ -86,13 +86,13 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 class _Rows:
-    """A block of one epoch, all its documents in an order drawn from the seed, the epoch and the block, cut into rows.
+    """A block of an epoch: its documents, shuffled by the seed, the epoch and the block, cut into rows.
 
-    The rows come in an order of their own: neighbours in a batch are then of different documents, however long.
+    Rows are shuffled too, so that neighbours in a batch come from different documents, however long.
     """
 
     def __init__(self, tokens: Tokens, context: int, seed: int, epoch: int, block: int) -> None:
-        # What the first block draws must never change: runs resume by their position alone.
+        # The first block's random numbers must never change, since runs resume by position alone.
         further = (block,) if block else ()
         order = shuffled(tokens.documents, seed, epoch, 0, *further)
         self._ids = tokens.ids
@@ -105,18 +105,18 @@ class _Rows:
         return len(self._order)
 
     def targets(self, first: int, last: int) -> int:
-        """Tokens that follow in the rows `first` to `last`, which are not IGNORED."""
+        """Return the number of targets in rows `first` to `last` that are not IGNORED."""
         return int(np.minimum(self._starts[-1] - self._order[first:last] * self._context, self._context).sum())
 
     def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Rows `first` to `last` of this block's order, each with the token that follows it; IGNORED past the end."""
+        """Return rows `first` to `last` in shuffled order, each with its following token; IGNORED past the end."""
         rows = np.full((last - first, self._context + 1), IGNORED, np.int64)
         for row, place in zip(rows, self._order[first:last] * self._context, strict=True):
             self._fill(row, int(place))
         return rows
 
     def _fill(self, row: npt.NDArray[np.int64], place: int) -> None:
-        """With the tokens from `place` of the stream on, document after document."""
+        """Fill the row with the tokens of the stream from `place` on, document by document."""
         document = int(np.searchsorted(self._starts, place, side="right")) - 1
         filled = 0
         while filled < len(row) and place < self._starts[-1]:
@@ -124,27 +124,27 @@ class _Rows:
             shift = int(self._shifts[document])
             row[filled : filled + until - place] = self._ids[place + shift : until + shift]
             filled, place, document = filled + until - place, until, document + 1
-        if filled < len(row):  # what comes next is the first token of a block, always `bos`
+        if filled < len(row):  # the next token is the first of a block, always `bos`
             row[filled] = self._ids[self._shifts[0]]
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
-    """Rows of `context` targets that one epoch is cut into, the last one filled up."""
+    """Return the number of rows of `context` targets in an epoch; the last one is padded."""
     return -(-len(tokens) // context)
 
 
 class Loader(Iterator[Batch]):
-    """Endless batches of packed documents; documents, and rows of their stream, are shuffled anew in each epoch.
+    """Endless batches of packed documents; documents and the rows of their stream are reshuffled in each epoch.
 
-    tokens: a split in memory, which is one block; or in parts, which `threads` read and tokenize ahead of the batches,
-    a block of about 32 MB of text at a time, made of parts from all over the split.
+    tokens: a split in memory, which is one block, or in parts, which `threads` read and tokenize ahead of the batches,
+    about 32 MB of text per block, from parts all over the split.
 
-    Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, running on into the
-    next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once in an
-    epoch; a block's last row is filled up with targets that are `IGNORED`. A batch depends on the position alone, not
-    on earlier batches, threads or the group. group: as `Stream` says, and skip_damaged.
+    Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, continuing into the
+    next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
+    epoch; a block's last row is padded with `IGNORED` targets. A batch depends only on the position, not on earlier
+    batches, threads or the group. group, skip_damaged: as in `Stream`.
 
-    Raises ValueError where the tokens do not fill one row, the position is not one of theirs, or a part is damaged.
+    Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Loader(Iterator[Batch]):
         assert context > 0
         assert 0 <= rank < ranks
         self.position = position
-        self.targets = 0  # of the last batch, all ranks' together, without those that are IGNORED
+        self.targets = 0  # number of targets in the last batch over all ranks, without those IGNORED
         self._batch_size = batch_size
         self._context = context
         self._seed = seed
@@ -192,7 +192,7 @@ class Loader(Iterator[Batch]):
             rows = self._rows_at(position)
             empty = 0 if len(rows) else empty + 1
             if empty > self._blocks.count(position.epoch):
-                raise ValueError("no document of this corpus can be read: download or write it again")
+                raise ValueError("no document of this corpus is readable: download or write it again")
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
@@ -205,7 +205,7 @@ class Loader(Iterator[Batch]):
         return Batch(ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous())
 
     def take_skipped(self) -> list[str]:
-        """A line for each damaged part that was left out since the last call."""
+        """Return a line for each damaged part that was skipped since the last call."""
         lines, self._blocks.skipped = self._blocks.skipped, []
         return lines
 
@@ -221,11 +221,11 @@ class Loader(Iterator[Batch]):
         return Position(position.epoch + 1, 0)
 
     def _rows_at(self, position: Position) -> _Rows:
-        """The rows of the position's block. Raises ValueError if there is no such position."""
+        """Return the rows of the position's block. Raises ValueError if there is no such position."""
         place = position.epoch, position.block
         if position.epoch >= 0 and 0 <= position.block < self._blocks.count(position.epoch):
             if self._now is None or self._now[0] != place:
-                self._now = None  # let go of the old block before there are two
+                self._now = None  # free the old block before the new one is loaded
                 self._now = place, _Rows(self._blocks.load(*place), self._context, self._seed, *place)
             rows = self._now[1]
             if 0 <= position.row < max(len(rows), 1):
@@ -234,9 +234,9 @@ class Loader(Iterator[Batch]):
 
 
 def windows(tokens: Tokens, context: int) -> Iterator[Batch]:
-    """For validation: rows of shape `(context,)` in the documents' order; each token but the first is a target once.
+    """Yield rows `(context,)` for validation, in document order; each token but the first is a target once.
 
-    The last window is filled up with targets that are `IGNORED`.
+    The last window is padded with `IGNORED` targets.
     """
     for start in range(0, len(tokens) - 1, context):
         ids = _tensor(tokens.ids[start : start + context + 1])

@@ -1,4 +1,4 @@
-"""Public data sets: where they are in the world, and where they lie in the cache folder."""
+"""Public data sets: their addresses and their places in the cache folder."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from .download import Progress, Remote, download
 FINEWEB_EDU = "fineweb-edu"
 FINEWEB_EDU_URL = "https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main"
 FINEWEB_EDU_SHARDS = 1823
-"""The last one is the validation split, however many of the others are there."""
+"""The number of shards; the last one is the validation split, however many others are downloaded."""
 
 CORE = "core"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 CORE_FOLDER = "eval_bundle"
-"""The folder of the archive that is the bundle."""
+"""The bundle's folder in the archive."""
 
 MOST_FILES, MOST_BYTES = 10_000, 2 << 30
-"""An archive that would unpack into more is refused."""
+"""Limits on an archive's contents; larger ones are rejected."""
 
 
 def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
-    """The first `shards` for training, and the one for validation."""
+    """Return the paths of the first `shards` for training and of the one for validation."""
     numbers = [*range(shards), FINEWEB_EDU_SHARDS - 1]
     return [cache / FINEWEB_EDU / f"shard_{number:05}.parquet" for number in numbers]
 
 
 def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Progress | None = None) -> list[Path]:
-    """Download what is missing of `shards` and the validation split. Raises ValueError as `download` does."""
+    """Download the missing ones of `shards` and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
             f"--shards {shards}: there are {FINEWEB_EDU_SHARDS - 1} for training; give from 1 to that many"
@@ -48,7 +48,7 @@ def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Prog
 
 
 def downloaded_fineweb_edu() -> list[Path]:
-    """The shards in the user's cache, the last one for validation. Raises ValueError where there are none."""
+    """Return the shards in the user's cache, the last one for validation. Raises ValueError if there are none."""
     folder = cache_folder() / FINEWEB_EDU
     paths = sorted(folder.glob("shard_*.parquet"))
     if len(paths) < 2 or paths[-1] != fineweb_edu_shards(cache_folder(), 1)[-1]:
@@ -71,16 +71,16 @@ def fetch_core(cache: Path, progress: Progress | None = None) -> Path:
 
 
 def core_bundle() -> Path | None:
-    """The folder of the eval bundle in the user's cache, None where it was not downloaded."""
+    """Return the folder of the eval bundle in the user's cache; None if it was not downloaded."""
     bundle = cache_folder() / CORE
     return bundle if bundle.is_dir() else None
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
-    """Unpack what the archive has in its folder `top` as `folder`, whole or not at all.
+    """Unpack the archive's folder `top` as `folder`, atomically.
 
-    Raises ValueError for an archive that is damaged or has no such folder, with names that lead elsewhere, with links,
-    or too large.
+    Raises ValueError for an archive that is damaged, lacks the folder, has links or names that lead elsewhere, or is
+    too large.
     """
     with _refused(archive), zipfile.ZipFile(archive) as file:
         members = [member for member in file.infolist() if not member.is_dir()]
@@ -101,7 +101,7 @@ def unzip(archive: Path, folder: Path, top: str) -> None:
 
 @contextmanager
 def _refused(archive: Path) -> Iterator[None]:
-    """Tell what is wrong with the archive, and what to do."""
+    """Turn errors into a ValueError that names the archive, its fault and the remedy."""
     try:
         yield
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -109,7 +109,7 @@ def _refused(archive: Path) -> Iterator[None]:
 
 
 def _inside(member: zipfile.ZipInfo, top: str) -> Path | None:
-    """Where below `top` a member lies; None for those elsewhere. Raises ValueError for a name that is no plain path."""
+    """Return a member's path below `top`; None if it lies elsewhere. Raises ValueError for an unsafe path."""
     path = PurePosixPath(member.filename)
     if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in member.filename:
         raise ValueError(f"a member is named {member.filename!r}")

@@ -1,4 +1,4 @@
-"""Parquet shards: text that is read row group by row group, so that it need not fit into memory."""
+"""Parquet shards: text read by row group, so that it need not fit into memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .files import RowGroup, footer, read_row_group, row_groups
 
 @dataclass(frozen=True)
 class Shards:
-    """`hash` is of the shards' names and footers, which say the size and the place of everything in them."""
+    """A corpus of shards. `hash` covers their names and footers, which have all sizes and offsets."""
 
     groups: tuple[RowGroup, ...]
     text_field: str
@@ -24,22 +24,22 @@ class Shards:
 
     @property
     def bytes(self) -> int:
-        """Of text, to the nearest percent."""
+        """The bytes of text, to the nearest percent."""
         return sum(group.bytes for group in self.groups)
 
     def read(self, group: int) -> Iterator[str]:
-        """The documents of a row group that are not blank. Raises ValueError naming the shard that is damaged."""
+        """Yield the documents of a row group that are not blank. Raises ValueError naming a damaged shard."""
         return (text for text in read_row_group(self.groups[group], self.text_field) if text.strip())
 
     def texts(self) -> Iterator[str]:
-        """All documents, in the shards' order."""
+        """Yield all documents, in the shards' order."""
         return (text for group in range(len(self.groups)) for text in self.read(group))
 
 
 def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> tuple[Shards, tuple[str, ...]]:
-    """The shards, of which only the footers are read, and a line for each that was skipped.
+    """Return the shards, reading only their footers, and a line for each that was skipped.
 
-    Raises ValueError naming a shard that is damaged, is empty or has no such column, unless those are to be skipped.
+    Raises ValueError naming a shard that is damaged, empty or lacks the column, unless `skip_damaged`.
     """
     digest = hashlib.sha256()
     groups: list[RowGroup] = []
@@ -48,7 +48,7 @@ def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> t
         try:
             found = [group for group in row_groups(path, text_field) if group.documents]
             if not found:
-                raise ValueError(f"{path} has no documents: put some into it, or take it away")
+                raise ValueError(f"{path} has no documents: put some into it, or remove it")
         except ValueError as error:
             if not skip_damaged:
                 raise

@@ -1,4 +1,4 @@
-"""A corpus: documents of text in two splits, from the embedded standard library or from files."""
+"""Corpora: documents in two splits, from the embedded standard library or from files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Reader = Callable[[], Iterator[embedded.Document]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to read. A folder of Parquet shards and the embedded corpus have a validation split of their own."""
+    """Options of the data. A folder of Parquet shards and the embedded corpus have their own validation split."""
 
     source: str = option(
         EMBEDDED,
@@ -35,10 +35,10 @@ class DataConfig:
     )
     text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
     validation_fraction: float = option(
-        0.05, "Share of documents held out, where a source has no validation split of its own."
+        0.05, "Share of documents held out if the source has no validation split of its own."
     )
     skip_damaged: bool = option(
-        False, "Leave out shards, and parts of them, that cannot be read, and say so; without it they are errors."
+        False, "Skip shards, and parts of them, that cannot be read, with a warning; otherwise they are errors."
     )
 
     def __post_init__(self) -> None:
@@ -59,12 +59,11 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """`hash` is the sha256, in hex, of the names and contents of all documents and of their split.
+    """A corpus. `hash` is the sha256, in hex, of the names, contents and splits of all documents.
 
-    Of shards, which are not read before they are needed, it is that of their names and footers, and their sizes are to
-    the nearest percent. `parts` is how they are read then: a split's, by a tokenizer; None where all of it fits into
-    memory. `tokenizer` is what lies beside the text; where `tokenized`, no other will do. `skipped` has a line for each
-    shard that was left out.
+    For shards, which are read on demand, it covers names and footers, and sizes are to the nearest percent. `parts`
+    returns a split's parts for a tokenizer, to be read on demand; None if the corpus fits into memory. `tokenizer` is
+    the one stored beside the text; if `tokenized`, no other fits. `skipped` has a line for each skipped shard.
     """
 
     name: str
@@ -81,7 +80,9 @@ class Corpus:
         return (text for _, text in self.readers[split]())
 
     def beginning(self, characters: int, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
-        """The first `characters` of the training split, the last document cut; `progress` is told how many are read."""
+        """Yield the first `characters` of the training split, truncating the last document; `progress` receives the
+        number read.
+        """
         read, total = 0, min(characters, self.sizes["train"].bytes)
         for text in self.documents("train"):
             yield text[: characters - read]
@@ -93,11 +94,11 @@ class Corpus:
 
     @property
     def bytes(self) -> int:
-        """UTF-8 bytes of both splits."""
+        """The UTF-8 bytes of both splits."""
         return sum(size.bytes for size in self.sizes.values())
 
     def describe(self) -> str:
-        """One line for the reader of a log."""
+        """Return a one-line description for logs."""
         train, validation = (self.sizes[split] for split in SPLITS)
         return (
             f"{self.name}: {train.documents} documents, {train.bytes / 1e6:.2f} MB for training; "
@@ -108,9 +109,9 @@ class Corpus:
 def open_source(
     source: str, text_field: str = "text", validation_fraction: float = 0.05, skip_damaged: bool = False
 ) -> Corpus:
-    """The corpus. What is not in shards is read once from end to end, so that whatever is wrong with it shows now.
+    """Return the corpus. Sources other than shards are read once from end to end, so that errors show early.
 
-    Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy where something is missing, empty,
+    Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
     damaged or not UTF-8.
     """
     config = DataConfig(source, text_field, validation_fraction, skip_damaged)
@@ -132,7 +133,7 @@ def open_source(
     smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=None)
     if smallest is None:
         raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
-    bound = max(config.validation_fraction, smallest)  # at least one document is for validation, however few there are
+    bound = max(config.validation_fraction, smallest)  # at least one document goes to validation
 
     def half(validation: bool) -> Iterator[embedded.Document]:
         documents = _documents(path, paths, config.text_field)
@@ -146,11 +147,11 @@ def open_source(
 
 
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
-    """All but the last are for training."""
+    """Return the corpus of shards; all but the last are for training."""
     try:
         train, skipped = open_shards(paths[:-1], config.text_field, config.skip_damaged)
     except ValueError as error:
-        raise ValueError(f"{error}; or leave such shards out with --skip-damaged") from None
+        raise ValueError(f"{error}; or skip such shards with --skip-damaged") from None
     validation, _ = open_shards(paths[-1:], config.text_field, skip_damaged=False)
     shards: dict[Split, Shards] = {"train": train, "validation": validation}
     if not train.groups:
@@ -198,12 +199,12 @@ def _numbered(texts: Iterator[str]) -> Iterator[embedded.Document]:
 
 
 def absolute(source: str) -> str:
-    """The same source, whatever the working folder."""
+    """Return the source with an absolute path, independent of the working folder."""
     return source if source in (EMBEDDED, FINEWEB_EDU) else str(Path(source).expanduser().resolve())
 
 
 def _documents(root: Path, paths: list[Path], text_field: str) -> Iterator[embedded.Document]:
-    """Named by their path below `root` and their place in the file; a text file that is alone is cut into several."""
+    """Yield documents named by path below `root` and place in the file; a single text file is cut into several."""
     for path in paths:
         alone = path.suffix.lower() == ".txt" and len(paths) == 1
         name = path.name if path == root else path.relative_to(root).as_posix()
@@ -212,12 +213,12 @@ def _documents(root: Path, paths: list[Path], text_field: str) -> Iterator[embed
 
 
 def _hash_share(text: str) -> float:
-    """A number in [0, 1) that equal texts share, so that no text is on both sides of the split."""
+    """Return a number in [0, 1) that depends only on the text, so that no text is on both sides of the split."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
 
 
 def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str) -> Corpus:
-    """Reads all documents once. Raises ValueError that ends with the remedy where a split has none."""
+    """Return a corpus, reading all documents once. Raises ValueError, ending with the remedy, if a split is empty."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
     for split, read in readers.items():

@@ -1,4 +1,4 @@
-"""The blocks of an epoch: what a loader has in memory at a time, made ready by threads ahead of it."""
+"""The blocks of an epoch: the unit a loader holds in memory, prepared ahead by threads."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ import torch.distributed as dist
 from .tokens import Parts, Tokens, join, no_tokens
 
 BLOCK_BYTES = 32 << 20
-"""Of text. Rows of a batch come from one block, so it is far larger than a batch; about 7 million tokens."""
+"""Bytes of text in a block. Rows of a batch come from one block, so it is far larger: about 7 million tokens."""
 
 AHEAD_BLOCKS = 4
-"""At most so many are made ready ahead."""
+"""The maximum number of blocks prepared at a time."""
 
 
 def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
-    """The numbers below `count` in an order drawn from the seed."""
-    # A bit generator's raw output stays the same from one release of NumPy to the next, a permutation may not.
+    """Return the numbers below `count` in an order drawn from the seed."""
+    # NumPy keeps a bit generator's raw output stable across releases, but not its permutations.
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
 class Blocks(Protocol):
-    """A split's documents, block by block. Every rank is given the same."""
+    """A split's documents by block, the same on every rank."""
 
     skipped: list[str]
-    """A line for each part that was found damaged and left out, until someone takes it."""
+    """A line for each damaged part that was skipped, until the caller takes it."""
 
     def count(self, epoch: int) -> int:
-        """Blocks in that epoch."""
+        """Return the number of blocks in that epoch."""
 
     def load(self, epoch: int, block: int) -> Tokens:
-        """Quick for the one after the last; any other can be asked for too."""
+        """Return a block, in any order; the one after the last loaded is quick."""
 
     def close(self) -> None:
-        """No more blocks will be asked for."""
+        """Release resources; no more blocks may be loaded."""
 
 
 class Whole:
-    """A split in memory is one block."""
+    """A split in memory, as one block."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.skipped: list[str] = []
@@ -61,11 +61,11 @@ class Whole:
 
 
 class Stream:
-    """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text at a time.
+    """Parts in an order drawn from the seed and the epoch, about BLOCK_BYTES of text per block.
 
-    threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts, and send
-    each other the tokens when a block begins; None reads everything here. What a block holds depends on neither.
-    skip_damaged: leave out a part that cannot be read, and say so in `skipped`; else it is a ValueError, on all ranks.
+    threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
+    the tokens to the others when a block begins; None reads everything here. Neither changes a block's contents.
+    skip_damaged: skip unreadable parts and list them in `skipped`; otherwise they raise ValueError on all ranks.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Stream:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _layout(self, epoch: int) -> list[npt.NDArray[np.int64]]:
-        """The parts of each block."""
+        """Return the parts of each block."""
         if epoch not in self._layouts:
             order = shuffled(len(self._bytes), self._seed, epoch, 2)
             ends = np.cumsum(self._bytes[order])
@@ -126,13 +126,13 @@ class Stream:
             yield epoch, block
 
     def _begin(self, epoch: int, block: int) -> None:
-        """Let the threads make this rank's share of a block, unless they do already."""
+        """Start the threads on this rank's share of a block, unless they have started."""
         if (epoch, block) not in self._ahead:
             mine = np.array_split(self._layout(epoch)[block], self._ranks)[self._rank]
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
     def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """The share, and what is wrong with it if that is not to be skipped."""
+        """Return the share and its fault, if any that is not to be skipped."""
         share = [no_tokens(self._parts.dtype)]
         for future in futures:
             try:
@@ -150,7 +150,7 @@ class Stream:
 
 
 def share_out(share: Tokens, fault: str, group: dist.ProcessGroup | None) -> Tokens:
-    """All ranks' shares in the order of the ranks. Raises ValueError on every rank where one has a fault."""
+    """Return all ranks' shares in rank order. Raises ValueError on every rank if one has a fault."""
     faults, ids, offsets, sizes = (
         gather(array, group)
         for array in (
@@ -167,7 +167,7 @@ def share_out(share: Tokens, fault: str, group: dist.ProcessGroup | None) -> Tok
 
 
 def gather(array: npt.NDArray[Any], group: dist.ProcessGroup | None) -> list[npt.NDArray[Any]]:
-    """The arrays of all ranks, which may differ in length; through the CPU. Without a group only this one."""
+    """Return the arrays of all ranks, which may differ in length, via the CPU; only this one without a group."""
     if group is None:
         return [array]
     length = torch.tensor(array.nbytes)

@@ -1,4 +1,4 @@
-"""Tokens on disk: shards tokenized once and for all, memory-mapped, with the same parts that the shards have."""
+"""Tokens on disk: shards tokenized once, memory-mapped, with the same parts as the shards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from .tokens import THREADS, Parts, Tokens, ahead, no_tokens
 FORMAT, VERSION = "expert-threshold tokens", 1
 MANIFEST, TOKENIZER = "tokens.json", "tokenizer.json"
 LENGTH = np.dtype(np.uint32)
-"""Of a document, in tokens."""
+"""The dtype of a document's length, in tokens."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """It lies behind the parts before it. bytes: of its text; shard_bytes: what the shard said of it, to the percent.
+    """A part; parts are stored in order. bytes: of its text; shard_bytes: as estimated by the shard, to the percent.
 
-    fault: why it could not be read; then nothing of it is here.
+    fault: why it could not be read; such a part is empty.
     """
 
     documents: int
@@ -40,7 +40,7 @@ class Part:
 
 
 class TokenParts:
-    """A split of a token folder. Raises ValueError where a file is damaged."""
+    """A split of a token folder. Raises ValueError if a file is damaged."""
 
     def __init__(self, folder: Path, split: str, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
         self.dtype = dtype
@@ -66,7 +66,7 @@ class TokenParts:
         return Tokens(ids, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), known.bytes)
 
     def texts(self, tokenizer: Tokenizer) -> Iterator[str]:
-        """The documents as they were."""
+        """Yield the documents' texts."""
         for part in range(len(self._parts)):
             tokens = self.read(part)
             for start, end in zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True):
@@ -82,11 +82,11 @@ def write_tokens(
     skip_damaged: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[str]:
-    """Tokenize every part of every split into a folder, or go on with one where that was interrupted.
+    """Tokenize every part of every split into a folder, resuming an interrupted one.
 
-    about: of the text, for the manifest. Returns a line for each part that was left out.
-    Raises ValueError if the folder is of other text, another tokenizer or complete, and for a damaged part unless those
-    are to be skipped.
+    about: facts on the text for the manifest. Returns a line for each skipped part.
+    Raises ValueError if the folder is complete or holds other text or another tokenizer's tokens, and for a damaged
+    part unless `skip_damaged`.
     """
     manifest = {
         "format": FORMAT,
@@ -101,7 +101,7 @@ def write_tokens(
         if _read_json(folder / MANIFEST) != manifest:
             raise ValueError(f"--out {folder}: is complete, or of other text or another tokenizer; name another --out")
     elif any(folder.iterdir()):
-        raise ValueError(f"--out {folder}: already exists and is no folder of tokens; name another --out")
+        raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
     tokenizer.save(folder / TOKENIZER)
     _replace(folder / MANIFEST, manifest)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
@@ -115,7 +115,7 @@ def write_tokens(
 
 
 def _write_split(folder: Path, split: str, parts: Parts, skip_damaged: bool) -> Iterator[int]:
-    """Append the parts that are missing; the size of each, as the shard says it, once it is there."""
+    """Append the missing parts; yield the size of each, as the shard states it, once it is written."""
     index, ids, lengths = (folder / f"{split}.{kind}" for kind in ("jsonl", "ids", "lengths"))
     sizes = parts.bytes
     there = _whole(read_index(index), ids, lengths, parts.dtype)
@@ -141,7 +141,7 @@ def _write_split(folder: Path, split: str, parts: Parts, skip_damaged: bool) -> 
                     fault,
                 )
             )
-            for file in (ids_file, lengths_file):  # before the line that says they are there
+            for file in (ids_file, lengths_file):  # before the index line that records them
                 file.flush()
             index_file.write(_line(there[-1]))
             index_file.flush()
@@ -158,7 +158,7 @@ def _read(parts: Parts, skip_damaged: bool, part: int) -> tuple[Tokens, str | No
 
 
 def read_index(path: Path) -> list[Part]:
-    """The parts that are there. What a kill left of the last line is no part."""
+    """Return the parts in the index, without an incomplete last line."""
     found: list[Part] = []
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     with suppress(ValueError, TypeError):
@@ -167,7 +167,7 @@ def read_index(path: Path) -> list[Part]:
 
 
 def _whole(parts: list[Part], ids: Path, lengths: Path, dtype: np.dtype[np.unsignedinteger[Any]]) -> list[Part]:
-    """The first parts, as many as the files hold; files that are missing are made."""
+    """Return the leading parts that the files hold completely; create missing files."""
     for path in (ids, lengths):
         path.touch()
     tokens, documents = ids.stat().st_size // dtype.itemsize, lengths.stat().st_size // LENGTH.itemsize
@@ -176,12 +176,12 @@ def _whole(parts: list[Part], ids: Path, lengths: Path, dtype: np.dtype[np.unsig
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Of a finished token folder. Raises ValueError where it is none."""
+    """Return the manifest of a finished token folder. Raises ValueError if it is not one."""
     manifest = _read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{folder} holds no tokens that this version reads: make them with et data tokenize")
+        raise ValueError(f"{folder} holds no tokens that this version can read: make them with et data tokenize")
     if not manifest["finished"]:
-        raise ValueError(f"{folder} is not finished: go on with et data tokenize --out {folder}")
+        raise ValueError(f"{folder} is not finished: resume with et data tokenize --out {folder}")
     return manifest
 
 
@@ -210,7 +210,7 @@ def _digest(ids: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> str:
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], count: int) -> np.ndarray[Any, Any]:
-    """The numbers in a file. Raises ValueError if it has not exactly so many."""
+    """Return the numbers in a file, memory-mapped. Raises ValueError unless there are exactly `count`."""
     size = path.stat().st_size if path.exists() else 0
     if size != count * dtype.itemsize:
         raise ValueError(

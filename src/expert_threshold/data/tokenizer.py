@@ -20,12 +20,12 @@ from .tokenizer_json import from_tokenizer_json, to_tokenizer_json
 
 BOS = "<|bos|>"
 MIN_VOCAB_SIZE = 257
-"""All bytes and `BOS`."""
+"""Room for all bytes and `BOS`."""
 
-# Text is cut into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to two
-# digits; punctuation. As in GPT-4's pattern, the last blank before a word belongs to the word. Unlike there, a newline
-# takes the indentation that follows it along, as does punctuation that ends a line, because source code is full of
-# both; and runs of blanks and punctuation are cut at 64, because the matcher's stack overflows on a million blanks.
+# Text is split into pieces, and merges stay inside a piece: contractions; a word with the character before it; up to
+# two digits; punctuation. As in GPT-4's pattern, the last blank before a word belongs to the word. Unlike there, a
+# newline, or punctuation that ends a line, includes the following indentation, since source code is full of both; runs
+# of blanks and punctuation are cut at 64, since the matcher's stack overflows on a million blanks.
 _NEWLINE = r"[\r\n]{1,16}(?:[^\S\r\n]{1,64}(?!\S))?"
 PATTERN = "|".join(
     (
@@ -47,7 +47,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 def require_vocab_size(vocab_size: int) -> None:
-    """Raise ValueError where it has no room for the bytes."""
+    """Raise ValueError if the vocabulary has no room for all bytes."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ValueError(f"vocab_size={vocab_size} is too small: give at least {MIN_VOCAB_SIZE} (256 bytes and {BOS})")
 
@@ -60,11 +60,10 @@ def _too_large(vocab_size: int, supports: str) -> ValueError:
 
 
 def _supporting(texts: Iterator[str], vocab_size: int) -> Iterator[str]:
-    """Returns the same texts, having read so many of them that there may be enough merges.
+    """Returns the same texts, after reading enough of them to allow for the merges.
 
-    No piece of PATTERN reaches from a letter to a character that is none, and n bytes have at most n - 1 merges; so the
-    distinct words between such places bound the vocabulary, and merging, which takes long, need not be tried. Raises
-    ValueError where they do.
+    No piece of PATTERN extends from a letter to a non-letter, and n bytes have at most n - 1 merges, so the distinct
+    words bound the vocabulary. Raises ValueError if the bound is too low, before the slow merging starts.
     """
     read: list[str] = []
     words: set[str] = set()
@@ -81,9 +80,9 @@ def _supporting(texts: Iterator[str], vocab_size: int) -> Iterator[str]:
 
 
 class Tokenizer:
-    """Text to ids and back. Ids 0 to 255 are the bytes, then the merges by rank; `BOS`, which opens documents, is last.
+    """Maps text to ids and back. Ids 0 to 255 are bytes, then merges by rank; `BOS`, which opens documents, is last.
 
-    `tokens` holds the bytes of every id but `BOS`, which no text encodes to: text that reads "<|bos|>" is ordinary.
+    `tokens` holds the bytes of every id but `BOS`, to which no text encodes: "<|bos|>" in a text is ordinary.
     """
 
     def __init__(self, tokens: Sequence[bytes], pattern: str = PATTERN) -> None:
@@ -100,7 +99,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Learn the `vocab_size - 257` most frequent merges; the same texts in any order give the same tokenizer.
 
-        Raises ValueError where `vocab_size` has no room for the bytes, or exceeds what the text supports.
+        Raises ValueError if `vocab_size` has no room for the bytes, or exceeds what the text supports.
         """
         require_vocab_size(vocab_size)
         trainer = rustbpe.Tokenizer()
@@ -116,7 +115,7 @@ class Tokenizer:
 
     @property
     def hash(self) -> str:
-        """sha256, in hex, that tokenizers share which encode alike."""
+        """The sha256, in hex, which is equal for tokenizers that encode alike."""
         digest = hashlib.sha256(self._pattern.encode())
         for token in self._tokens:
             digest.update(len(token).to_bytes(4, "little") + token)
@@ -131,27 +130,27 @@ class Tokenizer:
         return self._encoding.encode_ordinary(text)
 
     def encode_array(self, text: str) -> npt.NDArray[np.uint32]:
-        """As `encode`; other threads run meanwhile."""
+        """Encode like `encode`, but release the lock, so that other threads run."""
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """As `encode`, several texts at once on several threads."""
+        """Encode several texts in parallel threads."""
         return self._encoding.encode_ordinary_batch(texts, num_threads=_THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are not UTF-8, as where a character is cut in two, become U+FFFD."""
+        """Return the text; bytes that are not UTF-8, as of a split character, become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes; `bos` reads "<|bos|>"."""
+        """Return the exact bytes; `bos` decodes to "<|bos|>"."""
         return self._encoding.decode_bytes(ids)
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
-        """How many bytes of text each id stands for, `(vocab,)`; 0 for `bos`."""
+        """Return the number of bytes of each id, `(vocab,)`; 0 for `bos`."""
         return np.array([*map(len, self._tokens), 0], dtype=np.int32)
 
     def save(self, path: str | Path) -> None:
-        """Write one JSON file: the merges by rank, each byte as the Latin-1 character of the same number."""
+        """Write one JSON file with the merges by rank, each byte as the Latin-1 character of the same code."""
         content = {
             "format": _FORMAT,
             "version": _VERSION,
@@ -162,13 +161,13 @@ class Tokenizer:
         Path(path).write_text(json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n", encoding="utf-8")
 
     def save_tokenizer_json(self, path: str | Path) -> None:
-        """Write the file of the same name that Hugging Face's `tokenizers` reads; it encodes and decodes alike."""
+        """Write a `tokenizer.json` for Hugging Face's `tokenizers`, which then encodes and decodes identically."""
         content = to_tokenizer_json(self._tokens, self._pattern, BOS)
         Path(path).write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Of `save` or `save_tokenizer_json`. Raises ValueError where the file is neither, or has changed since."""
+        """Load a file of `save` or `save_tokenizer_json`. Raises ValueError if it is neither, or was modified."""
         try:
             content = json.loads(Path(path).read_bytes())
         except (ValueError, RecursionError) as error:

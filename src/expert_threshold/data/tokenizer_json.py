@@ -1,4 +1,4 @@
-"""Our tokenizer as the file `tokenizer.json` that Hugging Face's `tokenizers` reads, and back; neither needs it."""
+"""Converts our tokenizer to and from Hugging Face's `tokenizer.json`, without needing `tokenizers`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[str, Any]:
-    """The content of a `tokenizer.json` that encodes and decodes exactly as ours does; the id of `bos` is the last.
+    """Return the content of a `tokenizer.json` that encodes and decodes exactly like ours; `bos` has the last id.
 
-    `bos` stands in the vocabulary, where no merge leads to it, and not among the added tokens, which are cut out of
-    text: a text that reads "<|bos|>" stays ordinary. Special tokens are added as our models want them: `bos` in front.
+    `bos` is in the vocabulary, where no merge produces it, and not an added token, which would be matched in text:
+    "<|bos|>" in a text stays ordinary. The post-processor puts `bos` in front, as our models need it.
     Raises ValueError if a token is not the merge of two tokens before it.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
@@ -51,9 +51,9 @@ def to_tokenizer_json(tokens: Sequence[bytes], pattern: str, bos: str) -> dict[s
 
 
 def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[bytes], str]:
-    """Tokens and pattern of such a file, also after Hugging Face has loaded and saved it again.
+    """Return tokens and pattern of such a file, even if Hugging Face has loaded and saved it again.
 
-    Raises ValueError if it is not one of ours, or encodes otherwise.
+    Raises ValueError if it is not one of ours, or encodes differently.
     """
     try:
         model, pattern = content["model"], content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
@@ -64,7 +64,7 @@ def from_tokenizer_json(content: Mapping[str, Any], bos: str) -> tuple[list[byte
     except (KeyError, IndexError, TypeError, AttributeError):
         same = False
     if not same:
-        raise ValueError("it encodes otherwise than one that et export writes; export the run again")
+        raise ValueError("it encodes differently from one that et export writes; export the run again")
     return tokens, pattern
 
 
@@ -73,10 +73,10 @@ def _sequence(name: str, type_id: int) -> dict[str, Any]:
 
 
 def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The two tokens that merge into `token`: what it is cut into by the merges before its own.
+    """Return the two tokens that merge into `token`, found by applying the earlier merges to it.
 
-    Merging by pairs, as `tokenizers` does, then equals merging by results, as ours does: wherever tokens that make up
-    `token` come to lie side by side, nothing outside has had a part in them, so that they are these two.
+    Merging by pairs, as in `tokenizers`, then equals merging by results, as in ours: whenever adjacent tokens make up
+    `token`, they were formed from its bytes alone, so they are these two.
     """
     parts = [token[i : i + 1] for i in range(len(token))]
     while True:
@@ -87,7 +87,7 @@ def _halves(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
         i = joined.index(lowest)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     if len(parts) != 2:
-        raise ValueError(f"token {ranks[token]}, {token!r}, is no merge of two tokens before it; train the tokenizer")
+        raise ValueError(f"token {ranks[token]}, {token!r}, is not a merge of two earlier tokens; train the tokenizer")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Documents as tokens: a split in memory, or in parts that are read when they are needed."""
+"""Documents as tokens: a split in memory, or in parts that are read on demand."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .shards import Shards
 from .tokenizer import Tokenizer
 
 THREADS = min(8, os.cpu_count() or 1)
-"""That tokenize where nothing else is to be done meanwhile."""
+"""Threads that tokenize when nothing else needs the processor."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 Ids = npt.NDArray[np.unsignedinteger[Any]]
-"""uint16 where the vocabulary fits, else uint32."""
+"""Ids are uint16 if the vocabulary fits, else uint32."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +45,23 @@ class Tokens:
 
 
 class Parts(Protocol):
-    """A split in parts, each of which can be read on its own, in any order, on any thread."""
+    """A split in parts, each readable on its own, in any order, on any thread."""
 
     @property
     def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
-        """Of the ids."""
+        """The dtype of the ids."""
 
     @property
     def bytes(self) -> Sequence[int]:
         """The size of each part's text, to the nearest percent."""
 
     def read(self, part: int) -> Tokens:
-        """Raises ValueError that names what is damaged."""
+        """Return a part's tokens. Raises ValueError that names the damage."""
 
 
 @dataclass(frozen=True)
 class TextParts:
-    """Row groups of shards, tokenized when they are read."""
+    """The row groups of shards, tokenized when they are read."""
 
     shards: Shards
     tokenizer: Tokenizer
@@ -79,7 +79,7 @@ class TextParts:
 
 
 def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
-    """The smallest that holds every id."""
+    """Return the smallest dtype that holds every id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
@@ -89,7 +89,7 @@ def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
 
 
 def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
-    """The documents as tokens, made on this thread alone; others go on meanwhile, Python's lock is seldom held."""
+    """Return the documents as tokens, encoded on this thread; others keep running, since the GIL is seldom held."""
     bos = np.array([tokenizer.bos], np.uint32)
     documents: list[npt.NDArray[np.uint32]] = []
     size = 0
@@ -103,7 +103,7 @@ def tokenize(texts: Iterable[str], tokenizer: Tokenizer) -> Tokens:
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
-    """All documents of at least one part, in order."""
+    """Return all documents of one or more parts, in order."""
     starts = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
     offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
     return Tokens(
@@ -114,7 +114,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """The function of each item, in order; threads are a few items ahead of whoever takes the results."""
+    """Yield the function of each item, in order, with threads a few items ahead of the consumer."""
     waiting: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:

@@ -140,10 +140,10 @@ def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> F
 
 
 def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any]) -> None:
-    """Makes the files that all ranks have written, with these fingerprints, the checkpoint of `step`."""
+    """Commits the files that all ranks have written, with these fingerprints, as the checkpoint of `step`."""
     temporary = _temporary(parent, step)
     write_synced(temporary / "state.json", to_json(state, indent=1).encode())
-    for name in files:  # safetensors makes files that their owner alone can read
+    for name in files:  # safetensors creates files that only their owner can read
         shutil.copymode(temporary / "state.json", temporary / name)
     files = {**files, "state.json": _fingerprint(temporary / "state.json")}
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": dict(sorted(files.items()))}
@@ -264,7 +264,7 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """The tensors in all ranks' files of a part. Raises ValueError unless parts cover each of them exactly once."""
+    """Returns the tensors in all ranks' files of a part. Raises ValueError unless slices cover each exactly once."""
     tensors: dict[str, Tensor] = {}
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:

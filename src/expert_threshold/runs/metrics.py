@@ -23,7 +23,7 @@ class Metrics:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Adds one line in one write. JSON has no NaN and no infinity: they become null. `OSError` adds nothing."""
+        """Appends one line in one write. NaN and infinity become null, as JSON lacks them. `OSError` adds nothing."""
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
