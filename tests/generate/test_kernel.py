@@ -189,7 +189,7 @@ def test_a_sample_is_the_same_token_as_by_operations(
 @pytest.mark.parametrize("top_k", [None, 3])
 def test_no_token_is_drawn_from_nan(top_k: int | None) -> None:
     logits = torch.tensor([0.0, torch.nan, 1.0, 2.0, 3.0])
-    with pytest.raises(ValueError, match="logits have NaN"):
+    with pytest.raises(ValueError, match="logits contain NaN"):
         Sampler(1.0, top_k, torch.Generator())(logits)
 
 

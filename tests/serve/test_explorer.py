@@ -192,10 +192,10 @@ def test_each_run_reads_for_itself() -> None:
     ("content", "status", "says"),
     [
         (b"[]", 400, "JSON object"),
-        ({"run": "large"}, 404, "no run of that name; here is small"),
+        ({"run": "large"}, 404, "no run of that name; use small"),
         ({"run": ["small"]}, 404, "no run"),
-        ({"text": None}, 400, "text must be a text"),
-        ({"text": "the " * 64}, 400, "tokens, its beginning included, and small takes 64; shorten it"),
+        ({"text": None}, 400, "text must be a string"),
+        ({"text": "the " * 64}, 400, "tokens, BOS included, and small takes 64; shorten it"),
         ({"max_tokens": -1}, 400, "max_tokens=-1 must be from 0"),
         ({"max_tokens": 1e3}, 400, "max_tokens"),
         ({"max_tokens": 65}, 400, "max_tokens"),

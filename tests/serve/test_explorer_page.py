@@ -129,7 +129,7 @@ def test_a_token_that_is_clicked_is_shown_in_full_in_every_run(page: Page) -> No
     assert all("loss" in each and "Likeliest here" in each and "Layer 0" in each for each in told)
     assert "cutoff" in told[0]
     assert len(re.findall(r"\b\d: 0\.\d+", told[1])) == 2 * 2  # gates
-    assert "lowest score that was chosen" in told[1]
+    assert "lowest chosen score" in told[1]
     taken = page.run("document.querySelectorAll('.panel:nth-child(2) .inspector .cell.chosen').length")
     assert taken == 2 * 2  # two layers, two experts per token
     page.run("document.querySelector('.inspector details').open = true")
@@ -255,7 +255,7 @@ def test_examples_are_one_click_away(page: Page) -> None:
 def test_experts_per_token_can_be_dialled(page: Page) -> None:
     page.run("document.getElementById('rate').focus()")
     page.type("0")
-    page.until(f"{DONE} && document.querySelector('.numbers').innerText.includes('aim 0')")
+    page.until(f"{DONE} && document.querySelector('.numbers').innerText.includes('target 0')")
     assert page.run(f"{TOKENS.format(1)}.every((token) => token.ariaLabel.includes('0 experts'))")
     assert page.run(f"{TOKENS.format(2)}.every((token) => token.ariaLabel.includes('4 experts'))")  # has no dial
 

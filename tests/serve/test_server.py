@@ -732,12 +732,12 @@ def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path
         (["--threads", "0"], "--threads 0 must be at least 1; leave it out for the default"),
         (["--threads", "1000000"], "threads=1000000 is more than this machine can use; give --threads of at most"),
         (["--max-body-seconds", "0"], "--max-body-seconds 0.0 must be above 0; see et serve --help"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1: no address of this machine; leave it out, or give 0.0.0.0"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid: no such name is known"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1: not an address of this machine; leave it out, or give 0.0.0.0"),
+        (["--host", "nowhere.invalid"], "--host nowhere.invalid: unknown name"),
         (["--host", ""], "--host: must not be empty"),
-        (["--host", "a" * 70], f"--host {'a' * 70}: no such name is known"),
+        (["--host", "a" * 70], f"--host {'a' * 70}: unknown name"),
         (["--api-key", ""], "--api-key: must not be empty"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY is empty or has blanks around it"),
+        (["--api-key", "key "], "--api-key or ET_API_KEY is empty or has spaces around it"),
     ],
 )
 def test_nonsense_is_one_line_and_2(

@@ -1,4 +1,4 @@
-"""Text from a trained model."""
+"""Text generation with a trained model."""
 
 from .engine import Step, TokenRouting, generate
 from .show import LEGEND, printable, render_routing

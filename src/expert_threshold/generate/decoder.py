@@ -1,7 +1,7 @@
-"""The forward pass of a trained model for a few tokens at a time, each behind a sequence of its own.
+"""The forward pass of a trained model for a few tokens at a time, each appended to its own sequence.
 
-With so few tokens an operation costs more than its arithmetic: what is here several times is here as few operations.
-Where a compiler is at hand all of them are one (`kernel.py`).
+With so few tokens, launching an operation costs more than its arithmetic, so the forward uses as few operations as
+possible. Where a compiler is available, all of them are one (`kernel.py`).
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ..moe.router import route_behind
 from .kernel import kernel_of
 
 PREFILL = 256
-"""Tokens of a prompt per forward, which bounds the memory of masks and logits."""
+"""Prompt tokens per forward; bounds the memory of masks and logits."""
 
 FEW = 64
-"""Tokens of one row up to which the kernel is faster than products of matrices."""
+"""Up to this many tokens of one row, the kernel is faster than matrix products."""
 
 Attend = Callable[[int, Tensor], Tensor]
-"""Of a layer's index and the tokens' queries, keys and values (tokens, heads + 2 · kv_heads, head_dim): what they read,
-(tokens, heads, head_dim)."""
+"""Takes a layer's index and the tokens' queries, keys and values (tokens, heads + 2 · kv_heads, head_dim); returns the
+output of attention (tokens, heads, head_dim)."""
 
 
 class Routed(NamedTuple):
-    """Where layers of experts sent tokens: scores (tokens, num_scores), boolean assignment and gates (tokens, experts)
-    of one layer, or the same of all layers (layers, tokens, …). No gates are told by the kernel, whose are σ(scores).
+    """The routing of tokens: scores (tokens, num_scores), boolean assignment and gates (tokens, experts) of one
+    layer, or of all layers stacked (layers, tokens, …). The kernel leaves gates None: its gates are σ(scores).
     """
 
     scores: Tensor
@@ -41,7 +41,7 @@ class Routed(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """Of logits: where the highest is, it, and log Σ exp(logit)."""
+    """The index of the highest logit, its value, and log Σ exp(logit)."""
 
     likeliest: int
     highest: float
@@ -49,8 +49,8 @@ class Peak(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """logits: (tokens, vocab) float32, and the peak of each; routed: of all layers of experts; assigned: experts that
-    tokens went to, in all.
+    """logits: (tokens, vocab), float32. peaks: one per row of logits. routed: the routing of all MoE layers. assigned:
+    token-expert pairs in total.
     """
 
     logits: Tensor
@@ -60,7 +60,7 @@ class Decoded(NamedTuple):
 
     @classmethod
     def of(cls, logits: Tensor, routed: Sequence[Routed]) -> Decoded:
-        """routed: of each layer."""
+        """Build the record from logits and the routing of each layer."""
         highest, likeliest = logits.max(-1)
         peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
         if not routed:
@@ -71,17 +71,17 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Equal to `GPT.forward` with a cache of which every sequence has a row; without gradients and all they need.
+    """Computes what `GPT.forward` does, without gradients, with a cache in which every sequence has its own row.
 
-    The model's weights and cutoffs as they are now, in its compute dtype. rows: sequences at once; capacity: tokens in
-    each. strict: a sequence gets the same bits alone and among others. The kernel does that anyway. Without it a step
-    computes row after row, so that products have the same shapes whoever shares the batch; else their rounding depends
-    on how many rows there are, and on which of them a thread computes.
+    Uses a snapshot of the model's weights and cutoffs, in its compute dtype. rows: sequences at once; capacity: tokens
+    per row. strict: a sequence gets the same bits alone and in company. The kernel always guarantees that. Without the
+    kernel, a strict step computes row by row, so that products have the same shapes whoever shares the batch; otherwise
+    rounding depends on the number of rows and on how threads divide them.
     """
 
     def __init__(self, model: GPT, rows: int, capacity: int, *, strict: bool = False) -> None:
         config = model.config
-        # Rows that take part in a product only for its shape would be seen by a rule that looks at earlier tokens.
+        # A rule that looks at earlier tokens would see rows that take part in a product only to fill its shape.
         looks_back = config.rule is not None and config.rule.scope(training=False) != "token"
         self.rows, self.capacity, self.strict = rows, capacity, strict or looks_back
         self.softcap, self.heads, self.kv_heads = config.softcap, config.heads, config.kv_heads
@@ -99,20 +99,20 @@ class Decoder:
         self.kernel = kernel_of(self)
 
     def open(self, row: int, rate: float | None = None) -> None:
-        """Begin an empty sequence in a row; rate: routed experts per token, for it alone, or the model's if None."""
+        """Begin an empty sequence in a row. rate: routed experts per token for this row; None is the model's rate."""
         self.lengths[row] = 0
         for layer in self.layers:
             layer.open(row, rate)
 
     def close(self, row: int) -> None:
-        """End a row's sequence. It may still take part in products, but exceeds no cutoff and goes to no expert."""
+        """End a row's sequence. The row may still take part in products but exceeds no cutoff and reaches no expert."""
         self.lengths[row] = 0
         for layer in self.layers:
             layer.close(row)
 
     @torch.inference_mode()
     def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
-        """Put up to PREFILL tokens behind a row's sequence; the logits of the last of them, or of every one."""
+        """Append up to PREFILL tokens to a row's sequence; returns the logits of the last token, or of every one."""
         start, count = self.lengths[row], len(tokens)
         end = start + count
         assert 0 < count <= PREFILL, f"{count} tokens at once"
@@ -131,7 +131,7 @@ class Decoder:
         return Decoded.of(self._logits(x if every else x[-1:]), routed)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
-        """Put one token behind each of some rows' sequences. What comes back has a row for each, in the rows' order."""
+        """Append one token to the sequence of each given row; the result has one row for each, in ascending order."""
         rows = sorted(tokens)
         longest = max(self.lengths[row] for row in rows) + 1
         assert longest <= self.capacity, f"{longest} tokens in a row of {self.capacity}"
@@ -145,7 +145,7 @@ class Decoder:
         return Decoded(torch.cat(logits), [peak for of_row in peaks for peak in of_row], together, sum(assigned))
 
     def _run(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
-        """By the kernel; a row may have several tokens. What is decoded is of the tokens from `first` on."""
+        """Run the kernel; a row may have several tokens. Returns results for the tokens from `first` on."""
         assert self.kernel is not None
         results = self.kernel(tokens, rows, places, first)
         for row in rows:
@@ -155,7 +155,7 @@ class Decoder:
 
     @torch.inference_mode()
     def _step(self, rows: list[int], tokens: Mapping[int, int]) -> Decoded:
-        """All rows from the first to the last of those that are asked for take part in the products."""
+        """Every row from the first to the last of `rows` takes part in the products."""
         among = range(rows[0], rows[-1] + 1)
         lengths = self.lengths[among.start : among.stop]
         longest = max(self.lengths[row] for row in rows) + 1
@@ -188,12 +188,12 @@ class Decoder:
         return Decoded.of(self._logits(x[taken]), kept)
 
     def _mask(self, positions: Tensor, seen: int) -> Tensor:
-        """0 where a token at a position sees a place in its row, −∞ elsewhere: (tokens, seen)."""
+        """Return the additive mask (tokens, seen): 0 where a position attends to a place in its row, −∞ elsewhere."""
         mask = torch.zeros(len(positions), seen, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(self.places[:seen] > positions[:, None], -torch.inf)
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Without a mask one token reads all, and several read what comes no later than themselves."""
+        """Without a mask, a single token attends to everything, and several tokens attend causally."""
         causal = mask is None and q.shape[2] > 1
         grouped = self.heads != self.kv_heads
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -201,7 +201,7 @@ class Decoder:
     def _forward(
         self, tokens: Sequence[int], positions: Tensor, rows: int | slice, attend: Attend
     ) -> tuple[Tensor, list[Routed]]:
-        """The last layer's output for tokens at positions of their rows, normed."""
+        """Return the normalized output of the last layer, and the routing of each MoE layer."""
         x = self._norm(self.embed[torch.tensor(tokens, device=self.device)].to(self.dtype))
         turns = self.turns[positions]
         routed = []
@@ -221,7 +221,7 @@ class Decoder:
         return self._norm(x), routed
 
     def _norm(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """RMSNorm without parameters over the last dimension, in half as many operations as `rms_norm`."""
+        """Parameter-free RMSNorm over the last dimension, in half as many operations as `rms_norm`."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self.eps, length, length, value=1 / x.shape[-1]).rsqrt_()
         return torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
@@ -241,11 +241,11 @@ class FeedForward(NamedTuple):
     """Weights, (in, out) each."""
 
     down: Tensor
-    ups: list[Tensor]  # up, or up and what gates it
+    ups: list[Tensor]  # up, or up and gate
 
 
 class Layer:
-    """One block's weights in the compute dtype, and what its experts ask of a token in each row of the cache."""
+    """One block's weights in the compute dtype, and the routing state of each row of the cache."""
 
     def __init__(self, model: GPT, index: int, rows: int) -> None:
         block, dtype = model.blocks[index], model.compute_dtype
@@ -264,9 +264,9 @@ class Layer:
         self.moe = block.moe
         self.stacked: FeedForward | None = None  # (experts, in, out)
         self.experts: list[FeedForward] = []
-        self.cutoffs: Tensor | None = None  # (rows, experts), where nothing else decides
-        self.states: list[Any] = []  # of the rule, for each row
-        self.earlier: list[Tensor | None] = [None] * rows  # scores of each row's tokens, where the rule looks at them
+        self.cutoffs: Tensor | None = None  # (rows, experts), where a comparison decides alone
+        self.states: list[Any] = []  # the rule's state for each row
+        self.earlier: list[Tensor | None] = [None] * rows  # each row's earlier scores, if the rule needs them
         if block.moe is not None:
             router = block.moe.router
             experts, rule = block.moe.experts, router.rule
@@ -279,7 +279,7 @@ class Layer:
             self.cutoffs = None if cutoff is None else torch.full_like(cutoff, torch.inf).repeat(rows, 1)
 
     def of_a_token(self) -> list[Tensor]:
-        """The weights of a token that goes to one expert."""
+        """Return the weights that a token uses when it goes to one expert."""
         parts = [part for part in (self.dense, *self.experts[:1]) if part is not None]
         return [self.qkv, self.output, *(weight for part in parts for weight in (part.down, *part.ups))]
 
@@ -300,7 +300,7 @@ class Layer:
             self.cutoffs[row] = torch.inf
 
     def route(self, x: Tensor, rows: int | slice) -> tuple[Routed, Tensor | None]:
-        """x: (tokens, d_model), a token of each of the rows, or all of one row. The second multiplies x itself."""
+        """Route x (tokens, d_model): one token of each row, or several of one row. The second result multiplies x."""
         assert self.moe is not None
         router = self.moe.router
         scores = F.linear(x.float(), router.weight.float())
@@ -317,7 +317,7 @@ class Layer:
         return routed, torch.cat(passed) if passed else None
 
     def _route_row(self, row: int, scores: Tensor) -> tuple[Routed, Tensor | None]:
-        """Route tokens (tokens, num_scores) of one row behind its earlier ones."""
+        """Route scores (tokens, num_scores) that follow the earlier tokens of one row."""
         assert self.moe is not None
         rule, earlier = self.moe.router.rule, self.earlier[row]
         routing = route_behind(rule, scores[None], self.states[row], earlier)
@@ -328,7 +328,7 @@ class Layer:
         return routed, None if routing.passthrough is None else routing.passthrough[0]
 
     def add_experts(self, total: Tensor, x: Tensor, routed: Routed, passthrough: Tensor | None) -> None:
-        """Add Σ_i z[t,i] · g[t,i] · expert_i(x_t) to the total, which is like x (tokens, d_model)."""
+        """Add Σ_i z[t,i] · g[t,i] · expert_i(x_t) to `total`, which is shaped like x (tokens, d_model)."""
         assert self.moe is not None
         assert routed.gates is not None
         gates, taken = self.moe.weights(routed.gates, routed.assignment).T, routed.assignment.T
@@ -345,13 +345,13 @@ class Layer:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return True if two states are of the same tensors: every look at a router's makes another record of them."""
+    """Return True if two states hold the same tensors; reading a router's state makes a new record each time."""
     return all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _pair_up(attention: Attention) -> Tensor:
-    """The weights of queries, keys and values in one; such that the two numbers that a rotation mixes are neighbours,
-    one complex number, which multiplies neither queries with keys nor their norms otherwise.
+    """Return the query, key and value weights as one matrix, permuted so that the two numbers that a rotation mixes are
+    adjacent and form one complex number. Products of queries and keys, and their norms, do not change.
     """
     weights = []
     for projection in (attention.query, attention.key):

@@ -1,4 +1,4 @@
-"""Text from a model, token by token: one sequence, or many that join and leave a running batch."""
+"""Text generation, token by token: one sequence, or many that join and leave a running batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Finish = Literal["stop", "length"]
 
 
 class TokenRouting(NamedTuple):
-    """Where one layer sent one token: its scores for all experts, the experts it went to, and their gates."""
+    """One token's routing in one layer: its scores for all experts, the experts it went to, and their gates."""
 
     scores: tuple[float, ...]
     experts: tuple[int, ...]
@@ -30,12 +30,12 @@ class TokenRouting(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One token. text: what it completes; a character cut in two comes with the token that holds its last byte.
+    """One token. text: the text it completes; a character split across tokens comes with the one that ends it.
 
-    logprob: nats, of the model itself, before temperature and top-k; None where nothing stands before the token.
-    finish: None while more is to come, "stop" where the document ended or a stop string came, "length" where max_tokens
-    or the context was used up. routing: one per MoE layer if recorded. top: as many as were asked for of the likeliest
-    tokens in its place, with their logprobs.
+    logprob: nats, from the model itself, before temperature and top-k; None where no token precedes this one.
+    finish: None while more tokens follow, "stop" at the end of the document or at a stop string, "length" where
+    max_tokens or the context is used up. routing: one record per MoE layer, if recorded. top: the likeliest tokens at
+    this position with their logprobs, as many as the request asked for.
     """
 
     token: int
@@ -47,12 +47,12 @@ class Step(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is to be written, and how. Everything is checked by `check`.
+    """A prompt and its sampling parameters; `check` validates them.
 
     temperature 0 takes the likeliest token; top_k=None and top_p=1 sample from all. The same seed gives the same
-    tokens; None draws one. stop: strings that end the text and are left out of it. tops: so many likeliest tokens in
-    each step. echo: steps for the prompt's tokens too. record: each token's routing. rate: routed experts per token to
-    aim at, in every layer, for prompt and continuation; None is as trained, or as set for the model.
+    tokens; None draws a seed. stop: strings that end the text and are left out of it. tops: number of likeliest tokens
+    to report in each step. echo: make steps for the prompt's tokens too. record: report each token's routing. rate:
+    target for routed experts per token in every layer, for prompt and continuation; None keeps the model's own.
     """
 
     prompt: tuple[int, ...]
@@ -69,7 +69,7 @@ class Request(NamedTuple):
     rate: float | None = None
 
     def check(self, context: int) -> None:
-        """Raise ValueError that names an option out of range, or a prompt that leaves no room in the context."""
+        """Raise ValueError for an option out of range, or for a prompt that leaves no room in the context."""
         if self.max_tokens < 0:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 0")
         if not 0 <= self.temperature < math.inf:
@@ -91,7 +91,7 @@ class Request(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """Draws on the CPU, so that a seed means the same on every device."""
+    """Draws tokens on the CPU, so that a seed gives the same result on every device."""
 
     temperature: float
     top_k: int | None
@@ -99,7 +99,7 @@ class Sampler(NamedTuple):
     top_p: float = 1.0
 
     def __call__(self, logits: Tensor) -> int:
-        """A token id of logits (vocab,), on the CPU. Raises ValueError if one is NaN."""
+        """Draw a token id from logits (vocab,) on the CPU. Raises ValueError if one is NaN."""
         if self.temperature == 0:
             return int(logits.argmax())
         count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
@@ -108,26 +108,26 @@ class Sampler(NamedTuple):
         if token is None:
             token = self._by_operations(logits, count, number)
         if token < 0:
-            raise ValueError("logits have NaN, of which no token can be drawn; use another checkpoint of the model")
+            raise ValueError("logits contain NaN, so no token can be drawn; use another checkpoint of the model")
         return token
 
     def _by_operations(self, logits: Tensor, count: int, number: float) -> int:
-        """The token whose part of all weights the number from 0 to below 1 falls into; -1 if a logit is NaN."""
+        """Return the token at quantile `number` in [0, 1) of the distribution; -1 if a logit is NaN."""
         likeliest, tokens = logits, None
         if count < len(logits) or self.top_p < 1:
             likeliest, tokens = logits.topk(count)
-        # In float64, and with the largest at 0, the smallest temperature overflows nothing.
+        # In float64, with the maximum shifted to 0, even the smallest temperature does not overflow.
         sums = ((likeliest.double() - likeliest.max()) / self.temperature).exp().cumsum(0)
         if sums[-1].isnan():
             return -1
-        if self.top_p < 1:  # those that are needed to reach so much, the one that reaches it included
+        if self.top_p < 1:  # the fewest tokens that reach top_p, the last one included
             sums = sums[: int(torch.searchsorted(sums, self.top_p * sums[-1])) + 1]
         place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
         return place if tokens is None else int(tokens[place])
 
 
 class Text:
-    """The text of tokens as they come. What may be the beginning of a stop string is held back until it is known."""
+    """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self.stop = stop
@@ -135,7 +135,7 @@ class Text:
         self._held = ""
 
     def push(self, content: bytes, final: bool) -> tuple[str, bool]:
-        """What can be shown now, and whether a stop string came."""
+        """Return the text that can be shown now, and True if a stop string came."""
         text = self._held + self._decoder.decode(content, final)
         places = [place for stop in self.stop if (place := text.find(stop)) >= 0]
         if places:
@@ -146,12 +146,12 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters the text ends with that the stop string begins with."""
+    """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
 class Next(NamedTuple):
-    """What may come next in a sequence: a row of logits (rows, vocab), and its peak."""
+    """The distribution of the next token of a sequence: one row of logits (rows, vocab), and its peak."""
 
     of_all: Tensor
     row: int
@@ -159,13 +159,13 @@ class Next(NamedTuple):
 
     @classmethod
     def of(cls, decoded: Decoded) -> list[Next]:
-        """One for each row of logits, on the CPU."""
+        """Return one record for each row of logits, on the CPU."""
         logits = decoded.logits.cpu()
         return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
 
     @property
     def logits(self) -> Tensor:
-        """(vocab,)"""
+        """This row's logits (vocab,)."""
         return self.of_all[self.row]
 
     def logprob(self, token: int) -> float:
@@ -181,7 +181,7 @@ class Next(NamedTuple):
 
 
 class Writing:
-    """A request on its way. prompt: the steps of its prompt's tokens, if echoed; steps: those written so far."""
+    """A request in progress. prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far."""
 
     def __init__(self, request: Request, room: int) -> None:
         self.request = request
@@ -189,9 +189,9 @@ class Writing:
         self.prompt: list[Step] = []
         self.steps: list[Step] = []
         self.finished = False
-        self.read = 0  # tokens of the prompt
+        self.read = 0  # prompt tokens read so far
         self.next: Next | None = None  # known once the prompt is read
-        self.echoed: Next | None = None  # what may follow the part of the prompt that was read
+        self.echoed: Next | None = None  # predictions after the part of the prompt read so far
         generator = torch.Generator()
         if request.seed is None:
             generator.seed()
@@ -208,8 +208,8 @@ class Writing:
 
 @dataclass
 class Counts:
-    """What an engine has done. read, written: tokens of prompts and of texts. routed: tokens in layers of experts, once
-    for each layer; assignments: experts that those went to.
+    """Totals of an engine. read, written: tokens of prompts and of generated texts. routed: tokens routed, counted once
+    per MoE layer; assignments: the token-expert pairs of those.
     """
 
     read: int = 0
@@ -224,11 +224,12 @@ class Counts:
 
 
 class Engine:
-    """Writes for many requests at once: each has a row of the batch from when it joins until it is done.
+    """Continuous batching: each request holds a row of the batch from when it joins until it is finished.
 
-    What a request gets depends on nothing but itself, since a token is routed by its own scores alone; with strict=True
-    to the last bit. slots: rows. capacity: tokens in each, the context unless given. The model's weights are those at
-    the beginning; it is not changed. dial: the largest rate that a request may ask for, None where it may ask for none.
+    A request's result depends on that request alone, since a token is routed by its own scores; with strict=True this
+    holds to the last bit. slots: rows of the batch. capacity: tokens per row, by default the context. The engine takes
+    the model's weights once and never changes the model. dial: the largest rate that a request may ask for; None where
+    the rate is fixed.
     """
 
     def __init__(
@@ -253,14 +254,14 @@ class Engine:
         self._check_rate(request.rate)
 
     def add(self, request: Request) -> Writing:
-        """Let a request wait for a row. Raises ValueError as `check` does."""
+        """Queue a request for a row. Raises ValueError as `check` does."""
         self.check(request)
         writing = Writing(request, self.decoder.capacity - len(request.prompt))
         self.waiting.append(writing)
         return writing
 
     def cancel(self, writing: Writing) -> None:
-        """Forget a request; its row is free for the next."""
+        """Drop a request and free its row."""
         writing.finished = True
         if writing in self.waiting:
             self.waiting.remove(writing)
@@ -269,9 +270,9 @@ class Engine:
                 self._free(row)
 
     def step(self) -> list[Writing]:
-        """Let requests join, read a piece of one prompt, and write a token in every row whose prompt is read.
+        """Admit waiting requests, prefill a piece of one prompt, and decode a token in every row past its prompt.
 
-        Returns those that have got further.
+        Returns the requests that advanced.
         """
         for row in range(self.decoder.rows):
             if self.waiting and row not in self.running:
@@ -309,7 +310,7 @@ class Engine:
                 self._free(row)
 
     def _make(self, writing: Writing, token: int) -> Step:
-        """The step of a chosen token but for its routing."""
+        """Return the step of a chosen token, without its routing."""
         assert writing.next is not None
         request = writing.request
         writing.left -= 1
@@ -320,7 +321,7 @@ class Engine:
         return Step(token, text, writing.next.logprob(token), finish, None, writing.next.top(request.tops))
 
     def _read(self, row: int, writing: Writing) -> None:
-        """A piece of a prompt."""
+        """Prefill the next piece of a prompt."""
         request, start = writing.request, writing.read
         piece = request.prompt[start : start + decoder.PREFILL]
         decoded = self.decoder.read(row, piece, every=request.echo)
@@ -348,7 +349,7 @@ class Engine:
 
 
 def largest_rate(model: GPT) -> float | None:
-    """None where the model has but the rate it was trained for."""
+    """Return the largest rate the model can run at; None if it only has the rate it was trained for."""
     try:
         model.check_rate(0)
     except ValueError:
@@ -359,7 +360,7 @@ def largest_rate(model: GPT) -> float | None:
 def _routing(routed: Routed, row: int) -> tuple[TokenRouting, ...]:
     found = []
     for layer, (scores, assignment) in enumerate(zip(routed.scores, routed.assignment, strict=True)):
-        # Of one token, since the last bit of σ may depend on how many are computed at once.
+        # One token at a time, since the last bit of σ may depend on how many are computed at once.
         gates = scores[row].sigmoid() if routed.gates is None else routed.gates[layer, row]
         found.append(_of_token(scores[row], gates, assignment[row]))
     return tuple(found)
@@ -383,12 +384,12 @@ def generate(
     record: bool = False,
     rate: float | None = None,
 ) -> Iterator[Step]:
-    """Continue a prompt: a text, which opens a document, or token ids as they are.
+    """Continue a prompt: a text, which opens a document, or token ids, which are used as they are.
 
-    Options are those of `Request`. The document ends where the model opens the next one: that step has the token and no
-    text. Prompt and continuation together fill the context at most. The model is neither changed nor watched: its
-    weights are those of the first step.
-    Raises ValueError if an option is out of range or the prompt is empty or leaves no room.
+    Options are those of `Request`. The document ends where the model opens the next one; that step has a token but no
+    text. Prompt and continuation together never exceed the context. The model is not changed, and its weights are read
+    once, at the first step.
+    Raises ValueError if an option is out of range, or if the prompt is empty or leaves no room.
     """
     ids = [tokenizer.bos, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
     if max_tokens < 1:

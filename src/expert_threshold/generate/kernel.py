@@ -1,4 +1,4 @@
-"""The decoder's forward pass in C++ (`kernels/cpu/decode.cpp`): all its operations in one call."""
+"""The decoder's forward pass in C++ (`kernels/cpu/decode.cpp`), all in one call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 SHARED = 2**19
-"""Multiplications from which on threads share them; below, they would wait for each other longer than that takes."""
+"""Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
 
 
 class _FeedForward(Structure):
@@ -58,7 +58,7 @@ class _Results(Structure):
 
 
 class Results:
-    """What `Decoded` holds, of `count` tokens, `asked` of which have logits; columns of numbers beside tensors."""
+    """Buffers for the fields of `Decoded`: `count` tokens, of which `asked` have logits."""
 
     def __init__(self, asked: int, vocab: int, layers: int, count: int, experts: int) -> None:
         self.logits = torch.empty(asked, vocab, dtype=torch.float32, device="cpu")
@@ -69,11 +69,11 @@ class Results:
 
 
 class Kernel:
-    """Has the decoder's weights, cutoffs and cache, by their addresses."""
+    """Holds the addresses of the decoder's weights, cutoffs and cache."""
 
     def __init__(self, decoder: Decoder, kernels: ctypes.CDLL) -> None:
         self._scratch_of, self._run = kernels.decode_scratch, kernels.decode_forward
-        self._kept: list[object] = []  # what the addresses are of
+        self._kept: list[object] = []  # keeps the tensors behind the addresses alive
         self._vocab = decoder.head.shape[1]
         routed = [layer for layer in decoder.layers if layer.moe is not None]
         self._routed, self._experts = len(routed), len(routed[0].experts) if routed else 0
@@ -101,7 +101,7 @@ class Kernel:
         self._work = sum(weight.numel() for weight in weights) + decoder.head.numel()
 
     def __call__(self, ids: Sequence[int], rows: Sequence[int], places: Sequence[int], first: int = 0) -> Results:
-        """Put tokens into places of rows of the cache, several of one row in their order. Logits from `first` on.
+        """Run tokens at the given rows and places of the cache, those of one row in order; logits from `first` on.
 
         Raises IndexError if an id is not in the vocabulary.
         """
@@ -154,8 +154,8 @@ class Kernel:
 
 
 def kernel_of(decoder: Decoder) -> Kernel | None:
-    """None where it does not apply: on another device, in another dtype, where nothing can be compiled, or under a rule
-    that does more in inference than compare scores with thresholds or take the k largest, with σ(scores) as gates.
+    """Return the kernel, or None where it does not apply: on another device or dtype, without a compiler, or under a
+    rule whose inference is more than a comparison with thresholds or a top k, with σ(scores) as gates.
     """
     if decoder.device.type != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -171,7 +171,7 @@ def _knows(layer: Layer) -> bool:
 
 
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:
-    """As `Sampler` does by operations; -1 where a logit is NaN, None where nothing can be compiled."""
+    """Draw a token as `Sampler` does; returns -1 if a logit is NaN, None if the kernels are not available."""
     kernels = library()
     if kernels is None or not logits.is_cpu or logits.dtype != torch.float32:
         return None

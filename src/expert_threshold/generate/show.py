@@ -1,4 +1,4 @@
-"""What a model writes, for the terminal: without orders to it, and with the routing in colour."""
+"""Generated text for the terminal: control characters escaped, routing shown in colour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.text import Text
 from .engine import Step
 
 COLOURS = ("bright_black", "blue", "cyan", "green", "yellow", "bright_red", "bright_magenta")
-"""By routed experts per layer: 0, 0.5, 1, … to the nearest; the last one for all above."""
+"""Colours for 0, 0.5, 1, … routed experts per layer, to the nearest; the last one covers all above."""
 
 LEGEND = Text.assemble(
     "routed experts per layer: ",
@@ -19,12 +19,12 @@ LEGEND = Text.assemble(
 
 
 def printable(text: str) -> str:
-    """With every control character but newline and tab as its number, \\x1b: a terminal would obey it."""
+    """Return the text with every control character but newline and tab escaped, as \\x1b, so that none takes effect."""
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
 
 
 def render_routing(step: Step) -> Text:
-    """The step's text in the colour of its token's mean fanout over the layers; the step must have been recorded."""
+    """Return the step's text, coloured by its token's mean fanout over the layers; the step must be recorded."""
     assert step.routing is not None, "only steps of generate(..., record=True) have a routing"
     fanout = sum(len(layer.experts) for layer in step.routing) / max(len(step.routing), 1)
     return Text(step.text, COLOURS[min(round(2 * fanout), len(COLOURS) - 1)])

@@ -1,1 +1,1 @@
-"""A trained model over HTTP: OpenAI's completions, and the page that shows how tokens are routed."""
+"""Serves a trained model over HTTP: OpenAI's completions API, and a page that shows how tokens are routed."""

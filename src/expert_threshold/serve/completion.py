@@ -1,8 +1,8 @@
-"""Requests and answers of /v1/completions, in OpenAI's form.
+"""Requests and responses of /v1/completions, in OpenAI's format.
 
-Unknown fields are refused, as OpenAI does. Fields that OpenAI has and this server does not act on (`best_of`,
-`logit_bias`, `presence_penalty`, …) are refused unless they ask for nothing. null means the default. Two fields are
-ours: `top_k`, and `rate`, routed experts per token in this request's texts.
+Unknown fields are rejected, as OpenAI does. OpenAI's fields that this server does not support (`best_of`,
+`logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null means the default. Two
+fields are ours: `top_k`, and `rate`, routed experts per token in this request's texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import ApiError, invalid, shown
 from .limits import Limits
 
 MAX_TOKENS = 16
-"""Of a request that names none; OpenAI's default."""
+"""max_tokens of a request that gives none; OpenAI's default."""
 
 SEEDS = 2**63
 IDLE: dict[str, tuple[Any, ...]] = {
@@ -31,11 +31,11 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "suffix": ("",),
 }
-"""OpenAI's fields that are known and not acted upon, with the values that ask for nothing."""
+"""OpenAI's fields that are known but not supported, with the neutral values that are accepted."""
 
 
 class Completion(NamedTuple):
-    """A checked request. prompts: token ids; opened: whether `BOS` was put before each, as before all texts."""
+    """A validated request. prompts: token ids. opened: True if the prompts are texts, each of which begins with BOS."""
 
     model: str
     prompts: tuple[tuple[int, ...], ...]
@@ -44,11 +44,11 @@ class Completion(NamedTuple):
     stream: bool
     include_usage: bool
     logprobs: int | None
-    request: Request  # for all, but for the prompt and the seed
+    request: Request  # shared by all texts, except for the prompt and the seed
 
     @property
     def requests(self) -> list[Request]:
-        """n for each prompt; the i-th of a prompt takes the seed plus i."""
+        """Return n requests for each prompt; the i-th of a prompt takes the seed plus i."""
         return [
             self.request._replace(prompt=prompt, seed=_shift(self.request.seed, i))
             for prompt in self.prompts
@@ -61,9 +61,9 @@ def _shift(seed: int | None, by: int) -> int | None:
 
 
 class Parser:
-    """From bodies to completions. Whatever is wrong with a body is an ApiError with a status below 500.
+    """Parses request bodies. Whatever is wrong with a body raises an ApiError with a status below 500.
 
-    dial: the largest rate, or None for a model that has but one.
+    dial: the largest rate, or None for a model whose rate is fixed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Parser:
         request = Request(
             prompt=(),
             max_tokens=max_tokens,
-            temperature=temperature if top_p > 0 else 0.0,  # the fewest tokens that reach 0 are the likeliest one
+            temperature=temperature if top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
             top_k=fields.optional_integer("top_k", 1, SEEDS - 1),
             top_p=top_p or 1.0,
             seed=_shift(seed, 0),
@@ -105,7 +105,7 @@ class Parser:
             if value is not None and not any(value == v and type(value) is not bool for v in idle):
                 raise invalid(name, value, f"is not supported; leave it out or give {idle[0]!r}", code="unsupported")
         if not isinstance(fields.take("user"), str | None):
-            raise ApiError(400, "user must be a text", param="user", code="invalid_type")
+            raise ApiError(400, "user must be a string", param="user", code="invalid_type")
         fields.require_no_more()
         self._require_room(prompts, max_tokens)
         return Completion(model, prompts, opened, n, stream, include_usage, logprobs, request)
@@ -113,12 +113,12 @@ class Parser:
     def _model(self, fields: Fields) -> str:
         model = fields.take("model")
         if not isinstance(model, str):
-            raise invalid("model", model, f"must be a text, such as {self.models[0]!r}", code="invalid_type")
+            raise invalid("model", model, f"must be a string, such as {self.models[0]!r}", code="invalid_type")
         require_model(model, self.models)
         return model
 
     def _prompts(self, fields: Fields) -> tuple[tuple[tuple[int, ...], ...], bool]:
-        """Token ids of each prompt, and whether they were texts."""
+        """Return the token ids of each prompt, and True if the prompts were texts."""
         value = fields.take("prompt")
         value = "" if value is None else value
         if isinstance(value, str):
@@ -137,7 +137,7 @@ class Parser:
                 raise _not_a_prompt(item)
             for token in item:
                 if not 0 <= token < self.tokenizer.vocab_size:
-                    raise invalid("prompt", token, f"is no token; they are 0 to {self.tokenizer.vocab_size - 1}")
+                    raise invalid("prompt", token, f"is no token id; they are 0 to {self.tokenizer.vocab_size - 1}")
         return tuple(map(tuple, value)), False
 
     def _rate(self, fields: Fields) -> float | None:
@@ -153,9 +153,9 @@ class Parser:
         value = fields.take("stop")
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise invalid("stop", value, "must be a text or a list of texts", code="invalid_type")
+            raise invalid("stop", value, "must be a string or a list of strings", code="invalid_type")
         if len(stops) > self.limits.stops:
-            raise invalid("stop", value, f"has {len(stops)} texts; at most {self.limits.stops} are allowed")
+            raise invalid("stop", value, f"has {len(stops)} strings; at most {self.limits.stops} are allowed")
         for stop in stops:
             if not 1 <= len(stop) <= self.limits.stop_characters:
                 raise invalid("stop", stop, f"must have from 1 to {self.limits.stop_characters} characters")
@@ -195,14 +195,14 @@ class Parser:
 
 
 def require_model(model: str, models: Sequence[str]) -> None:
-    """Raise ApiError 404 unless the model is one of those here."""
+    """Raise ApiError 404 unless this server has the model."""
     if model not in models:
-        message = f"the model {shown(model)} does not exist; here is {', '.join(models)}"
+        message = f"the model {shown(model)} does not exist; this server has {', '.join(models)}"
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body; without NaN and Infinity, which JSON does not have."""
+    """Return the JSON object in a body; rejects NaN and Infinity, which JSON does not have."""
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -213,7 +213,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _reason(error: Exception) -> str:
@@ -221,12 +221,12 @@ def _reason(error: Exception) -> str:
 
 
 def _not_a_prompt(value: object) -> ApiError:
-    must = "must be a text, a list of texts, a list of token ids, or a list of those; none may be an empty list"
+    must = "must be a string, a list of strings, a list of token ids, or a list of those; none may be an empty list"
     return invalid("prompt", value, must, code="invalid_type")
 
 
 class Fields:
-    """Takes fields of an object one by one; absent and null are the default."""
+    """Takes the fields of an object one by one; absent and null mean the default."""
 
     def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
         self._left, self._prefix = dict(fields), prefix
@@ -275,7 +275,7 @@ class Fields:
 
 
 class Answer:
-    """A completion's answer, as a whole or in chunks."""
+    """The response to a completion, whole or in chunks."""
 
     def __init__(self, asked: Completion, tokenizer: Tokenizer) -> None:
         self.asked, self.tokenizer = asked, tokenizer
@@ -291,27 +291,27 @@ class Answer:
         return self.head | {"choices": list(choices)}
 
     def usage(self) -> dict[str, int]:
-        """A prompt counts once, however many texts continue it; `BOS` counts."""
+        """Return token counts. A prompt counts once, however many texts continue it; BOS counts."""
         read, written = sum(map(len, self.asked.prompts)), sum(choice.written for choice in self.choices)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 class Choice:
-    """One text of an answer. What it tells of tokens: themselves, their logprobs, and where in the text they begin.
+    """One text of a response, with its tokens, their logprobs, and their offsets in the text.
 
-    A token that is not whole characters reads as OpenAI's "bytes:\\x…". Where a stop string ended a text all tokens are
-    told, the stop string's too.
+    A token that is not whole characters is named "bytes:\\x…", as by OpenAI. Where a stop string ended a text, all of
+    its tokens are listed, those of the stop string too.
     """
 
     def __init__(self, index: int, asked: Completion, tokenizer: Tokenizer) -> None:
         self.index, self.asked, self.tokenizer = index, asked, tokenizer
         self.written = 0
-        self._hidden = asked.opened and asked.request.echo  # the step of the BOS that was put before the prompt
+        self._hidden = asked.opened and asked.request.echo  # drop the BOS step before the prompt
         self._offset = 0
-        self._text = Text(())  # of what is written, as if nothing stopped it
+        self._text = Text(())  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
-        """What has come since the last piece, as one of the answer's choices."""
+        """Return what was generated since the last piece, as one of the response's choices."""
         if self._hidden and prompt:
             prompt, self._hidden = prompt[1:], False
         self.written += len(steps)
@@ -334,13 +334,13 @@ class Choice:
         }
 
     def _place(self, token: int, characters: int) -> int:
-        """Where in the text a token begins that completes so many characters: if it has whole ones, they come last."""
+        """Return the offset at which a token begins, after advancing by the characters that it completes."""
         start, self._offset = self._offset, self._offset + characters
         own = self._own(token)
         return start if own is None else self._offset - len(own)
 
     def _top(self, step: Step) -> dict[str, float] | None:
-        """The likeliest tokens and the one that came."""
+        """Return the logprobs of the likeliest tokens and of the one chosen."""
         if step.logprob is None:
             return None
         return {self._name(token): logprob for token, logprob in step.top} | {self._name(step.token): step.logprob}
@@ -353,7 +353,7 @@ class Choice:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content) if own is None else own
 
     def _own(self, token: int) -> str | None:
-        """A token's characters; None where it has parts of some."""
+        """Return a token's characters; None if it holds only part of one."""
         if token == self.tokenizer.bos:
             return ""
         try:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API tells them."""
+"""Errors in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """What went wrong, for the client's eyes: the HTTP status, a sentence, the field at fault and a word for programs.
+    """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
 
-    retry: seconds after which to ask again.
+    retry: seconds after which the client should retry.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class ApiError(Exception):
 
 
 def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
-    """400 for a field: its name, its value, and what it must be."""
+    """Return a 400 error for a field, with its name, its value and the requirement."""
     return ApiError(400, f"{name}={shown(value)} {must}", param=name, code=code)
 
 
 def shown(value: object) -> str:
-    """A client's value as an error shows it, cut where it is long."""
+    """Return a client's value for an error message, truncated if it is long."""
     try:
         text = ascii(value)
     except RecursionError:

@@ -1,12 +1,12 @@
-"""The routing explorer: a page that shows where every token of a text went, and the two endpoints that it asks.
+"""The routing explorer: a page that shows where every token of a text went, and its two endpoints.
 
-    GET  /                 the page, of `static/`
-    GET  /explorer/runs    what there is to know of each run before a text is read
-    POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those written behind it, as
-                           server-sent events: {"run": …} as it reads this text, many times {"tokens": […]}, at last
-                           {"done": true} or {"error": {"message": …}}
+    GET  /                 the page, from `static/`
+    GET  /explorer/runs    a description of each run
+    POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those generated after it, as
+                           server-sent events: {"run": …} at this request's rate, then any number of
+                           {"tokens": […]}, finally {"done": true} or {"error": {"message": …}}
 
-What they tell reveals texts: only pages of this very server get it.
+The responses reveal texts, so only this server's own pages may read them.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ HEADERS = {
 }
 INFINITE = 1e38
 TOPS = 6
-"""Likeliest tokens that are told in each token's place."""
+"""The number of likeliest tokens reported at each position."""
 
 
 class Explored(NamedTuple):
-    """A run under the name that the page shows. worker: what reads with it; None is the server's own."""
+    """A run under the name that the page shows. worker: runs its engine; None is the server's own worker."""
 
     name: str
     model: GPT
@@ -62,9 +62,9 @@ class Explored(NamedTuple):
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
-    """A run as JSON. dial: the largest rate of experts per token it can be read at, None where that is as trained.
+    """Return a run as JSON. dial: the largest rate it can run at; None if the rate is fixed.
 
-    Of each layer the cutoffs at the rate, or the biases that are added to scores; other layers have neither.
+    Each layer lists its cutoffs at the rate, or the biases that are added to its scores, or neither.
     """
     config, moes = run.model.config, dict(run.model.moe_layers())
     rule, layers = config.rule, []
@@ -87,10 +87,10 @@ def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
 
 
 def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
-    """A recorded step as JSON. loss: nats, None of what opens the text. label: the token's own bytes, readable.
+    """Return a recorded step as JSON. loss: nats, None for the token that opens the text. label: its bytes, readable.
 
-    top: likeliest tokens in its place as [token, label, probability]. layers: one for each layer of experts; gates: of
-    the experts it went to; border: the lowest chosen score, bias included, token choice's cutoff.
+    top: the likeliest tokens at its position as [token, label, probability]. layers: one entry per MoE layer; gates:
+    those of the experts it went to; border: the lowest chosen score, bias included, which is token choice's cutoff.
     """
     assert step.routing is not None, "only recorded steps have a routing"
     biases = [_bias(moe.router) for _, moe in run.model.moe_layers()]
@@ -114,7 +114,7 @@ def _bias(router: Router | None) -> Tensor | None:
 
 
 def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
-    """A token's routing in one layer; the rule's bias is added to what it compares alone."""
+    """Return a token's routing in one layer; the bias only enters `border`, not the scores."""
     biases = [0.0] * len(routing.scores) if bias is None else bias.tolist()
     chosen = [routing.scores[expert] + biases[expert] for expert in routing.experts]
     share = max(len(routing.experts), 1) if model.config.gate_norm == "fanout" else 1
@@ -127,7 +127,7 @@ def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, 
 
 
 def label(tokenizer: Tokenizer, token: int) -> str:
-    """A token for the eye: bytes that are no character of their own as \\xe2."""
+    """Return a token as readable text; bytes that are not whole characters appear as \\xe2."""
     return tokenizer.decode_bytes([token]).decode("utf-8", errors="backslashreplace")
 
 
@@ -136,25 +136,25 @@ def _numbers(values: Tensor | None) -> list[float] | None:
 
 
 def _number(value: float) -> float:
-    """To six digits, as there are very many; JSON has no infinity, which cutoffs are where no token or all exceed."""
+    """Round to six digits, for size, and clamp: a cutoff that all tokens or none exceed is infinite, unlike JSON."""
     return float(f"{min(max(value, -INFINITE), INFINITE):.6g}")
 
 
 def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
-    """What a body of /explorer/read asks for. Raises ApiError where it is nonsense or too much."""
+    """Parse a body of /explorer/read. Raises ApiError if it is invalid or exceeds the limits."""
     fields = Fields(read_object(body))
     name, text = fields.take("run"), fields.take("text")
     run = next((run for run in runs if run.name == name), None)
     if run is None:
-        raise ApiError(404, f"there is no run of that name; here is {', '.join(run.name for run in runs)}", param="run")
+        raise ApiError(404, f"there is no run of that name; use {', '.join(run.name for run in runs)}", param="run")
     if not isinstance(text, str):
-        raise ApiError(400, "text must be a text", param="text", code="invalid_type")
+        raise ApiError(400, "text must be a string", param="text", code="invalid_type")
     context = run.model.config.context
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
     max_tokens = fields.integer("max_tokens", 0, 0, limits.output_tokens or context)
     most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
     if len(prompt) > most:
-        message = f"the text has {len(prompt)} tokens, its beginning included, and {run.name} takes {most}; shorten it"
+        message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} takes {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
     request = Request(
         prompt,
@@ -178,9 +178,9 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
 def require_own_page(headers: Mapping[str, str], names: Collection[str]) -> None:
     """Raise ApiError 403 unless the request can only come from a page of this server, or from no page at all.
 
-    Another site's page is told by Origin and Sec-Fetch-Site. One whose name was made to lead here (DNS rebinding) is of
-    our origin to the browser, but comes by that name: allowed are addresses, which no one can make lead elsewhere, and
-    `names`.
+    Origin and Sec-Fetch-Site reveal another site's page. A site whose name resolves to this server (DNS rebinding) has
+    our origin in the browser's eyes, but its name is in the Host header: only `names` and addresses, which cannot be
+    rebound, are allowed.
     """
     host = headers.get("host", "").lower()
     name, origin = host_name(host), headers.get("origin")
@@ -189,9 +189,9 @@ def require_own_page(headers: Mapping[str, str], names: Collection[str]) -> None
     except ValueError:
         foreign = True
     if not (_is_address(name) or name in names):
-        raise ApiError(403, f"the explorer is reached by an address or as {', '.join(names)} only", code="unknown_host")
+        raise ApiError(403, f"reach the explorer by an address or as {', '.join(names)}", code="unknown_host")
     if foreign or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise ApiError(403, "the explorer answers its own page only", code="foreign_origin")
+        raise ApiError(403, "the explorer only answers its own page", code="foreign_origin")
 
 
 def _is_address(name: str) -> bool:
@@ -203,7 +203,7 @@ def _is_address(name: str) -> bool:
 
 
 async def events(run: Explored, work: Work) -> AsyncGenerator[dict[str, Any]]:
-    """What is told of a work with one text, as it comes."""
+    """Yield the events of a work with one text, as they come."""
     yield {"run": describe(run, work.requests[0].rate)}
     async for update in work:
         tokens = [token_record(run, step, written=False) for step in update.prompt]
@@ -212,7 +212,7 @@ async def events(run: Explored, work: Work) -> AsyncGenerator[dict[str, Any]]:
 
 
 def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) -> list[Route]:
-    """For `create_app`. The first run is the server's own. names: those by which the server may be reached."""
+    """Return the routes for `create_app`. The first run is the server's own. names: host names that may reach it."""
     from starlette.responses import Response
     from starlette.routing import Route
 

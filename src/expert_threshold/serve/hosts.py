@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 def host_name(header: str) -> str:
-    """The name or address in a Host header, in lower case, without brackets and port; "" where it has none."""
+    """Return the name or address in a Host header, in lower case, without brackets and port; "" if there is none."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
@@ -20,20 +20,20 @@ def host_name(header: str) -> str:
 
 
 def url(listener: socket.socket) -> str:
-    """Where a server that listens there is reached."""
+    """Return the URL of a server that listens on this socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """A socket for each address of the host, bound, not listening yet; of port 0 all at the same free one.
+    """Return a bound socket for each address of the host, not yet listening; with port 0 all share one free port.
 
     Raises ValueError where no server can listen.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):
-        raise ValueError(f"--host {host}: no such name is known; give a name or an address of this machine") from None
+        raise ValueError(f"--host {host}: unknown name; give a name or an address of this machine") from None
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         foreign = None
@@ -48,7 +48,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
                 port = sockets[0].getsockname()[1]
         if not sockets:
             raise ValueError(
-                f"--host {host}: no address of this machine; leave it out, or give 0.0.0.0 for all"
+                f"--host {host}: not an address of this machine; leave it out, or give 0.0.0.0 for all"
             ) from foreign
         opened.pop_all()
     return sockets
@@ -57,7 +57,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
 def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if os.name == "posix":  # a port that was in use until a moment ago; elsewhere that would take others' ports
+        if os.name == "posix":  # reuse a port just released; elsewhere this option steals ports in use
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:  # IPv4 has a socket of its own
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -69,7 +69,7 @@ def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
 
 
 def listen(sockets: Sequence[socket.socket], backlog: int) -> None:
-    """Raises ValueError where another server that was bound there, too, was faster."""
+    """Listen on the sockets. Raises ValueError if another server bound to the same address listened first."""
     for each in sockets:
         try:
             each.listen(backlog)

@@ -1,4 +1,4 @@
-"""Whether a model's routing looks at nothing but the token itself."""
+"""Checks that a model's routing depends on each token alone."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ..model import GPT
 
 @torch.no_grad()
 def require_independent(model: GPT) -> None:
-    """Raise ValueError where a token's experts depend on the scores of tokens that share its batch.
+    """Raise ValueError if a token's experts depend on the scores of tokens that share its batch.
 
-    Asked of the rule itself: half of a sequence is routed twice, each time among others. By cutoffs, and by the largest
-    of each token's own scores, it goes to the same experts; by pools it does not.
+    The rule is put to the test: half of a sequence is routed twice, in different company. Cutoffs and a token's own top
+    scores give it the same experts; pools do not.
     """
     for index, moe in model.moe_layers():
         router = moe.router
         rule = router.rule
         generator = torch.Generator().manual_seed(0)
-        shape = (2, max(64, 4 * rule.num_experts), rule.num_scores)  # enough for a pool's k to be 1 at least
+        shape = (2, max(64, 4 * rule.num_experts), rule.num_scores)  # enough for a pool's k to be at least 1
         thresholds = router.thresholds()
         around = torch.zeros(rule.num_scores) if thresholds is None else thresholds.cpu()
         scores = (torch.randn(shape, generator=generator) + around).to(router.weight.device)

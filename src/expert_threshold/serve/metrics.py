@@ -1,4 +1,4 @@
-"""What a server has done and is doing, in Prometheus's text format."""
+"""Metrics of a server in Prometheus's text format."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Metrics:
         return "".join(
             (
                 _metric("requests_total", "counter", "Requests answered.", requests),
-                _metric("prompt_tokens_total", "counter", "Tokens of prompts that were read.", counts.read),
-                _metric("completion_tokens_total", "counter", "Tokens that were written.", counts.written),
-                _metric("slots", "gauge", "Texts that can be written at once.", worker.slots),
-                _metric("texts_running", "gauge", "Texts that are being written.", worker.running),
-                _metric("texts_waiting", "gauge", "Texts that wait for a slot.", worker.waiting),
-                _metric("routed_tokens_total", "counter", "Tokens that layers of experts routed.", counts.routed),
-                _metric("assignments_total", "counter", "Experts that those tokens went to.", counts.assignments),
+                _metric("prompt_tokens_total", "counter", "Prompt tokens read.", counts.read),
+                _metric("completion_tokens_total", "counter", "Tokens generated.", counts.written),
+                _metric("slots", "gauge", "Texts that can be generated at once.", worker.slots),
+                _metric("texts_running", "gauge", "Texts being generated.", worker.running),
+                _metric("texts_waiting", "gauge", "Texts waiting for a slot.", worker.waiting),
+                _metric("routed_tokens_total", "counter", "Tokens routed, counted once per MoE layer.", counts.routed),
+                _metric("assignments_total", "counter", "Token-expert pairs of the routed tokens.", counts.assignments),
                 _metric("experts_per_token", "gauge", "Experts per token and layer, on average so far.", fanout),
             )
         )
 
 
 def _metric(name: str, kind: str, text: str, value: float | Mapping[str, float]) -> str:
-    """value: one, or one for each set of labels."""
+    """Format one metric. value: a number, or a number for each set of labels."""
     lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
     if isinstance(value, Mapping):
         lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]

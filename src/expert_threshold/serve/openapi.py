@@ -1,4 +1,4 @@
-"""The interface as an OpenAPI document, with the limits that this server has."""
+"""The HTTP API as an OpenAPI document, with this server's limits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Schema = dict[str, Any]
 
 def schema(model: str, limits: Limits, context: int, vocab_size: int, dial: float | None) -> Schema:
     paths = {
-        "/health": {"get": _operation("Whether texts can be written", {"200": _json({"type": "object"})}, "503")},
-        "/metrics": {"get": _operation("Numbers for Prometheus", {"200": _content("text/plain", {"type": "string"})})},
+        "/health": {"get": _operation("Health check", {"200": _json({"type": "object"})}, "503")},
+        "/metrics": {"get": _operation("Metrics for Prometheus", {"200": _content("text/plain", {"type": "string"})})},
         "/openapi.json": {"get": _operation("This document", {"200": _json({"type": "object"})})},
-        "/v1/models": {"get": _operation("The models here", {"200": _json(_MODELS)})},
+        "/v1/models": {"get": _operation("The models of this server", {"200": _json(_MODELS)})},
         "/v1/models/{model}": {
             "parameters": [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}],
             "get": _operation("A model", {"200": _json(_ref("Model"))}, "404"),
@@ -52,7 +52,7 @@ def _completions() -> Schema:
 
 
 def request_schema(model: str, limits: Limits, context: int, vocab_size: int, dial: float | None) -> Schema:
-    """Of what /v1/completions takes. What it cannot say: prompts times n, and prompts' tokens, have limits, too."""
+    """Return the schema of a completion request. It omits the limits on prompts times n and on their tokens."""
     ids = _list_of(_integer(0, vocab_size - 1)) | {"minItems": 1}
     texts = {"minItems": 1, "maxItems": limits.texts}
     stop = {"type": "string", "minLength": 1, "maxLength": limits.stop_characters}

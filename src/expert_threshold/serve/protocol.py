@@ -1,4 +1,4 @@
-"""HTTP for clients that open connections and do not finish what they begin to send."""
+"""HTTP that withstands clients that open connections and never finish sending a request."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .limits import Limits
 
 SETTLE = 0.25
-"""Seconds for which an unfinished connection is not counted, since many may open at once and send their requests."""
+"""Seconds before an unfinished connection counts, since many may open at once and then send their requests."""
 
 
 def bounded(limits: Limits) -> type[H11Protocol]:
-    """The protocol of a server with these limits, for uvicorn's option `http`."""
+    """Return the protocol class of a server with these limits, for uvicorn's option `http`."""
     return type("Bounded", (_Bounded,), {"limits": limits, "hanging": defaultdict(dict)})
 
 
 class _Bounded(H11Protocol):
     """uvicorn's protocol, with a deadline for headers and a limit on the unfinished connections of an address.
 
-    A connection is unfinished from when it opens, or has its last answer, until a whole request has come. Headers have
-    a deadline here, bodies in `read_body`, which can tell the client. Of too many connections the oldest is closed, not
-    the newest, so that whoever does send a request is answered, from that address too.
+    A connection is unfinished from when it opens, or from its last response, until a whole request has arrived. Headers
+    have their deadline here, bodies in `read_body`, which can tell the client. Beyond the limit the oldest connection
+    is closed, not the newest, so that a client that does send a request gets a response, from that address too.
 
-    Nothing ready-made does this. uvicorn has a timeout for idle connections, which ends with the first byte.
-    Hypercorn's and granian's reach to the end of the headers, but neither limits an address, nor lets code do so.
+    No server provides this. uvicorn's timeout for idle connections ends with the first byte. Hypercorn's and granian's
+    cover the headers, but neither limits connections per address, nor lets code do so.
     """
 
     limits: Limits
-    hanging: defaultdict[str | None, dict[_Bounded, None]]  # by address, the oldest first
+    hanging: defaultdict[str | None, dict[_Bounded, None]]  # by address, oldest first
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -47,7 +47,7 @@ class _Bounded(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._expect_request()
-        super().on_response_complete()  # begins with a request that has come meanwhile
+        super().on_response_complete()  # starts on a request that arrived meanwhile
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -58,12 +58,12 @@ class _Bounded(H11Protocol):
         self._end_waiting()
         self._timers = [
             self.loop.call_later(SETTLE, self._hang),
-            # Whatever was not sent by then was not read by then, either.
+            # Abort rather than close: output that is still unsent by then was not being read, either.
             self.loop.call_later(self.limits.header_seconds, self.transport.abort),
         ]
 
     def _look(self) -> None:
-        """See how far the request has come."""
+        """Check whether the request is complete, and start or stop its deadline."""
         if self.cycle is None or self.cycle.response_complete:
             return
         if self.cycle.more_body:

@@ -1,4 +1,4 @@
-"""An HTTP server in OpenAI's form around a running batch (extra `serve`); the only file that imports starlette."""
+"""An HTTP server with OpenAI's completions API (extra `serve`); the only file that imports starlette."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .worker import Work, Worker
 T = TypeVar("T")
 
 CONNECTIONS = 1024
-"""More are answered with 503 by uvicorn itself."""
+"""Beyond this uvicorn itself answers with 503."""
 
 
 def create_app(
@@ -49,16 +49,16 @@ def create_app(
     workers: Sequence[Worker] = (),
     threads: int | None = None,
 ) -> Starlette:
-    """An app that serves the engine's model as `name`.
+    """Return an app that serves the engine's model as `name`.
 
-    api_key: asked for on every route but /health. hosts: names and addresses (no brackets) that the Host header may
-    have, which keeps other sites' pages from reading a local server by a name of theirs that leads here; None is any.
-    routes: more of them, behind the same checks; in their handlers `service(request)` has the engine's worker and the
-    limits. workers: of other engines, to run as long as the app does. threads: of torch.
+    api_key: required on every route but /health. hosts: names and addresses (no brackets) that the Host header may
+    hold, which keeps other sites' pages from reading a local server through a name that resolves to it; None allows
+    any. routes: further routes behind the same checks; their handlers find the engine's worker and the limits in
+    `service(request)`. workers: those of other engines, started and stopped with the app. threads: torch's.
     """
     limits = limits or Limits()
     worker = Worker(engine, limits.queue, threads)
-    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more never find room
+    limits = dataclasses.replace(limits, texts=min(limits.texts, worker.slots + limits.queue))  # more never fit
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -91,8 +91,8 @@ def create_app(
 
 
 def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int = 10) -> None:
-    """Serve at sockets that are bound, until SIGINT or SIGTERM; then requests may take `grace` seconds more, and a
-    second signal ends them.
+    """Serve on bound sockets until SIGINT or SIGTERM; requests then have `grace` more seconds, and a second signal ends
+    them at once.
     """
     config = configure(app, grace=grace)
     listen(sockets, config.backlog)
@@ -102,7 +102,7 @@ def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int =
 
 
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
-    """h11, which is strict and bounds headers."""
+    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers."""
     here: Service = app.state.service
     return uvicorn.Config(
         app,
@@ -116,7 +116,7 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
 
 
 class Service:
-    """What the handlers share."""
+    """State that the handlers share."""
 
     def __init__(self, worker: Worker, name: str, limits: Limits) -> None:
         self.worker, self.name, self.limits = worker, name, limits
@@ -132,7 +132,7 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Lets through who has the key and comes by a name that is allowed; counts requests by the paths of routes."""
+    """Admits requests that have the key and an allowed Host; counts requests by route."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _Gate:
 
     def _refusal(self, request: Request) -> ApiError | None:
         if self.hosts is not None and host_name(request.headers.get("host", "")) not in self.hosts:
-            return ApiError(403, f"this server is reached as {', '.join(self.hosts)} only", code="unknown_host")
+            return ApiError(403, f"reach this server as {', '.join(self.hosts)}", code="unknown_host")
         if self.key is None or request.url.path == "/health":
             return None
         if secrets.compare_digest(_given_key(request), self.key):
@@ -173,7 +173,7 @@ class _Gate:
 
 
 def _given_key(request: Request) -> bytes:
-    """Of a program; or of a browser, which asks its user for the key when the page is refused: the password."""
+    """Return the key that a program sent as bearer token, or a browser, which prompts its user, as password."""
     scheme, _, given = request.headers.get("authorization", "").strip().partition(" ")
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
@@ -182,7 +182,7 @@ def _given_key(request: Request) -> bytes:
 
 
 def _as_sent(text: str) -> bytes:
-    """A header's text in UTF-8. It was read as Latin-1; who sent UTF-8, as curl does, gets back what was sent."""
+    """Return the bytes of a header that was decoded as Latin-1; clients such as curl send UTF-8."""
     sent = text.encode("latin-1")
     try:
         sent.decode("utf-8")
@@ -231,7 +231,7 @@ async def completions(request: Request) -> Response:
 
 
 async def _whole(work: Work, texts: Answer, limits: Limits) -> dict[str, Any]:
-    """The answer once all texts are finished."""
+    """Return the response once all texts are finished."""
     try:
         async with asyncio.timeout(limits.seconds):
             async for _ in work:
@@ -243,7 +243,7 @@ async def _whole(work: Work, texts: Answer, limits: Limits) -> dict[str, Any]:
 
 
 async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
-    """The answer as it comes."""
+    """Yield the response in chunks."""
     usage = {"usage": None} if texts.asked.include_usage else {}
     async for update in work:
         piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
@@ -254,9 +254,9 @@ async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, and `done`; errors that come too late for a status are events, too.
+    """Server-sent events, each a JSON object, then `done`; errors that come too late for a status are events, too.
 
-    The work ends once the client is gone or the time is up, and so where the client does not read.
+    The work ends when the client disconnects or the time is up, which also covers a client that does not read.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class EventStream(Response):
         except ApiError as error:
             last = json.dumps(error.body)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):  # for who did not read before will not now
+            async with asyncio.timeout(1):  # a client that has not read so far will not now
                 await _send_event(send, last)
                 await send({"type": "http.response.body"})
 
@@ -302,13 +302,13 @@ def _out_of_time(limits: Limits) -> ApiError:
 
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """Raises ApiError where it is no JSON by its header, too large or too slow."""
+    """Return the body. Raises ApiError if its header does not say JSON, or if it is too large or too slow."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(415, "send the header Content-Type: application/json", code="unsupported_media_type")
     body = bytearray()
     too_large = ApiError(413, f"the body is larger than {limits.body_bytes} bytes", code="body_too_large")
-    if int(request.headers.get("content-length", 0)) > limits.body_bytes:  # a number, or it would not have come here
+    if int(request.headers.get("content-length", 0)) > limits.body_bytes:  # h11 has checked that it is a number
         raise too_large
     try:
         async with asyncio.timeout(limits.body_seconds):
@@ -322,7 +322,7 @@ async def read_body(request: Request, limits: Limits) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What the work returns; it is cancelled once the client is gone. To be called when the body was read."""
+    """Return the work's result; cancels it if the client disconnects. Call this after the body has been read."""
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -344,7 +344,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """JSON in ASCII, since texts may have halves of characters that UTF-8 has no bytes for."""
+    """Return JSON in ASCII, since texts may contain lone surrogates, which UTF-8 cannot encode."""
     return Response(json.dumps(content, allow_nan=False), status, media_type="application/json")
 
 
@@ -363,7 +363,7 @@ async def _tell_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     told = ApiError(error.status_code, f"{request.method} here: {error.detail}")
     if error.status_code == 404:
-        told = ApiError(404, f"{shown(request.url.path)} is not here; {_remedy(request)}", code="unknown_path")
+        told = ApiError(404, f"{shown(request.url.path)} does not exist; {_remedy(request)}", code="unknown_path")
     if error.status_code == 405:
         allowed = (error.headers or {})["Allow"]
         message = f"{shown(request.url.path)} takes {allowed}, not {request.method}"
@@ -373,17 +373,17 @@ async def _tell_http(request: Request, error: Exception) -> Response:
 
 
 def _remedy(request: Request) -> str:
-    """What to use in place of a path that there is not."""
+    """Return what to use in place of a path that does not exist."""
     if "/chat/" in request.url.path:
         return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
     paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
-    return f"here are {', '.join(paths)}; see /openapi.json"
+    return f"use {', '.join(paths)}; see /openapi.json"
 
 
 async def _tell_nobody(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)  # as nginx logs it; nobody reads it
+    return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
 
 async def _tell_failure(request: Request, error: Exception) -> Response:
-    """The traceback goes to the log alone."""
+    """Answer with 500; the traceback only goes to the log."""
     return _answer_error(ApiError(500, "the server failed; its log says why", code="internal_error"))

@@ -1,4 +1,4 @@
-"""The engine in a thread of its own, and what of its work goes to whom."""
+"""Runs the engine in a thread of its own and delivers its results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 class Update(NamedTuple):
-    """What one of a work's texts has got since the last update: steps of its echoed prompt, and steps written."""
+    """The progress of one of a work's texts since its last update: steps of its echoed prompt, and steps generated."""
 
     text: int
     prompt: tuple[Step, ...]
@@ -27,9 +27,9 @@ class Update(NamedTuple):
 
 
 class Work:
-    """Texts on their way, in the order they were asked for. Iterate over their updates; leaving `with` ends them all.
+    """Texts in progress, in the order of the requests. Iterate over their updates; leaving `with` cancels them all.
 
-    Belongs to the event loop; only `writings`, which the worker's thread fills, is that thread's.
+    Belongs to the event loop, except for `writings`, which belongs to the worker's thread.
     """
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
@@ -46,7 +46,7 @@ class Work:
         self._worker.leave(self)
 
     async def __aiter__(self) -> AsyncIterator[Update]:
-        """Until all texts are finished. Raises ApiError where the engine failed."""
+        """Yield updates until all texts are finished. Raises ApiError if the engine failed."""
         left = len(self.requests)
         while left:
             update = await self.updates.get()
@@ -57,9 +57,9 @@ class Work:
 
 
 class Worker:
-    """Feeds an engine from an event loop. Only its thread touches the engine; orders go in by a queue.
+    """Feeds an engine from an event loop. Only its thread touches the engine; orders reach it through a queue.
 
-    queue: texts that may wait for a row. threads: of torch in products; None is torch's choice.
+    queue_limit: texts that may wait for a row. threads: torch's, for matrix products; None is torch's default.
     """
 
     def __init__(self, engine: Engine, queue_limit: int, threads: int | None = None) -> None:
@@ -70,22 +70,22 @@ class Worker:
         self._works: set[Work] = set()
         self._queue_limit, self._threads = queue_limit, threads
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._told: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text told
+        self._told: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text sent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """From the event loop that works belong to."""
+        """Start the thread. Call this from the event loop that works belong to."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self) -> None:
-        """After the step that is being made; texts on their way are dropped."""
+        """Stop after the current step; texts in progress are dropped."""
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
     def waiting(self) -> int:
-        """Texts without a row."""
+        """Return the number of texts without a row."""
         return max(0, self.unfinished - self.slots)
 
     @property
@@ -93,13 +93,13 @@ class Worker:
         return min(self.unfinished, self.slots)
 
     def submit(self, requests: Sequence[Request]) -> Work:
-        """Let texts be written. Raises ApiError where too many wait, and ValueError as `Engine.check` does."""
+        """Queue texts. Raises ApiError if too many wait, and ValueError as `Engine.check` does."""
         for request in requests:
             self.engine.check(request)
         if self.failed:
             raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
-            message = f"the queue is full: {self.waiting} texts wait, of {self._queue_limit} that may; ask again later"
+            message = f"the queue is full: {self.waiting} texts wait, at most {self._queue_limit} may; retry later"
             raise ApiError(429, message, code="queue_full", retry=1)
         work = Work(self, requests)
         self._works.add(work)
@@ -125,7 +125,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _obey(self) -> bool:
-        """Follow all orders, waiting for one where there is nothing to write; whether to go on."""
+        """Carry out all orders, waiting for one if the engine is idle; returns False once told to stop."""
         while not self.engine.busy or not self._orders.empty():
             order = self._orders.get()
             if order is None:

@@ -1,4 +1,4 @@
-// The page: what is typed, what is asked of the server, what is shown, and the link that carries it.
+// The page: its input, its requests to the server, its view, and the link that restores it.
 
 import { make } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
@@ -7,24 +7,24 @@ import { read, runs as fetchRuns } from "./reader.js";
 import { MEASURES, aim, bins, words } from "./scale.js";
 
 const $ = (id) => document.getElementById(id);
-const PAUSE = 350; // milliseconds without a key before the text is read
+const PAUSE = 350; // milliseconds after the last keystroke before the text is read
 
 let panels = [];
 let scale = null; // { by, bins }
-let asked = null; // the requests on their way: { controller, keep }, keep being the token that was open before
+let asked = null; // the requests in flight: { controller, keep }; keep is the token that was open before
 let timer = null;
-let written = location.hash; // the link as we made it
+let written = location.hash; // the last link we set
 
-// Reading and writing.
+// Reading and generating.
 
-/** Let every shown run read the text; first, if asked to, let one of them write on. */
+/** Let every visible run read the text; with `write`, one of them continues it first. */
 async function go({ write = false } = {}) {
   clearTimeout(timer);
   const keep = write ? null : (selection() ?? asked?.keep ?? null);
   asked?.controller.abort();
   const mine = (asked = { controller: new AbortController(), keep });
   const { signal } = mine.controller;
-  tell(write ? "Writing…" : "Reading…");
+  tell(write ? "Generating…" : "Reading…");
   fail(null);
   busy(write);
   try {
@@ -47,7 +47,7 @@ async function go({ write = false } = {}) {
   }
 }
 
-/** Fill a panel with the tokens of an answer as they come; what goes wrong is said in the panel. */
+/** Fill a panel with the tokens of a response as they come; the panel shows errors. */
 async function follow(panel, request, signal) {
   panel.clear();
   try {
@@ -71,7 +71,7 @@ function value(id) {
   return $(id).value === "" ? null : Number($(id).value);
 }
 
-/** The text of a panel's tokens. */
+/** Returns the text of a panel's tokens. */
 function spoken(panel) {
   return panel.tokens.map((token) => token.text).join("") || $("text").value;
 }
@@ -99,7 +99,7 @@ function busy(writing) {
   const held = [$("write"), $("stop")].includes(document.activeElement);
   $("write").hidden = writing;
   $("stop").hidden = !writing;
-  if (held) $(writing ? "stop" : "write").focus(); // a button that hides would drop the focus
+  if (held) $(writing ? "stop" : "write").focus(); // hiding a focused button would lose the focus
   $("text").readOnly = writing;
   document.body.toggleAttribute("data-busy", writing);
 }
@@ -119,7 +119,7 @@ function shown() {
   return panels.filter((panel) => !panel.element.hidden);
 }
 
-/** Colour all tokens by what is chosen, and say what the colours mean. */
+/** Colour all tokens by the selected measure, and draw the legend. */
 function recolour() {
   const by = $("by").value;
   const facts = shown().map(({ run }) => run);
@@ -128,7 +128,7 @@ function recolour() {
   const swatch = (bin) => make("li", { class: "swatch", "data-step": bin.step }, words(bin, by === "fanout"));
   $("legend").replaceChildren(...scale.bins.map(swatch));
   const aims = [...new Set(facts.filter(({ experts }) => experts).map(aim))];
-  $("aim").textContent = by === "fanout" && aims.length ? `aim ${aims.join(" and ")}` : "";
+  $("aim").textContent = by === "fanout" && aims.length ? `target ${aims.join(" and ")}` : "";
 }
 
 // The view: which token is open, which expert is pinned.
@@ -138,9 +138,9 @@ function selection() {
   return panel < 0 ? null : { panel, token: panels[panel].selected };
 }
 
-/** Open a token of a panel, and in the others the one at the same place of the text. */
+/** Open a token of a panel, and in the others the token at the same place in the text. */
 function select(panel, index, show = false) {
-  const open = index === null || panel.selected !== index || !show ? index : null; // once more closes it
+  const open = index === null || panel.selected !== index || !show ? index : null; // a second click closes it
   for (const each of panels) {
     const alike = each.run.tokenizer === panel.run.tokenizer && each.tokens.length === panel.tokens.length;
     const place = each === panel || alike || open === null || open === 0 ? open : each.at(panel.starts[open]);
@@ -149,7 +149,7 @@ function select(panel, index, show = false) {
   link();
 }
 
-/** What is shown, in the part of the address that browsers keep to themselves. */
+/** Write the view into the fragment of the URL, which browsers do not send. */
 function link() {
   if (asked) return;
   const view = new URLSearchParams({ text: $("text").value });
@@ -164,7 +164,7 @@ function link() {
   history.replaceState(null, "", written);
 }
 
-/** The view of the address; without one, an example. */
+/** Restore the view from the URL, or show an example. */
 async function restore() {
   const view = new URLSearchParams(location.hash.slice(1));
   $("text").value = view.get("text") ?? EXAMPLES.Code;
@@ -200,7 +200,7 @@ function offerRuns() {
     const box = make("input", { type: "checkbox", value: panel.run.name, checked: true });
     box.addEventListener("change", () => {
       if (!box.checked && shown().length === 1) {
-        box.checked = true; // one stays
+        box.checked = true; // one run stays visible
         return;
       }
       show(panel, box.checked);
@@ -244,7 +244,7 @@ function listen() {
     link();
     try {
       await navigator.clipboard.writeText(location.href);
-      tell("The link is copied.");
+      tell("Link copied.");
     } catch {
       tell("The link is in the address bar.");
     }
@@ -255,7 +255,7 @@ function listen() {
   addEventListener("hashchange", () => location.hash !== written && restore());
 }
 
-/** Let go of what was done last: writing, a pinned expert, an open token. */
+/** Undo the latest of: generating, a pinned expert, an open token. */
 function release() {
   const pinned = panels.find((panel) => panel.pinned);
   if (!$("stop").hidden) stop();

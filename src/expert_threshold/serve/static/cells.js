@@ -1,10 +1,10 @@
-// Layers × experts, a bar and a line for each expert.
+// A grid of layers × experts, with a bar and a line for each expert.
 
 import { make, neighbour } from "./dom.js";
 
 /**
- * A grid with a cell for each expert of each layer with a router. `onExpert(layer, expert, event)` hears of "enter",
- * "leave" and "press"; one cell takes the focus at a time, arrow keys move it.
+ * A grid with a cell for each expert of each layer with a router. `onExpert(layer, expert, event)` is called on "enter",
+ * "leave" and "press"; one cell at a time can have the focus, and arrow keys move it.
  */
 export class Cells {
   constructor(run, title, onExpert) {
@@ -56,7 +56,7 @@ export class Cells {
     this.cells[next].focus();
   }
 
-  /** content(layer, expert) → { bar, line, chosen, label }, bar and line from 0 to 1; no line where it is null. */
+  /** content(layer, expert) → { bar, line, chosen, label }; bar and line are from 0 to 1; line null draws none. */
   fill(content) {
     for (const cell of this.cells) {
       const { bar, line, chosen, label } = content(...place(cell));
@@ -68,7 +68,7 @@ export class Cells {
     }
   }
 
-  /** Show which expert is looked at, and whether that was pinned. */
+  /** Highlight the current expert, and mark it if it is pinned. */
   mark(layer, expert, pinned) {
     for (const cell of this.cells) {
       const here = cell.dataset.expert === `${layer}:${expert}`;

@@ -1,6 +1,6 @@
-// Elements, made without any HTML: text stays text.
+// Elements built without parsing HTML, so that text stays text.
 
-/** An element with properties and children; `class`, `role`, `aria-…`, `data-…` are attributes, `on…` listeners. */
+/** Returns an element with properties and children; `class`, `role`, `aria-…`, `data-…` are attributes, `on…` listeners. */
 export function make(name, properties = {}, ...children) {
   const element = document.createElement(name);
   for (const [key, value] of Object.entries(properties)) {
@@ -17,15 +17,15 @@ export function percent(share) {
   return `${value >= 9.95 || value === 0 ? value.toFixed(0) : value >= 0.095 ? value.toFixed(1) : "<0.1"} %`;
 }
 
-const INFINITE = 1e38; // stands for what JSON has not
+const INFINITE = 1e38; // stands for infinity, which JSON lacks
 
-/** Three digits at most, with a minus that is as wide as a digit. */
+/** Formats with at most three digits, and a minus as wide as a digit. */
 export function number(value) {
   if (Math.abs(value) >= INFINITE) return value < 0 ? "−∞" : "∞";
   return (Number.isInteger(value) ? `${value}` : value.toPrecision(3)).replace("-", "−").replace(/e\+?/, "e");
 }
 
-/** A token's own text for the eye, between quotes that show its spaces. */
+/** Returns a token's text in quotes, with its white space visible. */
 export function quoted(label) {
   return `‘${label.replaceAll("\n", "↵").replaceAll("\t", "⇥")}’`;
 }
@@ -34,7 +34,7 @@ export function plural(count, word) {
   return `${count} ${word}${count === 1 ? "" : "s"}`;
 }
 
-/** Which of `items` an arrow key, Home or End leads to from the one at `place`; up and down by their lines on screen. */
+/** Returns the index in `items` that an arrow key, Home or End moves to from `place`; up and down go by screen lines. */
 export function neighbour(items, place, key) {
   if (key === "Home") return 0;
   if (key === "End") return items.length - 1;

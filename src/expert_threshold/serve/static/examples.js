@@ -1,4 +1,4 @@
-// Short texts to begin with; small models read no more than 128 tokens at once.
+// Short example texts; small models have a context of 128 tokens.
 
 export const EXAMPLES = {
   Code: `def running_mean(values, decay=0.9):

@@ -1,4 +1,4 @@
-// One run and what it made of the text: its tokens, the loads of its experts, and one token in full.
+// One run's view of the text: its tokens, the loads of its experts, and one token in detail.
 
 import { Cells } from "./cells.js";
 import { make, neighbour, number, percent, plural, quoted } from "./dom.js";
@@ -7,10 +7,10 @@ import { MEASURES, aim, fanout, step } from "./scale.js";
 let made = 0; // panels
 
 export class Panel {
-  /** on.select(index, show) when a token is opened, on.pin() when an expert is pinned or let go of. */
+  /** Calls on.select(index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
   constructor(run, on) {
     this.run = run;
-    this.now = run; // its facts for this text: another rate has other cutoffs
+    this.now = run; // the run as described for this text: another rate has other cutoffs
     this.on = on;
     this.routers = run.layers.flatMap(({ dense }, layer) => (dense ? [] : [layer]));
     this.pinned = null; // [layer, expert]
@@ -33,7 +33,7 @@ export class Panel {
       onkeydown: (event) => this.#onKey(event),
     });
     this.loads = new Cells(run, `Loads of ${run.name}'s experts`, onExpert);
-    this.scores = new Cells(run, `The token at ${run.name}'s experts`, onExpert);
+    this.scores = new Cells(run, `The token's scores for ${run.name}'s experts`, onExpert);
     this.readout = make("p", { class: "readout small" });
     this.loadsHint = make("p", { class: "muted small" });
     this.loadsBox = make(
@@ -43,7 +43,7 @@ export class Panel {
       this.loadsHint,
       this.loads.element,
     );
-    this.inspector = make("section", { class: "inspector", "aria-label": "The token in full" });
+    this.inspector = make("section", { class: "inspector", "aria-label": "Token details" });
     this.element = make(
       "section",
       { class: "panel", "aria-labelledby": title },
@@ -61,7 +61,7 @@ export class Panel {
     );
   }
 
-  /** The share of the tokens that each expert should have. */
+  /** The share of the tokens that each expert should get. */
   get target() {
     return this.now.experts ? this.now.experts_per_token / this.now.experts : 0;
   }
@@ -75,9 +75,9 @@ export class Panel {
     return `${run.rule.replaceAll("_", " ")} · ${experts} · ${run.context} tokens at once`;
   }
 
-  // What is read.
+  // Reading.
 
-  /** A text is about to come, read by these facts. */
+  /** Prepare for a new text, read by a run of this description. */
   begin(facts) {
     this.now = facts;
     this.#total();
@@ -123,7 +123,7 @@ export class Panel {
     this.ranges[layer] = [Math.min(low, ...scores), Math.max(high, ...scores)];
   }
 
-  /** One line on what went wrong, or null. */
+  /** Show an error of one line, or clear it with null. */
   fail(message) {
     this.error.textContent = message ?? "";
     this.error.hidden = !message;
@@ -175,7 +175,7 @@ export class Panel {
     }
   }
 
-  /** Keep an expert's tokens lit: [layer, expert], or null for none. */
+  /** Keep an expert's tokens highlighted: [layer, expert], or null for none. */
   pin(place) {
     const known = place && this.routers.includes(place[0]) && place[1] >= 0 && place[1] < this.run.experts;
     this.pinned = known ? place : null;
@@ -183,7 +183,7 @@ export class Panel {
     this.on.pin();
   }
 
-  /** Light up the tokens of the expert that is looked at, else of the pinned one. */
+  /** Highlight the tokens of the expert under the pointer, else of the pinned one. */
   #look() {
     const [layer, expert] = this.looked ?? this.pinned ?? [null, null];
     const i = this.routers.indexOf(layer);
@@ -194,7 +194,7 @@ export class Panel {
     const pinned = !this.looked || same(this.looked, this.pinned);
     for (const grid of [this.loads, this.scores]) grid.mark(layer, expert, pinned);
     this.readout.textContent =
-      i < 0 ? "Point at an expert to light up its tokens; press it to keep them lit." : this.#words(layer, expert);
+      i < 0 ? "Point at an expert to highlight its tokens; click to keep them highlighted." : this.#words(layer, expert);
   }
 
   #words(layer, expert) {
@@ -218,11 +218,11 @@ export class Panel {
     if (losses.length && bytes) entries.push(["bits per byte", (nats / Math.LN2 / bytes).toFixed(2)]);
     if (this.run.experts && tokens.length) {
       const mean = sent / tokens.length / this.routers.length;
-      entries.push([`experts per token and layer, aim ${this.now.experts_per_token}`, mean.toFixed(2)]);
+      entries.push([`experts per token and layer, target ${this.now.experts_per_token}`, mean.toFixed(2)]);
     }
     const shown = entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
     this.summary.replaceChildren(...shown);
-    this.loadsHint.textContent = `Bar: share of the tokens. Line: the aim, ${percent(this.target)}.`;
+    this.loadsHint.textContent = `Bar: share of the tokens. Line: the target, ${percent(this.target)}.`;
     const high = Math.max(2 * this.target, ...shares) || 1;
     this.loads.fill((layer, expert) => {
       const took = this.counts[layer][expert];
@@ -265,13 +265,13 @@ export class Panel {
     this.spans[index].tabIndex = 0;
   }
 
-  /** The token that has the character at a place of the text. */
+  /** Returns the token that holds the character at a place in the text. */
   at(place) {
     const found = this.starts.findIndex((start, i) => i > 0 && start + this.tokens[i].text.length > place);
     return found < 0 ? this.tokens.length - 1 : found;
   }
 
-  /** Open a token, or null for none; `show` scrolls to what is told of it. */
+  /** Open a token, or null for none; `show` scrolls to its details. */
   select(index, show = false) {
     const known = index !== null && index >= 0 && index < this.tokens.length;
     if (this.selected !== null) this.spans[this.selected]?.setAttribute("aria-selected", "false");
@@ -293,7 +293,7 @@ export class Panel {
       cell.classList.toggle("of-token", token !== null && token.layers[i].experts.includes(expert));
     });
     if (token === null) {
-      const hint = "Choose a token to see its experts, its loss and what the model would rather have read.";
+      const hint = "Choose a token to see its experts, its loss and the tokens that the model expected.";
       this.inspector.replaceChildren(make("p", { class: "muted" }, hint));
       return;
     }
@@ -314,7 +314,7 @@ export class Panel {
     if (token.loss !== null) {
       facts.push(`loss ${number(token.loss)} nats`, `probability ${percent(Math.exp(-token.loss))}`);
     }
-    if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, aim ${number(aim(this.now))}`);
+    if (this.run.experts) facts.push(`${plural(fanout(token), "expert")}, target ${number(aim(this.now))}`);
     const parts = [make("h3", { class: "chosen-token" }, title), make("p", { class: "facts" }, facts.join(" · "))];
     if (token.top.length) parts.push(this.#likeliest(token));
     return parts;
@@ -339,7 +339,7 @@ export class Panel {
   #routing() {
     const line = this.#hasCutoffs()
       ? "the cutoff"
-      : "the lowest score that was chosen" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "");
+      : "the lowest chosen score" + (this.run.layers.some(({ biases }) => biases) ? ", less the bias" : "");
     const table = make("details", {}, make("summary", {}, "All numbers"));
     table.addEventListener("toggle", () => table.open && table.childElementCount === 1 && table.append(this.#table()));
     return [
@@ -377,12 +377,12 @@ export class Panel {
     );
   }
 
-  /** True if the rule compares scores with cutoffs and nothing else; else the line is drawn by what was chosen. */
+  /** Returns true if the rule only compares scores with cutoffs; else the line marks the lowest chosen score. */
   #hasCutoffs() {
     return this.run.layers.some(({ cutoffs }) => cutoffs);
   }
 
-  /** The opened token at an expert. cutoff: what its score is compared with, or the lowest that was chosen, if any was. */
+  /** Returns the open token's numbers for an expert. cutoff: the one for its score, or the lowest chosen score, or null. */
   #at(layer, expert) {
     const { scores, experts, gates, border } = this.tokens[this.selected].layers[this.routers.indexOf(layer)];
     const { cutoffs, biases } = this.now.layers[layer];
@@ -390,7 +390,7 @@ export class Panel {
     return {
       score: scores[expert],
       cutoff: cutoffs ? cutoffs[expert] : border === null ? null : border - (biases ? biases[expert] : 0),
-      gate: gates[place], // of the chosen alone
+      gate: gates[place], // only chosen experts have one
       chosen: place >= 0,
     };
   }

@@ -1,6 +1,6 @@
 // The server's two endpoints.
 
-/** The answer. What goes wrong is an Error whose message is one line for the page. */
+/** Returns the response. Throws an Error with a one-line message for the page. */
 async function ask(path, options) {
   let response;
   try {
@@ -16,12 +16,12 @@ async function ask(path, options) {
   return response;
 }
 
-/** Each run's facts. */
+/** Returns a description of each run. */
 export async function runs() {
   return (await (await ask("explorer/runs")).json()).runs;
 }
 
-/** What comes of a text: { run }, the run's facts for it; then { tokens }, those of the text and those written. */
+/** Yields { run }, the run as described at the rate of this text; then { tokens }, read and generated. */
 export async function* read(request, signal) {
   const response = await ask("explorer/read", {
     method: "POST",
@@ -40,7 +40,7 @@ export async function* read(request, signal) {
       yield news;
     }
   }
-  throw new Error("The server closed the connection before the text was whole; try again.");
+  throw new Error("The server closed the connection early; try again.");
 }
 
 async function* chunks(stream) {

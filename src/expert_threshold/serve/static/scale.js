@@ -1,26 +1,26 @@
-// The colours of tokens: nine steps from the page's colour on, told apart by `data-step`, and what each step stands for.
+// The colours of tokens: nine steps from the page's colour on, marked by `data-step`, and the range of each step.
 
 const STEPS = 9;
-const AIMS = [0, 1 / 3, 2 / 3, 1, 4 / 3, 2, 3, 4, 5]; // where bins of the fanout begin, in units of what is aimed at
+const AIMS = [0, 1 / 3, 2 / 3, 1, 4 / 3, 2, 3, 4, 5]; // lower edges of the bins of the fanout, in units of the target
 const NATS = [0, 1, 2, 3, 4, 5, 6, 8, 10];
 
-/** What tokens may be coloured by: a token's number, and where the bins begin. No text moves them. */
+/** The measures that tokens may be coloured by: a token's value, and the edges of the bins. No text moves them. */
 export const MEASURES = {
   fanout: { of: fanout, edges: (runs) => AIMS.map((part) => Math.ceil(part * Math.max(...runs.map(aim)) - 1e-9)) },
   loss: { of: (token) => token.loss ?? 0, edges: () => NATS },
 };
 
-/** Routed experts of a token, over all layers. */
+/** Returns the routed experts of a token, over all layers. */
 export function fanout(token) {
   return token.layers.reduce((sum, layer) => sum + layer.experts.length, 0);
 }
 
-/** Routed experts of a token over all layers that the run aims at. */
+/** Returns the target for the routed experts of a token, over all layers. */
 export function aim(run) {
   return run.experts_per_token * run.layers.filter((layer) => !layer.dense).length;
 }
 
-/** The bins of a measure, the last one open: [{ from, to, step }]. */
+/** Returns the bins of a measure, the last one open: [{ from, to, step }]. */
 export function bins(by, runs) {
   const edges = [...new Set(MEASURES[by].edges(runs))];
   return edges.map((from, i) => ({
@@ -34,7 +34,7 @@ export function step(value, among) {
   return among.find((bin) => value < bin.to).step;
 }
 
-/** The legend's words for a bin; whole numbers are told one by one. */
+/** Returns the legend's label for a bin; among whole numbers it names the first and the last. */
 export function words(bin, whole) {
   if (bin.to === Infinity) return `${bin.from}+`;
   const last = whole ? bin.to - 1 : bin.to;
