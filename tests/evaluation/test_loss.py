@@ -160,9 +160,9 @@ def test_by_pools_experts_get_exactly_the_load_of_training_and_causally_they_nee
 
 def test_nonsense_is_refused_in_one_line_that_names_it(tokenizer: Tokenizer) -> None:
     model, tokens = make_model(tokenizer, RULES["expert_choice"]), text(tokenizer, 2 * CONTEXT)
-    with pytest.raises(ValueError, match="needs 2 tokens, there are 1"):
+    with pytest.raises(ValueError, match="needs 2 tokens but has 1"):
         evaluate(model, text(tokenizer, 1), tokenizer)
-    with pytest.raises(ValueError, match="needs 33 tokens, there are 32"):
+    with pytest.raises(ValueError, match="needs 33 tokens but has 32"):
         evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
     for options in ({"batch_size": 0}, {"max_tokens": 0}):
         with pytest.raises(ValueError, match=r"=0.* must be at least 1"):

@@ -110,11 +110,11 @@ def grow(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_config, "no config.json of model_type expert_threshold"),
+        (damage_config, "no config.json with model_type expert_threshold"),
         (damage_weights, r"model\.safetensors: damaged"),
         (lose_weights, r"model\.safetensors: the file is missing"),
         (lose_tokenizer, r"tokenizer\.json: the file is missing"),
-        (lead_out, r"lists '\.\./run/config\.json', which is no file of this folder"),
+        (lead_out, r"lists '\.\./run/config\.json', which is not a file of this folder"),
         (grow, r"weights and config\.json disagree"),
     ],
 )

@@ -137,7 +137,7 @@ def test_sampling_draws_anew_for_every_request_and_the_same_again(lm: HarnessMod
 
 @pytest.mark.parametrize("options", [{"do_sample": True, "top_p": 0.9}, {"num_beams": 4}])
 def test_an_unknown_way_to_sample_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{list(options)[-1]}=.* is unknown to generation here"):
+    with pytest.raises(ValueError, match=f"{list(options)[-1]}=.* is not supported here"):
         Sampling.read(options, CONTEXT)
 
 

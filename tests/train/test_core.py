@@ -135,7 +135,7 @@ def test_a_stop_in_the_middle_keeps_the_tasks_that_are_done(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"core_bundle": "nowhere"}, "nowhere: no eval bundle, core.yaml is missing.*et data core"),
+        ({"core_bundle": "nowhere"}, "nowhere: not an eval bundle, core.yaml is missing.*et data core"),
         ({"core_bundle": "bundle", "core_max_per_task": 1}, "max_per_task=1: copy shows 1 solved examples"),
         ({"core_max_per_task": 5}, "core_max_per_task=5 has no effect without CORE"),
     ],

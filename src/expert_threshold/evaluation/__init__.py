@@ -1,4 +1,4 @@
-"""How good a model is."""
+"""Measures how good a model is: loss, bits per byte, CORE."""
 
 from .bundle import Baselines, Task, read_bundle
 from .continuation import ModelScorer

@@ -15,10 +15,10 @@ Baselines = Literal["nanochat", "dclm"]
 
 Row = dict[str, Any]
 
-# Percent right by chance, where DCLM's newer table differs from the bundle's.
+# Accuracy by chance in percent, where DCLM's newer table differs from the bundle's.
 DCLM_BASELINES = {"commonsense_qa": 40.3, "bigbench_language_identification": 25.0, "agi_eval_lsat_ar": 25.0}
 
-# What a row of each kind has to have, and which of it are lists.
+# The fields that a row of each kind must have, and which of them are lists.
 FIELDS: dict[Kind, tuple[str, ...]] = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -28,8 +28,8 @@ LISTS = ("choices", "context_options")
 
 
 class Task(NamedTuple):
-    """shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the accuracy that
-    centring takes for chance. rows: in the order of the file. hash: sha256 of the file, in hex."""
+    """One task of CORE. shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the
+    accuracy by chance, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
 
     label: str
     kind: Kind
@@ -43,15 +43,15 @@ class Task(NamedTuple):
 def read_bundle(
     path: str | Path, labels: Collection[str] | None = None, baselines: Baselines = "nanochat"
 ) -> list[Task]:
-    """The tasks of those labels, or all, in the bundle's order.
+    """Return the tasks with these labels, or all, in the bundle's order.
 
-    Raises ValueError, and OSError, for an unknown label and for a bundle that is no bundle or is damaged.
+    Raises ValueError or OSError for an unknown label, and for a folder that is not a bundle or is damaged.
     """
     path = Path(path)
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (path / name).exists():
             raise ValueError(
-                f"{path}: no eval bundle, {name} is missing; name a folder that has it, or get one: et data core"
+                f"{path}: not an eval bundle, {name} is missing; name a folder that has it, or run et data core"
             )
     entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
     for label in labels or ():
@@ -64,7 +64,7 @@ def read_bundle(
     for label, entry in entries.items():
         if labels is None or label in labels:
             if label not in chance:
-                raise ValueError(f"{path}/eval_meta_data.csv: no baseline of {label}; download the bundle anew")
+                raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle anew")
             tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
     return tasks
 
@@ -89,7 +89,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
         except (ValueError, RecursionError):
             row = None
         if not _is_whole(kind, row):
-            raise ValueError(f"{path}: line {number} is no question of {kind}; download the bundle anew")
+            raise ValueError(f"{path}: line {number} is not a {kind} question; download the bundle anew")
         rows.append(row)
     if not rows:
         raise ValueError(f"{path}: empty; download the bundle anew")
@@ -113,8 +113,8 @@ def _is_whole(kind: Kind, row: Any) -> bool:
 
 
 def _entries(path: Path) -> list[Row]:
-    """The list `icl_tasks` of core.yaml. Of YAML no more is read than it has: a list of flat mappings, whose values are
-    plain words, quoted text or JSON lists."""
+    """Return the list `icl_tasks` of core.yaml. Reads only the YAML that the file uses: a list of flat mappings whose
+    values are plain words, quoted text or JSON lists."""
     entries: list[Row] = []
     opened = False
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -132,7 +132,7 @@ def _entries(path: Path) -> list[Row]:
                 continue
         key, colon, value = text.partition(":")
         if not (opened and entries and colon and value.startswith(" ")):
-            raise ValueError(f"{path}: line {number} is not understood; download the bundle anew")
+            raise ValueError(f"{path}: line {number} cannot be parsed; download the bundle anew")
         entries[-1][key] = _value(path, number, value.strip())
     for entry in entries:
         shots = entry.get("num_fewshot")
@@ -152,4 +152,4 @@ def _value(path: Path, number: int, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise ValueError(f"{path}: line {number} is not understood; download the bundle anew") from None
+        raise ValueError(f"{path}: line {number} cannot be parsed; download the bundle anew") from None

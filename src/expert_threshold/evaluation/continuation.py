@@ -1,4 +1,4 @@
-"""How a model answers: which tokens of a question's prompts count, and how much they cost it."""
+"""Scores a question's prompts with a model: which tokens count, and their loss."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .core import Answer, Question
 
 
 def continuations(kind: Kind, sequences: Sequence[list[int]]) -> list[Continuation]:
-    """Which tokens of a question's sequences are scored.
+    """Return the continuations of a question's sequences, whose tokens are scored.
 
-    multiple choice: those behind the tokens that all begin with. schema: those that all end with. language modelling,
-    of the sequences without and with the answer: those of the latter behind the tokens that both begin with.
+    multiple choice: the tokens after the common prefix. schema: the common suffix. language modelling, where the
+    sequences are without and with the answer: the tokens of the latter after the common prefix.
     """
     if kind == "schema":
         shared = common_prefix([tokens[::-1] for tokens in sequences])
@@ -28,8 +28,8 @@ def continuations(kind: Kind, sequences: Sequence[list[int]]) -> list[Continuati
 
 @dataclass(frozen=True)
 class ModelScorer:
-    """Answers by a model: by the mean loss of each continuation, in nats per token, or for language modelling by the
-    number of tokens that greedy decoding gets wrong. Routing is causal; the model keeps its mode.
+    """Answers questions by the model's mean loss of each continuation, in nats per token, or for language modelling by
+    the number of tokens that greedy decoding gets wrong. Routing is causal; the model keeps its mode.
     """
 
     model: GPT
@@ -52,7 +52,7 @@ class ModelScorer:
         )
         return [
             Answer(
-                # Not a number where no token is scored.
+                # NaN where no token is scored.
                 [math.nan if not s.tokens else s.misses if exact else s.nats / s.tokens for s in found],
                 cropped=sum(len(c.tokens) > context for c in group),
                 cut=sum(len(c.tokens) - max(c.start, 1) > context - 1 for c in group),

@@ -1,4 +1,4 @@
-"""CORE, the 22 tasks of DCLM (arXiv 2406.11794), asked and counted as nanochat does."""
+"""CORE, the 22 tasks of DCLM (arXiv 2406.11794), evaluated as nanochat does."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Question(NamedTuple):
 
     kind: Kind
     prompts: tuple[str, ...]
-    gold: int  # which prompt has the right answer; of no meaning for language modelling
+    gold: int  # index of the prompt with the right answer; unused for language modelling
     category: str | None
 
 
 class Answer(NamedTuple):
-    """penalties: one per prompt, the lowest is the answer; for language modelling one alone, and 0 is right.
+    """penalties: one per prompt, the lowest is the answer; for language modelling there is only one, 0 if right.
 
-    cropped: sequences that were longer than the context; cut: those that lost tokens of the continuation by that.
+    cropped: sequences longer than the context; cut: those of them that lost tokens of the continuation.
     """
 
     penalties: Sequence[float]
@@ -39,7 +39,7 @@ Scorer = Callable[[Sequence[Question]], list[Answer]]
 
 @dataclass(frozen=True)
 class TaskResult:
-    """accuracy: over `rows` questions, which came as `sequences`. categories: accuracy of each, where rows have one."""
+    """accuracy: over `rows` questions, in `sequences` sequences. categories: the accuracy of each, if rows have one."""
 
     rows: int
     accuracy: float
@@ -56,7 +56,7 @@ def evaluate_task(
     max_rows: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TaskResult:
-    """Ask every question, or max_rows of them. progress is told the questions answered and those in all.
+    """Ask every question, or max_rows of them. progress: called with the questions answered and the total.
 
     Raises ValueError if too few rows are left to draw the solved examples from.
     """
@@ -79,12 +79,12 @@ def evaluate_task(
 
 
 def centred(accuracy: float, baseline: float) -> float:
-    """0 at chance, 1 where all is right."""
+    """Return the centred accuracy: 0 at chance, 1 if every answer is right."""
     return (accuracy - baseline) / (1 - baseline)
 
 
 def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
-    """The first max_rows, or all, of the task's rows in nanochat's random order."""
+    """Return the first max_rows, or all, of the task's rows in nanochat's random order."""
     rows = list(task.rows)
     random.Random(1337).shuffle(rows)
     rows = rows[:max_rows]
@@ -97,9 +97,9 @@ def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
 
 
 def ask(task: Task, rows: Sequence[Row], index: int) -> Question:
-    """The question of row `index`, below solved examples from the other rows."""
+    """Return the question of row `index`, preceded by solved examples from other rows."""
     row = rows[index]
-    # Positions among the other rows: the same draw as from a list of them.
+    # Indices among the other rows give the same draw as a list of those rows.
     drawn = random.Random(1234 + index).sample(range(len(rows) - 1), task.shots)
     shots = [_solved(task, rows[other + (other >= index)]) + "\n\n" for other in drawn]
     prompts = ["".join([*shots, prompt]) for prompt in _prompts(task, row)]
@@ -126,6 +126,6 @@ def _solved(task: Task, row: Row) -> str:
 def is_right(question: Question, answer: Answer) -> bool:
     if question.kind == "language_modeling":
         return list(answer.penalties) == [0]
-    # The first of the lowest. A penalty that is not a number, as of an empty continuation, wins only if it comes first:
-    # so does nanochat's.
+    # The first of the lowest. A NaN penalty, which an empty continuation has, wins only if it comes first, as in
+    # nanochat.
     return min(range(len(answer.penalties)), key=answer.penalties.__getitem__) == question.gold

@@ -11,11 +11,11 @@ from .loss import evaluate
 
 
 class Point(NamedTuple):
-    """A model at one rate.
+    """Measurements of a model at one rate.
 
-    rate: as asked for, None for the trained cutoffs; fanout: routed experts per token as they came, the mean of the
-    layers, which fanouts has one by one. loss: nats per token. params_active and flops_per_token, of a forward, are
-    those at the fanout.
+    rate: the target, None for the trained cutoffs. fanout: measured routed experts per token, the mean of `fanouts`,
+    which has one value per layer. loss: nats per token. params_active and flops_per_token (of a forward) are those at
+    the fanout.
     """
 
     rate: float | None
@@ -37,10 +37,10 @@ def measure_rates(
     max_tokens: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Point]:
-    """The losses of the same tokens at each rate, causally; the model keeps its own rate.
+    """Return the causal losses of the same tokens at each rate; the model keeps its own rate.
 
-    max_tokens and progress as in `evaluate`, progress over all rates. Before anything is measured, raises ValueError as
-    `GPT.check_rate` does.
+    max_tokens and progress as in `evaluate`; progress counts over all rates. Raises ValueError as `GPT.check_rate`
+    does, before measuring anything.
     """
     for rate in rates:
         model.check_rate(rate)

@@ -1,4 +1,4 @@
-"""Cross-entropy and bits per byte over tokens that a model was not trained on."""
+"""Cross-entropy and bits per byte on held-out tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..model import GPT, Observation
 
 
 class Validation(NamedTuple):
-    """loss: nats per token, over all `tokens` targets, those that open a document included.
+    """loss: nats per token, over all `tokens` targets, including those that open a document.
 
-    bits_per_byte: over the targets that stand for text, `bytes` of it. A target that stands for none, as bos does, adds
-    neither bits nor bytes, which is nanochat's rule too: models compare whatever their tokenizers.
+    bits_per_byte: over the targets that stand for text, `bytes` of it. A target without text, such as bos, adds neither
+    bits nor bytes, as in nanochat, so that models with different tokenizers compare.
     observations: one per MoE layer, summed.
     """
 
@@ -41,15 +41,15 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Validation:
-    """The losses of `tokens` in windows of the model's context, in the documents' order; the model keeps its mode.
+    """Return the losses of `tokens` in windows of the model's context, in document order; the model keeps its mode.
 
-    Causal, and independent of batch_size (sequences at once) and of the number of ranks but for rounding. max_tokens:
-    targets to score, rounded up to whole windows; None is all. group: ranks with the same model and tokens, which share
-    the windows and all get the sums. progress is told the tokens done and the tokens in all.
+    Routing is causal, and the result does not depend on batch_size (sequences at once) or the number of ranks, except
+    for rounding. max_tokens: targets to score, rounded up to whole windows; None is all. group: ranks with the same
+    model and tokens, which share the windows and all get the sums. progress: called with the tokens done and the total.
 
-    training_pools=True routes as training does, so that a token of an expert-choice model competes with those after it
-    and with its batch: whole batches on every rank only, and the loss depends on their size. Its distance from the
-    causal loss is the gap between training and evaluation.
+    training_pools=True routes as training does, so that a token of an expert-choice model competes with later tokens
+    and with its batch; only whole batches on every rank are scored, and the loss depends on their size. Its difference
+    from the causal loss is the gap between training and evaluation.
 
     Raises ValueError if an option is out of range or there are too few tokens.
     """
@@ -64,7 +64,7 @@ def evaluate(
         units = min(units, math.ceil(max_tokens / unit))
     if units < 1:
         needed = unit + 1 if training_pools else 2
-        raise ValueError(f"validation needs {needed} tokens, there are {len(tokens)}; give more text to validate on")
+        raise ValueError(f"validation needs {needed} tokens but has {len(tokens)}; give more text to validate on")
     total = min(units * unit, targets)
 
     device = model.embed.weight.device
@@ -77,7 +77,7 @@ def evaluate(
     model.train(training_pools)
     try:
         while shares := list(islice(batches, ranks)):
-            # A rank for which nothing is left goes along with no rows: a sharded model's forward is for all ranks.
+            # A rank without rows left takes part with none: a sharded model's forward needs every rank.
             batch = shares[rank] if rank < len(shares) else Batch(*(part[:0] for part in shares[0]))
             output = model(batch.tokens.to(device), batch.targets.to(device))
             losses = output.token_losses.cpu().double()
@@ -105,7 +105,7 @@ def evaluate(
 
 
 def _batches(rows: Iterator[Batch], batch_size: int) -> Iterator[Batch]:
-    """Rows stacked. The last window goes alone and without its padding, which would be routed and observed too."""
+    """Yield stacked rows. The last window comes alone, without its padding, which would be routed and observed too."""
     while group := list(islice(rows, batch_size)):
         last = group[-1]
         length = int((last.targets != IGNORED).sum())

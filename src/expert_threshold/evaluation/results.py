@@ -1,4 +1,4 @@
-"""The evaluation.json of a run folder: what is known of a trained model, so that nothing is measured twice."""
+"""The evaluation.json of a run folder, which keeps the results of a trained model so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .core import Scorer, centred, evaluate_task
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Told what is measured, returns what wants to be told how much of it is done, and of how much."""
+"""Takes the name of a measurement; returns a callback that takes how much is done and the total."""
 
 
 class Results:
-    """What was measured of one model, in sections; what the file has of another one counts for nothing.
+    """The results of one model, in sections; results of another model in the same file are ignored.
 
-    rate: that of `GPT.set_rate`; what is measured at one has a file of its own.
+    rate: that of `GPT.set_rate`; each rate has its own file.
     """
 
     def __init__(self, folder: Path, model: GPT, step: int, rate: float | None = None) -> None:
@@ -50,7 +50,7 @@ class Results:
 
 
 def _hash(model: GPT) -> str:
-    """sha256, in hex, of all weights as they are multiplied and of all buffers."""
+    """Return the sha256, in hex, of all weights in their compute dtype and of all buffers."""
     digest = hashlib.sha256()
     weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
     for name, tensor in sorted((weights | dict(model.named_buffers())).items()):
@@ -70,14 +70,14 @@ def ask_core(
     whole: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """The section "core", written after every task that was not asked before.
+    """Return the section "core", saved after every task that was not evaluated before.
 
-    whole: these are all tasks of the bundle, and their mean is CORE. say: is told a line about each that is asked.
-    Raises ValueError as `evaluate_task` does.
+    whole: True if these are all tasks of the bundle, so that their mean is CORE. say: called with a line about each
+    evaluated task. Raises ValueError as `evaluate_task` does.
     """
     saved = results.read().get("core", {})
     known = saved.get("tasks", {}) if saved.get("max_per_task", ...) == max_per_task else {}
-    kept = known if saved.get("baselines") == baselines else {}  # what was centred otherwise goes
+    kept = known if saved.get("baselines") == baselines else {}  # drop results centred with other baselines
     core: dict[str, Any] = {}
     asked = {}
     for task in tasks:

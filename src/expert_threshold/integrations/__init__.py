@@ -1,1 +1,1 @@
-"""Bridges to other programs."""
+"""Adapters to other libraries."""

@@ -1,4 +1,4 @@
-"""The model card of an exported run: what it is, how good it is, how to use it."""
+"""The model card of an exported run: its model, results and usage."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ inputs = tokenizer("def ", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
 ```
 
-With the package `expert-threshold` installed, `import expert_threshold.integrations.transformers` takes the place of
-`trust_remote_code=True`, and `et import {name} --out RUN` makes a run folder of it again.
+With the package `expert-threshold` installed, `import expert_threshold.integrations.transformers` replaces
+`trust_remote_code=True`, and `et import {name} --out RUN` turns it back into a run folder.
 """
 
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
-    """Markdown for the model of `run` at `step`, in a folder called `name`."""
+    """Return Markdown for the model of `run` at `step`, in a folder called `name`."""
     rule, sentence = config.rule, "A language model without routed experts."
     if rule is not None:
         sentence = (
@@ -56,11 +56,11 @@ def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
 
 
 def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
-    """What is known of the run, by label."""
+    """Return the facts of the run, by label."""
     counts = parameter_counts(config)
     rows = {
         "parameters": f"{counts['total']:,}",
-        "of them active for a token": f"{counts['active']:,}",
+        "active per token": f"{counts['active']:,}",
         "layers × width": f"{config.layers} × {config.d_model}",
         "vocabulary": f"{config.vocab_size:,}",
         "context": f"{config.context:,} tokens",
@@ -84,14 +84,14 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
 
 
 def _evaluation(run: RunFolder, step: int) -> dict[str, Any]:
-    """What `et evaluate` found for this step."""
+    """Return the results of `et evaluate` for this step."""
     path = run.path / "evaluation.json"
     saved = read_json(path) if path.exists() else {}
     return saved if saved.get("step") == step else {}
 
 
 def _validation(run: RunFolder, step: int) -> dict[str, Any]:
-    """What `et evaluate` found, else what training did at this step."""
+    """Return the validation of `et evaluate`, else the one of training at this step."""
     lines = run.metrics.read()
     here = [line for line in lines if line["split"] == "validation" and line["step"] == step]
     found: dict[str, Any] = _evaluation(run, step).get("validation", (here or [{}])[-1])

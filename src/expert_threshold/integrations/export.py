@@ -1,4 +1,4 @@
-"""A run as a folder for Hugging Face, and such a folder as a run. Neither needs Hugging Face's packages."""
+"""Converts a run into a folder for Hugging Face, and back, without needing Hugging Face's packages."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MODELING = "modeling_expert_threshold"
 PREFIX = "model."
 HEAD = ("head.weight", "lm_head.weight")
 FACTS = ("data", "optim", "train", "corpus", "versions")
-"""Of a run's config.json, what goes along beside the model."""
+"""The sections of a run's config.json that are exported beside the model."""
 
 
 def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Path:
-    """Write the model of a run, as saved at `step` or last, with its tokenizer and a model card into the folder `to`.
+    """Write a run's model at `step`, or its last, with its tokenizer and a model card into the folder `to`.
 
-    The folder is there whole or not at all. Raises ValueError if the run cannot be read or `to` holds something.
+    The folder appears complete or not at all. Raises ValueError if the run cannot be read or `to` is not empty.
     """
     run, to = RunFolder.open(path), Path(to)
     _require_free(to, "--to")
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
-    place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, what it leads to can
+    place = Path(os.path.realpath(to))  # a link cannot be replaced by a folder; its target can
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
     try:
@@ -66,28 +66,28 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 
 
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
-    """Make a run folder of what `export_run` wrote, or what transformers saved of it, fine-tuned perhaps.
+    """Make a run folder from what `export_run` wrote, or what transformers saved of it, fine-tuned or not.
 
-    The run has a checkpoint of weights, which can be used and begun from, but not resumed. Raises ValueError if the
-    folder is not such a one, is incomplete, or holds weights or a tokenizer of another model.
+    Its checkpoint holds weights only: it can be used and initialized from, but not resumed. Raises ValueError if the
+    folder is of another kind, is incomplete, or holds weights or a tokenizer of another model.
     """
     path = Path(path)
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{path}: no config.json of model_type {MODEL_TYPE}; name a folder that et export wrote")
+        raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
     gpt_config = GPTConfig.from_dict(options)
     weights = {_inside(name): tensor for name, tensor in _load(path).items()}
     with torch.device("meta"):
         model = GPT(gpt_config)
-    # Others save in dtypes of their choice: weights in half precision, counters as numbers.
+    # Other programs save in dtypes of their own: weights in half precision, counters as floats.
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     weights = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in weights.items()}
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise ValueError(f"{path}: weights and config.json disagree: {' '.join(str(error).split())}") from None
-    tokenizer = read_tokenizer(RunFolder(path).tokenizer_path)  # which has the same name in both kinds of folder
+    tokenizer = read_tokenizer(RunFolder(path).tokenizer_path)  # has the same name in both kinds of folder
     if tokenizer.vocab_size != gpt_config.vocab_size:
         raise ValueError(
             f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens but the model {gpt_config.vocab_size}; "
@@ -122,7 +122,7 @@ def _save(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
-    """The weights, in one file or in several that an index lists."""
+    """Load the weights from one file, or from several that an index lists."""
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
@@ -130,7 +130,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
         if Path(name).name != name:
-            raise ValueError(f"{index}: lists {name!r}, which is no file of this folder")
+            raise ValueError(f"{index}: lists {name!r}, which is not a file of this folder")
         if not (path / name).is_file():
             raise ValueError(f"{path / name}: the file is missing; export or save the model again")
         try:
@@ -141,7 +141,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, Any]:
-    """What the folder tells of the training run; of the text only its name, since folders are passed on."""
+    """Return the facts of the training run to export; of the text only its name, since folders are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
     if "data" in facts:
@@ -152,12 +152,12 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
 
 
 def _ids(bos: int) -> dict[str, int]:
-    """A document ends where the next one opens. Padding is masked, so that any token will do."""
+    """Return the special tokens. A document ends where the next opens; padding is masked, so any token serves."""
     return {"bos_token_id": bos, "eos_token_id": bos, "pad_token_id": bos}
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Transformers' caches do not hold scores, which a rule needs that looks at earlier tokens."""
+    """Disable the cache for a rule that looks at earlier tokens: transformers' caches do not hold scores."""
     return {} if config.rule is None or config.rule.scope(training=False) == "token" else {"use_cache": False}
 
 
@@ -186,6 +186,6 @@ def _tokenizer_config(context: int) -> dict[str, Any]:
         "model_max_length": context,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        # Text that reads "<|bos|>" is ordinary text, as it was in training.
+        # The characters "<|bos|>" in a text are ordinary text, as in training.
         "split_special_tokens": True,
     }

@@ -1,4 +1,4 @@
-"""Cutoffs that move while a model of Hugging Face transformers is fine-tuned."""
+"""Moves cutoffs while a model of Hugging Face transformers is fine-tuned."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def follow(
     group: dist.ProcessGroup | None = None,
     loss_scale: float | None = None,
 ) -> Follower:
-    """From now on `model` routes in training as it did in pre-training, and each `optimizer.step()` moves its rules.
+    """Make `model` route in training as it did in pre-training, and each `optimizer.step()` update its rules.
 
-    Without it cutoffs and biases stay as they were trained, and rules have no losses. model: as `AutoModelForCausalLM`
-    loads it, also with `trust_remote_code`; for `Trainer`, give it the optimizer too,
+    Otherwise cutoffs and biases stay as trained, and rules add no losses. model: as `AutoModelForCausalLM` loads it,
+    with or without `trust_remote_code`. For `Trainer`, pass it the optimizer too,
     `Trainer(..., optimizers=(optimizer, None))`, and loss_scale=1 / gradient_accumulation_steps. group and loss_scale
-    as in `expert_threshold.moe.follow`. Padding would move the cutoffs, so that in training an attention_mask with
-    zeros raises ValueError: pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
+    as in `expert_threshold.moe.follow`. Padding would move the cutoffs, so in training an attention_mask with zeros
+    raises ValueError; pack texts instead. Raises ValueError if the model has no Mixture-of-Experts layer.
     """
     if isinstance(model, DistributedDataParallel):
         model = model.module
@@ -40,9 +40,9 @@ def follow(
 
 
 def _thaw(frozen: nn.Module, z_loss: float | None) -> None:
-    """Make the exported model's router one of ours, with its weight and buffers.
+    """Turn the exported model's router into one of ours, keeping its weight and buffers.
 
-    In place: FSDP2 gathers weights for the modules that it was given.
+    The change is in place, since FSDP2 gathers weights for the modules that it was given.
     """
     assert isinstance(frozen.rule, dict)
     rule = rule_from_dict(frozen.rule)
@@ -54,7 +54,7 @@ def _thaw(frozen: nn.Module, z_loss: float | None) -> None:
     for name in vars(ours).keys() - vars(nn.Module()).keys():
         setattr(frozen, name, getattr(ours, name))
     for name, buffer in ours.named_buffers():
-        # Older folders bring code that loads the counter of steps as a number.
+        # The code in older folders loads the counter of steps as a float.
         setattr(frozen, name, getattr(frozen, name).to(buffer.dtype))
 
 

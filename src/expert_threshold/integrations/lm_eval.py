@@ -1,6 +1,6 @@
 """A run as a model of lm-evaluation-harness, from the extra `eval`.
 
-`et evaluate RUN --harness TASK` asks tasks of it; all that the harness can do is there with
+`et evaluate RUN --harness TASK` evaluates tasks; the harness's own command line offers everything else:
 
     python -m expert_threshold.integrations.lm_eval run --model expert_threshold --model_args run=RUN --tasks TASK
 """
@@ -28,16 +28,16 @@ from ..model import GPT, Continuation, crop, score
 from ..model.score import TOKENS_AT_ONCE
 from ..runs import load_model
 
-REQUESTS_AT_ONCE = 256  # between two tellings of progress
+REQUESTS_AT_ONCE = 256  # between two reports of progress
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], Callable[[int, int], None]]
-"""Told what is measured, returns what wants to be told how much of it is done, and of how much."""
+"""Takes the name of a measurement; returns a callback that takes how much is done and the total."""
 
 
 class RunTokenizer(Protocol):
-    """What of a run's tokenizer is needed here."""
+    """The part of a run's tokenizer that is needed here."""
 
     @property
     def bos(self) -> int: ...
@@ -50,7 +50,7 @@ class RunTokenizer(Protocol):
 class HarnessModel(TemplateLM):
     """A model that answers the harness's three kinds of requests, in batches of at most `tokens_at_once` tokens.
 
-    Every text opens a document. Routing is causal. A context that does not fit loses its beginning.
+    Every text opens a document. Routing is causal. A context that does not fit is truncated on the left.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """A document ends where the next one begins."""
+        """The token that opens the next document, which ends the current one."""
         return self.run_tokenizer.bos
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -79,7 +79,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation, in nats, and whether greedy decoding writes it."""
+        """Return each continuation's log-probability, in nats, and True if greedy decoding generates it."""
         continuations = [Continuation(given + ending, len(given)) for _, given, ending in requests]
         found = [(-nats, misses == 0) for nats, _, misses in self._score(continuations, "loglikelihood", misses=True)]
         for request, answer in zip(requests, found, strict=True):
@@ -87,7 +87,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
-        """The log-probability of whole texts, in nats, each in windows of the context."""
+        """Return the log-probabilities of whole texts, in nats, each in windows of the context."""
         windows: list[Continuation] = []
         owners: list[int] = []
         for i, request in enumerate(requests):
@@ -104,11 +104,11 @@ class HarnessModel(TemplateLM):
         return sums
 
     def _score(self, continuations: Sequence[Continuation], what: str, *, misses: bool) -> list[Any]:
-        """Their scores. Those with the same beginning, as the choices of a question have, stand next to each other."""
+        """Return the scores. Those with a common beginning, such as a question's choices, are scored together."""
         length = self.model.config.context + 1  # the last token is predicted, not read
         lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
         if lost:
-            log.warning("%d continuations are longer than the context of %d: their ends are scored", lost, length - 1)
+            log.warning("%d continuations exceed the context of %d: only their ends are scored", lost, length - 1)
         by_beginning: dict[tuple[int, ...], list[int]] = {}
         for i, c in enumerate(continuations):
             by_beginning.setdefault(tuple(c.tokens[: c.start]), []).append(i)
@@ -126,9 +126,9 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
-        """What the model writes after each context, until a stop sequence, which is left out, or the document's end.
+        """Return the text generated after each context, up to the document's end or a stop sequence, which is left out.
 
-        At most half of the context is for what it writes. Raises ValueError for an option of sampling that is unknown.
+        At most half of the context is used for generation. Raises ValueError for an unknown sampling parameter.
         """
         context = self.model.config.context
         how = [Sampling.read(request.args[1], context) for request in requests]
@@ -152,14 +152,14 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _write(self, prompts: list[list[int]], how: list[Sampling], generator: torch.Generator) -> list[str]:
-        """All rows in step, behind as many tokens as the shortest prompt has: of a longer one the rest is read so."""
+        """Prefill the length of the shortest prompt, then decode all rows in step, which reads longer prompts' rest."""
         begun = min(map(len, prompts)) - 1
         end = max(len(prompt) + sampling.max_tokens for prompt, sampling in zip(prompts, how, strict=True)) - 1
         device = self.model.embed.weight.device
         cache = self.model.new_cache(len(prompts), end)
         if begun:
             prefix = torch.tensor([prompt[:begun] for prompt in prompts], device=device)
-            self.model(prefix, torch.full_like(prefix, -1), cache=cache)  # without a target no logits are made
+            self.model(prefix, torch.full_like(prefix, -1), cache=cache)  # without targets to score, no logits are made
         rows = [list(prompt) for prompt in prompts]
         texts: list[str | None] = [None] * len(rows)
         for place in range(begun, end):
@@ -176,7 +176,7 @@ class HarnessModel(TemplateLM):
 
 
 class Sampling(NamedTuple):
-    """How a text is to be written, and until when. temperature 0 takes the likeliest token."""
+    """Sampling parameters and stop conditions of a text. temperature 0 takes the likeliest token."""
 
     until: tuple[str, ...]
     max_tokens: int
@@ -185,7 +185,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def read(cls, options: Mapping[str, Any], context: int) -> Sampling:
-        """Of a request. Raises ValueError for a way to sample that is unknown here."""
+        """Read a request's parameters. Raises ValueError for one that is not supported."""
         left = dict(options)
         until = left.pop("until", None) or ()
         wanted = int(left.pop("max_gen_toks", 256))
@@ -198,7 +198,7 @@ class Sampling(NamedTuple):
         unknown = {name: value for name, value in left.items() if samples or name not in ("top_p", "min_p")}
         if unknown:
             name, value = next(iter(unknown.items()))
-            raise ValueError(f"{name}={value!r} is unknown to generation here; leave it out, or set do_sample to false")
+            raise ValueError(f"{name}={value!r} is not supported here; leave it out, or set do_sample to false")
         stops = (until,) if isinstance(until, str) else tuple(until)
         return cls(stops, min(wanted, context // 2), temperature if samples else 0.0, top_k or None)
 
@@ -206,7 +206,7 @@ class Sampling(NamedTuple):
         return Sampler(self.temperature, self.top_k, generator)(logits.cpu())
 
     def ended(self, tokenizer: RunTokenizer, ids: list[int]) -> str | None:
-        """The text, once it is at its end."""
+        """Return the text once it has ended, else None."""
         whole = ids[-1] == tokenizer.bos
         text = tokenizer.decode(ids[:-1] if whole else ids)
         places = [text.find(stop) for stop in self.until if stop and stop in text]
@@ -217,9 +217,9 @@ class Sampling(NamedTuple):
 
 @register_model("expert_threshold")
 class RunModel(HarnessModel):
-    """The same by the name of a run, for the harness's own command line.
+    """The model of a run folder, for the harness's own command line.
 
-    step: the checkpoint, None is the last. batch_size: texts as long as the context at once, or "auto".
+    step: the checkpoint, None is the last. batch_size: texts of full context length at once, or "auto".
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class RunModel(HarnessModel):
         if dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype={dtype!r} is unknown; use float32 or bfloat16")
         if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
-            device = "cpu"  # the harness says cuda:0 where nobody said anything
+            device = "cpu"  # the harness passes cuda:0 by default
         model, tokenizer = load_model(run, step, device or "cuda", getattr(torch, dtype))
         sizes = [int(size) for size in (batch_size, max_batch_size) if size not in (None, "auto")]
         at_once = min(sizes) * model.config.context if sizes else TOKENS_AT_ONCE
@@ -242,16 +242,16 @@ class RunModel(HarnessModel):
 
 
 class Harness:
-    """Tasks of the harness by their names, groups of them too; folder: where there are more than its own.
+    """Tasks of the harness by name, groups included. folder: has further tasks, beside the harness's own.
 
-    Raises ValueError for a name that there is not.
+    Raises ValueError for an unknown name.
     """
 
     def __init__(self, names: Sequence[str], folder: str | Path | None = None) -> None:
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"--harness-path {folder}: no such folder; name one with the YAML files of tasks")
         self.names = names
-        if folder is not None:  # reading the harness's own thousands takes seconds
+        if folder is not None:  # indexing the harness's own thousands takes seconds
             self._manager = TaskManager(include_path=str(folder), include_defaults=False)
         if folder is None or not set(names) <= set(self._manager.all_tasks):
             self._manager = TaskManager(include_path=None if folder is None else str(folder))
@@ -264,22 +264,22 @@ class Harness:
     def ask(
         self, model: GPT, tokenizer: RunTokenizer, progress: Progress, max_per_task: int | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """A name, and by the names of its tasks and of their metrics the results, as soon as they are there.
+        """Yield each name with its results, by task and by metric, as soon as they are known.
 
-        Raises ValueError where the questions cannot be had.
+        Raises ValueError if the questions cannot be loaded.
         """
         lm = HarnessModel(model, tokenizer, progress=progress)
         for name in self.names:
             try:
                 loaded = self._manager.load([name])
-            except Exception as error:  # any of the packages that read data sets may raise its own
+            except Exception as error:  # packages that read data sets raise errors of their own
                 reason = " ".join(str(error).split()) or type(error).__name__
-                raise ValueError(f"--harness {name}: its questions cannot be read: {reason[:300]}") from error
+                raise ValueError(f"--harness {name}: its questions cannot be loaded: {reason[:300]}") from error
             group = loaded["groups"].get(name)
             found = lm_eval.simple_evaluate(
                 lm,
                 tasks=[*loaded["tasks"].values()] if group is None else [group],
-                task_manager=self._manager,  # another one would read all of the harness's tasks
+                task_manager=self._manager,  # a new one would index all of the harness's tasks
                 limit=max_per_task,
                 log_samples=False,
                 bootstrap_iters=1000,
@@ -288,7 +288,7 @@ class Harness:
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Value and standard error, None where there is none, of each metric; behind a comma stands its filter, if any."""
+    """Return the value and standard error, or None, of each metric, whose name may end with a comma and its filter."""
     found = {}
     for name, value in metrics.items():
         metric, comma, answers = name.partition(",")
@@ -300,7 +300,7 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def _parts(groups: Iterable[list[int]], size: int) -> Iterator[list[list[int]]]:
-    """Groups with `size` members in all or a little more."""
+    """Yield lists of groups with a total of `size` members, or a little more."""
     part: list[list[int]] = []
     for group in groups:
         part.append(group)

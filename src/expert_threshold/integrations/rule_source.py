@@ -1,4 +1,4 @@
-"""The source of a routing rule as files that lie flat beside an exported model, for where this package is absent."""
+"""The source of a routing rule as flat files beside an exported model, for use without this package."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from ..routing import Rule
 
 ENTRY = "exported_rule.py"
-"""Names the rule's class; what `transformers.py` imports."""
+"""The file that `transformers.py` imports, which names the rule's class."""
 ROUTING = Path(inspect.getfile(Rule)).parent
 OURS = re.compile(r"^(\s*)from expert_threshold(?:\.routing)? import", re.MULTILINE)
 SIBLING = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
@@ -19,8 +19,8 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 def rule_files(rule: Rule | None) -> dict[str, str]:
     """Return the texts of all files that the rule's class needs, by name; none for a dense model.
 
-    A rule of another distribution is one file that imports, of this package, `expert_threshold.routing` alone.
-    Raises ValueError for one that is not, or whose source is not to be had.
+    A rule of another distribution must be one file that imports nothing of this package but `expert_threshold.routing`.
+    Raises ValueError if it is not, or if its source cannot be found.
     """
     if rule is None:
         return {}
@@ -30,22 +30,22 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, TypeError):
         raise ValueError(
-            f"rule {cls.__name__}: its source is not to be had, so the folder would not load; define it in a module"
+            f"rule {cls.__name__}: its source cannot be found, so the folder would not load; define it in a module"
         ) from None
     name = path.name if path.parent == ROUTING else f"rule_{path.stem}.py"
     if path.parent != ROUTING:
         if SIBLING.search(text):
-            raise ValueError(f"{path}: imports files beside it; a rule that is exported must be one file")
+            raise ValueError(f"{path}: imports files beside it; an exported rule must be one file")
         text = OURS.sub(r"\1from .routing import", text)
         if left := PACKAGE.search(text):
-            raise ValueError(f"{path}: {left[0].strip()!r} is more than a rule may import; use its routing")
+            raise ValueError(f"{path}: {left[0].strip()!r} is more than an exported rule may import; use its routing")
     files = {ENTRY: f'"""The routing rule of this model."""\n\nfrom .{Path(name).stem} import {cls.__name__} as RULE\n'}
     _add(files, name, text)
     return files
 
 
 def _add(files: dict[str, str], name: str, text: str) -> None:
-    """Add a file, and of `routing` those that it imports."""
+    """Add a file, and those files of `routing` that it imports."""
     if name in files:
         return
     files[name] = text

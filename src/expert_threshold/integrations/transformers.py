@@ -1,11 +1,11 @@
 """The trained model for Hugging Face transformers.
 
-Importing this file teaches `AutoConfig`, `AutoModel` and `AutoModelForCausalLM` the type `expert_threshold`. It imports
-torch, transformers and the routing rule alone, because `et export` lays copies of both beside the weights, with which a
-folder loads where the package is not installed (`trust_remote_code=True`).
+Importing this file registers the type `expert_threshold` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It
+only imports torch, transformers and the routing rule, because `et export` copies this file and the rule beside the
+weights, so that a folder loads where the package is not installed (`trust_remote_code=True`).
 
-Cutoffs stay as they were trained, in fine-tuning too: what a token gets depends on nothing but the token, so that
-padding and batches change nothing. `expert_threshold.integrations.follow` moves them with the weights.
+Cutoffs stay as trained, in fine-tuning too: a token is routed by its own scores alone, so that padding and batches
+change nothing. `expert_threshold.integrations.follow` moves them with the weights.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def make_rule(options: dict[str, Any]) -> Any:
 
 
 class ExpertThresholdConfig(PreTrainedConfig):
-    """The options of the model under their names in expert_threshold, `rule` with all of the routing rule's.
+    """The options of the model under their names in expert_threshold; `rule` holds all options of the routing rule.
 
-    run: facts about the training run, for `et import`; they decide nothing.
+    run: facts about the training run, for `et import`; they have no effect on the model.
     """
 
     model_type = "expert_threshold"
@@ -94,7 +94,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
 
 
 def norm(x: Tensor) -> Tensor:
-    """RMSNorm without parameters over the last dimension."""
+    """Parameter-free RMSNorm over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],))
 
 
@@ -105,7 +105,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class LastLinear(nn.Linear):
-    """One that a new model begins with at zero."""
+    """A linear layer that is initialized to zero."""
 
 
 class Attention(nn.Module):
@@ -156,10 +156,10 @@ class FeedForward(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores in float32, and where the rule sends a token in inference.
+    """Computes scores in float32 and routes them by the rule, as in inference.
 
-    Weight and state are made in dtypes of their own, which transformers keeps when it loads a model in another one.
-    The state is saved with the weights, keeps its dtypes under any cast, and never moves here.
+    Weight and state have dtypes of their own, which transformers keeps when it loads a model in another dtype.
+    The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.
     """
 
     def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
@@ -176,8 +176,8 @@ class Router(nn.Module):
         return {f"state_{name}": v.float() if v.is_floating_point() else v for name, v in first.items()}
 
     def forward(self, x: Tensor) -> Any:
-        """x: (batch, time, d_model). Returns the rule's routing: gates, assignment, and what multiplies x itself."""
-        with torch.autocast(x.device.type, enabled=False):  # it would round the scores
+        """x: (batch, time, d_model). Returns the rule's routing: gates, assignment, passthrough."""
+        with torch.autocast(x.device.type, enabled=False):  # autocast would round the scores
             scores = F.linear(x.float(), self.weight.float())
         first = self.routing.init()
         state = type(first)(*(getattr(self, f"state_{name}") for name in first._fields))
@@ -257,19 +257,19 @@ class Block(GradientCheckpointingLayer):
 
 
 def _sources(rule: dict[str, Any]) -> dict[str, str]:
-    """Return the texts of this file and of the rule's, by the names that they have in a folder."""
+    """Return the texts of this file and of the rule's files, by their names in an exported folder."""
     here = Path(__file__)
     if (here.parent / f"{RULE_FILE}.py").is_file() or __package__ != "expert_threshold.integrations":
         files = (path for path in here.parent.glob("*.py") if path.name != "__init__.py")
         return {path.name: path.read_text(encoding="utf-8") for path in files}
-    # Transformers refuses to load a file with an import statement of a package that is not there.
+    # Transformers refuses to load a file that contains an import statement of a missing package.
     rule_source = importlib.import_module("expert_threshold.integrations.rule_source")
     made = None if rule["name"] == "dense" else make_rule(rule)
     return {"modeling_expert_threshold.py": here.read_text(encoding="utf-8"), **rule_source.rule_files(made)}
 
 
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
-    """What both models below share."""
+    """The base of both models below."""
 
     config_class = ExpertThresholdConfig
     base_model_prefix = "model"
@@ -281,14 +281,14 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """As everywhere; with this file beside the weights, so that a folder loads alone after fine-tuning, too."""
+        """Save as usual, with this file beside the weights, so that a folder loads alone after fine-tuning, too."""
         super().save_pretrained(save_directory, *args, **kwargs)
         for name, text in _sources(self.config.rule).items():
             (Path(save_directory) / name).write_text(text, encoding="utf-8")
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As the paper does (Appendix C): what ends a residual branch, and the head, begin at zero."""
+        """Initialize as the paper does (Appendix C): the ends of residual branches, and the head, start at zero."""
         for name, weight in module.named_parameters(recurse=False):
             d_out, d_in = weight.shape[-2:]
             if isinstance(module, LastLinear) or name == "down":
@@ -327,14 +327,14 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         use_cache: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Arguments as everywhere in transformers; tokens whose attention_mask is 0 are seen by none."""
+        """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if not self.routes_by_token:  # earlier tokens' scores count, which no cache holds, and padding's would
+        if not self.routes_by_token:  # no cache holds the scores of earlier tokens, and padding's would count
             if past_key_values is not None or (attention_mask is not None and not attention_mask.all()):
-                raise ValueError("the routing rule looks at whole sequences; use use_cache=False, and no padding")
+                raise ValueError("the routing rule looks at whole sequences; pass use_cache=False, and no padding")
             use_cache = False
         if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
@@ -355,7 +355,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions (batch, time): (batch, 1, time, head_dim / 2)."""
+        """Return cosines and sines (batch, 1, time, head_dim / 2) of positions (batch, time)."""
         head_dim = self.config.d_model // self.config.heads
         steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
         angles = position_ids[:, None, :, None] * 10_000.0 ** (-steps / head_dim)
@@ -385,7 +385,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """labels: (batch, time), the input itself, -100 where no loss is wanted; logits: float32."""
+        """labels: (batch, time), usually the input itself, -100 where no loss is wanted; logits: float32."""
         output = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
         )
