@@ -240,7 +240,7 @@ def test_an_interrupted_comparison_goes_on_and_equals_one_that_never_stopped(
         interrupt_at(STEPS + 3, patch)
         assert et(*arguments) == 130
     shown = capfd.readouterr()
-    assert "to go on with the comparison: et compare tiny --data" in shown.out
+    assert "to continue the comparison: et compare tiny --data" in shown.out
     assert shown.out.rstrip().endswith(f"--out '{out}'")
     assert [row["method"] for row in read(out)["table"]] == ["dense"]
     assert RunFolder.open(out / "token_choice" / "seed_0").latest_checkpoint() == 3
@@ -346,7 +346,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
     ("options", "parts"),
     [
         (["--rules", "expert_treshold"], ["--rules expert_treshold", "did you mean expert_threshold?", *methods()]),
-        (["--rules", "dense,"], ["--rules dense,: a name is missing beside a comma"]),
+        (["--rules", "dense,"], ["--rules dense,: a name is missing at a comma"]),
         (["--seeds", 0], ["--seeds 0", "at least 1"]),
         (["--seed", 3], ["unknown option --seed", "--seeds"]),
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),

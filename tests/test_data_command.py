@@ -127,7 +127,7 @@ def test_what_cannot_be_done_is_one_line(
         assert error.startswith("et data: ")
         assert message in error
 
-    refused("name what: fineweb-edu, core, tokenizer, tokenize")
+    refused("name a subcommand: fineweb-edu, core, tokenizer, tokenize")
     refused("unknown fineweb; did you mean fineweb-edu?", "fineweb")
     refused("--shards 0: there are 1822 for training; give from 1", "fineweb-edu", "--shards", 0)
     refused("--connections 0: must be at least 1", "fineweb-edu", "--connections", 0)
@@ -139,7 +139,7 @@ def test_what_cannot_be_done_is_one_line(
     refused("cannot be written", "fineweb-edu", "--cache", file / "below")
     assert et("data", "fineweb-edu", "--shards", 2, "--cache", cache) == 0
     refused("vocab_size=65536 is too large for this text: it supports fewer than", "tokenizer")
-    refused("no tokenizer.json lies beside fineweb-edu; make one with et data tokenizer", "tokenize")
+    refused("no tokenizer.json beside fineweb-edu; make one with et data tokenizer", "tokenize")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
     capsys.readouterr()
     refused("is not a tokenizer", "tokenizer")

@@ -164,7 +164,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     assert et(*both) == 0
     printed = capsys.readouterr()
     assert "by training pools, gap" in printed.out
-    assert "short.txt: not by training pools, for which it is too short: a batch has 128 tokens" in printed.err
+    assert "short.txt: too short for training pools: a batch has 128 tokens" in printed.err
     for name in ("threshold", "choice"):
         data = read(runs / name)["data"]
         assert list(data) == [str(math), str(short)]
@@ -201,10 +201,10 @@ def test_without_a_bundle_it_is_told_where_one_is_to_be_had(
     assert et("evaluate", runs / "threshold", "--json") == 0
     printed = capsys.readouterr()
     json.loads(printed.out)
-    assert "CORE was not asked: et data core downloads its questions" in printed.err
+    assert "CORE was not evaluated: et data core downloads its questions" in printed.err
     for chosen in (["--bundle", bundle], ["--bundle", "none"]):
         assert et("evaluate", runs / "threshold", *chosen) == 0
-        assert "CORE was not asked" not in capsys.readouterr().err
+        assert "CORE was not evaluated" not in capsys.readouterr().err
 
 
 def test_results_of_other_weights_are_forgotten(runs: Path) -> None:
@@ -231,7 +231,7 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["threshold", "--bundle", "nowhere"], "nowhere: no eval bundle, core.yaml is missing"),
+        (["threshold", "--bundle", "nowhere"], "nowhere: not an eval bundle, core.yaml is missing"),
         (
             ["threshold", "--bundle", "bundle", "--tasks", "animal"],
             "--tasks animal: unknown task; did you mean animals?",
@@ -239,11 +239,11 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
         (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task 0: must be at least 1"),
         (["threshold", "--eval-tokens", 0], "--eval-tokens 0: must be at least 1"),
-        (["threshold", "--tasks", "copy"], "--tasks copy: of no use without --bundle"),
+        (["threshold", "--tasks", "copy"], "--tasks copy: has no effect without --bundle"),
         (["threshold", "--no-validation"], "--no-validation leaves nothing to do"),
-        (["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5], "of no use without --validation"),
-        (["threshold", "--text-field", "body"], "--text-field body: of no use without --data"),
-        (["threshold", "--harness-path", "bundle"], "--harness-path bundle: of no use without --harness"),
+        (["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5], "has no effect without --validation"),
+        (["threshold", "--text-field", "body"], "--text-field body: has no effect without --data"),
+        (["threshold", "--harness-path", "bundle"], "--harness-path bundle: has no effect without --harness"),
         (["threshold", "--data", "bundle/nothing.txt"], "nothing.txt does not exist"),
         (["threshold", "--data", "bundle/eval_data/copy.jsonl"], "line 1 has no text in text_field='text'"),
         (["threshold", "--step", 7], "no checkpoint of step 7"),
@@ -276,7 +276,7 @@ def test_a_run_that_knows_no_text_is_told_what_to_do(runs: Path, capsys: pytest.
     del config["corpus"], config["data"]  # as of an imported model
     (runs / "threshold" / "config.json").write_text(json.dumps(config))
     assert et("evaluate", runs / "threshold") == 2
-    assert "no text is known that it was validated on; use --no-validation with --data" in capsys.readouterr().err
+    assert "its validation text is unknown; use --no-validation with --data" in capsys.readouterr().err
 
 
 def test_text_that_has_changed_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

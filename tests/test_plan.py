@@ -232,7 +232,7 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
         (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
         (["--utilisation", "0"], "--utilisation 0.0: must be above 0"),
-        (["--utilisation", "1.5"], "--utilisation 1.5: is a share of the peak; give at most 1"),
+        (["--utilisation", "1.5"], "--utilisation 1.5: must be at most 1, the peak"),
         (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0: must be"),
     ],
 )

@@ -204,7 +204,7 @@ def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config["train"]["steps"] == 2
     capsys.readouterr()
     assert main(["train", "--resume", str(out), "--recipe", "expert_threshold"]) == 2
-    assert "--recipe expert_threshold is decided by the run that --resume goes on with" in capsys.readouterr().err
+    assert "--recipe expert_threshold is decided by the run that --resume continues" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

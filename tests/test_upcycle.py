@@ -133,7 +133,7 @@ def test_what_cannot_be_upcycled_is_refused_in_one_line(tmp_path: Path, capsys: 
     write_run(tmp_path / "experts", small_model())
     write_run(tmp_path / "dense", dense())
     for run, options, message in (
-        ("experts", [], f"{tmp_path / 'experts'} has experts already; name a run that was trained with --rule dense"),
+        ("experts", [], f"{tmp_path / 'experts'} already has experts; name a run that was trained with --rule dense"),
         ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists; name another folder"),
         ("dense", ["--num-experts", "0"], "num_experts=0 must be a whole number of at least 1"),
         ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),

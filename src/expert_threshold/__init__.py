@@ -22,7 +22,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is first asked for: importing the package alone imports no torch."""
+    """Import a name on first access, so that importing the package alone does not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,4 +1,4 @@
-"""A comparison: methods trained with the same budget, data order and seeds, in one folder with a table of them."""
+"""Comparisons: methods trained with the same budget, data order and seeds, in one folder with a table of results."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 @contextmanager
 def opened(out: str) -> Iterator[Path]:
-    """Make or find the folder of a comparison, for this process alone; it is not left behind empty.
+    """Make or find the folder of a comparison, and lock it for this process; an empty folder is removed at the end.
 
-    Raises ValueError if something else is there.
+    Raises ValueError if it exists and is not a comparison.
     """
     folder = Path(out)
     begun = (folder / "compare.json").is_file()
     if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
-        raise ValueError(f"--out {folder}: already exists and is no comparison; name another --out")
+        raise ValueError(f"--out {folder}: already exists and is not a comparison; name another --out")
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -53,19 +53,19 @@ def opened(out: str) -> Iterator[Path]:
     finally:
         if made:
             with suppress(OSError):
-                folder.rmdir()  # goes only if nothing was written yet
+                folder.rmdir()  # succeeds only if nothing was written yet
 
 
 class Comparison(NamedTuple):
-    """Runs of several methods in folder/METHOD/seed_N, and the files that sum them up."""
+    """Runs of several methods in folder/METHOD/seed_N, and the files that summarize them."""
 
     folder: Path
     configs: Mapping[str, RunConfig]  # by method, with seed 0
     seeds: int
-    record: dict[str, Any]  # of compare.json, without results
+    record: dict[str, Any]  # that of compare.json, without results
 
     def read_corpus(self) -> None:
-        """Put the text in the record. Raises ValueError where it cannot be read, or has changed since."""
+        """Add the corpus to the record. Raises ValueError if it cannot be read or has changed since."""
         data = next(iter(self.configs.values())).data
         corpus = open_source(**asdict(data))
         before = self.record["corpus"]
@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
         return self.folder / method / f"seed_{seed}"
 
     def results(self) -> list[Result]:
-        """Return what each finished run reached, by method and seed."""
+        """Return the result of each finished run, by method and seed."""
         found = []
         for method in self.configs:
             for seed in range(self.seeds):
@@ -90,7 +90,7 @@ class Comparison(NamedTuple):
         return found
 
     def train(self, console: Console) -> None:
-        """Train every unfinished run, all methods of one seed before the next seed; a run that has begun is resumed.
+        """Train every unfinished run, all methods of one seed before the next seed; a run already begun is resumed.
 
         Raises KeyboardInterrupt after a run that a signal stopped, ValueError and OSError as `train` does.
         """
@@ -133,7 +133,7 @@ class Comparison(NamedTuple):
             replace_file(self.folder / name, text.encode())
 
     def headline(self) -> str:
-        """Return on what, for how long and where the methods are trained."""
+        """Return a line on the text, the budget and the machines."""
         cost = costs(next(iter(self.configs.values())))
         options = self.record["options"]
         start, corpus = " with ".join(options["run"].values()), Path(options["data"]["source"]).name
@@ -146,7 +146,7 @@ class Comparison(NamedTuple):
         )
 
     def draw(self) -> None:
-        """Draw the validation losses over the tokens. Raises ValueError where matplotlib is missing."""
+        """Draw the validation losses over the tokens. Raises ValueError if matplotlib is missing."""
         methods = [
             {"method": self.label(method), "kind": method, "points": points}
             for method, points in curves(self.results()).items()
@@ -154,19 +154,19 @@ class Comparison(NamedTuple):
         save_figure(draw_loss_by_method({"methods": methods}), self.folder / "loss_by_method")
 
     def label(self, method: str) -> str:
-        """Return the method's name in figures, which its rule gives it."""
+        """Return the method's name in figures, which is its rule's label."""
         config = self.configs[method]
         return DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
 
 
 def read_record(out: Path, start: Mapping[str, str], configs: Mapping[str, RunConfig]) -> dict[str, Any]:
-    """Return all that decides the comparison, as compare.json has it. Raises ValueError where an older one differs.
+    """Return all options of the comparison, as in compare.json. Raises ValueError if an existing file differs.
 
-    The corpus is None until `Comparison.read_corpus` where compare.json is not there yet.
+    Without an existing compare.json, the corpus is None until `Comparison.read_corpus`.
     """
     sections = next(iter(configs.values())).to_dict()
     del sections["model"]["rule"], sections["train"]["seed"]
-    # What follows from other options comes after them, so that a difference is told of what was typed.
+    # Derived options come last, so that an error names the option that was typed.
     options = {"run": start} | {name: sections[name] for name in ("train", "data", "model", "optim")}
     here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
         "expert_threshold": __version__,
@@ -207,7 +207,7 @@ def read_record(out: Path, start: Mapping[str, str], configs: Mapping[str, RunCo
     for option, value, was in pairs:
         if value != was:
             raise ValueError(
-                f"{option}={value!r} differs from {was!r}, with which {out} began; leave it as it was, "
+                f"{option}={value!r} differs from {was!r}, with which {out} began; keep the old value, "
                 "or name another --out"
             )
     return known

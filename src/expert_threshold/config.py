@@ -1,4 +1,4 @@
-"""Whole runs: presets of model, data, optimizer and training together, and how files and flags change them."""
+"""Whole runs: presets of model, data, optimizer and training together, changed by files and flags."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from .train import TrainConfig
 
 Options = Mapping[str, Any]
 
-# The paper's are meant for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
+# The paper's warmups, for PAPER_STEPS (Table "Training hyperparameters"); d20 keeps them.
 PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
 
 
 @dataclass(frozen=True)
 class Preset:
-    """What a preset of `model.PRESETS` adds to the model's size to make a run; all else is scaled or a default."""
+    """The options that turn a preset of `model.PRESETS` into a run; all others are scaled or defaults."""
 
     train: Options
     optim: Options = field(default_factory=dict)
-    rule: Options = field(default_factory=dict)  # a rule takes only what it has
+    rule: Options = field(default_factory=dict)  # options that a rule lacks are skipped
 
 
-# 54 tokens per active parameter, as d12 has, in all but the smallest.
+# All but the smallest train on 54 tokens per active parameter, like d12.
 RUNS: dict[str, Preset] = {
     "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
     # Under four minutes on two cores with bfloat16 products; docs/log.md has the sizes that were tried.
@@ -49,13 +49,13 @@ RUNS: dict[str, Preset] = {
 }
 DEFAULT_PRESET = "quickstart"
 DEFAULT_RULE = "expert_threshold"
-# What a rule takes over from another rule's options: the sizes of the layer.
+# Options that carry over when the rule is changed: the sizes of the layer.
 SHARED_RULE_OPTIONS = ("num_experts", "experts_per_token")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All that decides a run; the sections of its config.json."""
+    """The configuration of a run; its fields are the sections of config.json."""
 
     model: GPTConfig
     data: DataConfig
@@ -63,7 +63,7 @@ class RunConfig:
     train: TrainConfig
 
     def to_dict(self) -> dict[str, Any]:
-        """As a JSON object of four."""
+        """Return the configuration as a JSON object of four sections."""
         return {
             "model": self.model.to_dict(),
             "data": asdict(self.data),
@@ -73,7 +73,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, record: Options) -> RunConfig:
-        """Of `to_dict`, or of a whole config.json. Raises ValueError on a missing section or an unknown option."""
+        """Read `to_dict`'s record or a whole config.json. Raises ValueError for a missing section or unknown option."""
         for section in SECTIONS:
             if section not in record:
                 raise ValueError(f"configuration has no section {section!r}; name the config.json of a run")
@@ -87,13 +87,13 @@ class RunConfig:
 
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
-# What a run's config.json has beside the sections: facts of that run, which decide nothing in another.
+# The other entries of config.json: facts of that run, which have no effect on another.
 FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup", "time")
 
 
 def alternatives(kind: Any) -> tuple[Any, ...]:
-    """The types and literal values that a record's type allows, each once and literals first: `Literal["a"] | int` is
-    ("a", int).
+    """Return the types and literal values that a field's type allows, each once, literals first: `Literal["a"] | int`
+    gives ("a", int).
     """
     if get_origin(kind) is Literal:
         return get_args(kind)
@@ -104,7 +104,7 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 
 def describe(kind: Any) -> str:
-    """A record's type in words."""
+    """Return a field's type in words."""
     words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", type(None): "none"}
     parts = [
         f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
@@ -127,7 +127,7 @@ def _allows(alternative: Any, value: Any) -> bool:
 
 
 def check_changes(changes: Options) -> None:
-    """Raise ValueError that names a section or an option that there is not, or a value of another type."""
+    """Raise ValueError for an unknown section or option, or a value of the wrong type."""
     for section, options in changes.items():
         if section in FACTS:
             continue
@@ -149,7 +149,7 @@ def check_changes(changes: Options) -> None:
 
 
 def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
-    """Return the rule for a run of `steps`: its own defaults for such a run, unless `options` say. None is 'dense'.
+    """Return the rule for a run of `steps`, with its defaults for that length unless `options` override; None if dense.
 
     Raises ValueError naming an option that the rule lacks.
     """
@@ -164,7 +164,7 @@ def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
 
 
 def scaled_optim(steps: int, **options: Any) -> OptimConfig:
-    """The optimizers for a run of `steps`: the paper's, with warmups of at most a tenth of the run unless told."""
+    """Return the paper's optimizers for a run of `steps`; by default warmups are at most a tenth of the run."""
     scaled = {
         "adamw_warmup_steps": min(PAPER_ADAMW_WARMUP_STEPS, steps // 10),
         "momentum_warmup_steps": min(PAPER_MOMENTUM_WARMUP_STEPS, steps // 10),
@@ -173,9 +173,9 @@ def scaled_optim(steps: int, **options: Any) -> OptimConfig:
 
 
 def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
-    """Sizes after `changes`: widths that are not given keep their proportion to d_model, and heads their width.
+    """Return the sizes after `changes`: widths not given keep their proportion to d_model, and heads their width.
 
-    There is at least one head. Raises ValueError naming d_model if the heads that follow from it do not divide it.
+    There is at least one head. Raises ValueError naming d_model if the resulting number of heads does not divide it.
     """
     d_model = changes.get("d_model", base["d_model"])
     sizes = dict(base)
@@ -194,20 +194,20 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
 
 
 def recipe_named(name: str) -> Recipe:
-    """The recipe of that name. Raises ValueError if there is none."""
+    """Return the recipe of that name. Raises ValueError if there is none."""
     if name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; {_did_you_mean(name, RECIPES)}use one of {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question, and a space after it; empty where nothing is near."""
+    """Return a suggestion followed by a space; empty if no name is close."""
     near = get_close_matches(name, list(known), 1)
     return f"did you mean {near[0]}? " if near else ""
 
 
 def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
-    """What a recipe changes in a preset; the data too where that is the one of the paper."""
+    """Return what a recipe changes in a preset; the data too if the preset is the paper's."""
     base = RUNS[preset].train
     return {
         "model": recipe.model,
@@ -218,9 +218,9 @@ def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
 
 
 def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
-    """The loop for a budget of tokens, or for its steps. Raises ValueError for a budget below one batch.
+    """Return the training options for a budget of tokens, or for steps. Raises ValueError for less than one batch.
 
-    Intervals that are not given follow from the paper's, or with a budget from those of `base`, in proportion.
+    Intervals not given are in proportion to the paper's, or, with a budget, to those of `base`.
     """
     options = {**base, **given}
     per_step = options["batch_size"] * options.get("accumulation", 1) * context
@@ -239,7 +239,7 @@ def scheduled(base: Options, given: Options, context: int, tokens: int | None, o
 
 
 def require_warmups_fit(config: RunConfig) -> None:
-    """Raise ValueError for a warmup that the run would not see the end of."""
+    """Raise ValueError for a warmup longer than the run."""
     for part in (config.model.rule, config.optim):
         for name, steps in vars(part).items() if part is not None else ():
             if name.endswith("warmup_steps") and steps > config.train.steps:
@@ -259,13 +259,13 @@ def resolve(
     tokens: int | None = None,
     rescale: bool = False,
 ) -> RunConfig:
-    """The run of a preset, changed by a recipe, changed by a file, changed by what is given here.
+    """Return the run of a preset, overridden by a recipe, then by a file, then by the arguments.
 
-    file: sections as config.json has them. changes: the same, without a rule. rule_options: the options of the rule;
-    where it is another than the file's, only the numbers of experts and of experts per token are taken from there.
-    tokens: the budget, in place of steps; with it and with a recipe, intervals are in proportion to the run. rescale:
-    the file is of another run, so that what its rule scales to a run's length is made for this one.
-    Raises ValueError on unknown names and on values that cannot train.
+    file: sections of a config.json. changes: the same, without a rule. rule_options: the options of the rule; if the
+    file has a different rule, only the numbers of experts and of experts per token are taken from it. tokens: the
+    budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. rescale: the file
+    belongs to another run, so options that its rule scales to the length of a run are computed anew.
+    Raises ValueError for unknown names and for values that cannot train.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; {_did_you_mean(preset, RUNS)}use one of {', '.join(RUNS)}")

@@ -1,4 +1,4 @@
-"""A whole run: training, with samples of text on the way and a report in the end."""
+"""A whole run: training, with samples of text along the way and a report at the end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .model import GPT
 from .runs import RunFolder
 from .train import TrainResult, train
 
-# One that opens a document, one of code, one of prose.
+# An empty prompt, which opens a document; code; prose.
 PROMPTS = ("", "def ", "The ")
 SAMPLE_TOKENS = 96
 
 
 def train_run(folder: RunFolder, config: RunConfig, console: Console, **options: Any) -> TrainResult:
-    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and where memory ends."""
+    """Train in a folder, with samples and a report. Raises ValueError as `train` does, and when out of memory."""
     try:
         result = train(
             folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
@@ -38,14 +38,14 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         return result
     try:
         write_report(folder)
-    except Exception as error:  # whatever it is, the run itself is whole
+    except Exception as error:  # a failed report does not spoil the run
         reason = " ".join(str(error).split()) or type(error).__name__
         console.print(f"warning: no report was written: {reason}", markup=False, highlight=False, soft_wrap=True)
     return result
 
 
 def sample(model: GPT, tokenizer: Tokenizer, step: int) -> str:
-    """Return the model's continuations of a few fixed prompts, always with the same seed."""
+    """Return the model's continuations of a few fixed prompts, with a fixed seed."""
     texts = []
     for prompt in PROMPTS:
         steps = generate(model, tokenizer, prompt, max_tokens=SAMPLE_TOKENS, seed=0)

@@ -1,4 +1,4 @@
-"""How this installation is called and added to, for what errors and last lines tell a user to type."""
+"""The commands that call and extend this installation, for messages that tell a user what to type."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DISTRIBUTION = "expert-threshold"
 
 
 def et() -> str:
-    """Returns `et` where a shell finds this installation by that name, else the path by which it was called."""
+    """Return `et` if a shell finds this installation by that name, else the path by which it was called."""
     called = Path(sys.argv[0])
     if called.stem != "et" or not called.is_file():  # `python -m`, or a program that uses the package
         return "et"
@@ -25,7 +25,7 @@ def et() -> str:
 
 
 def install(extra: str) -> str:
-    """Returns the command that installs the packages of one of our extras, into this installation."""
+    """Return the command that installs one of our extras into this installation."""
     pip = "pip" if et() == "et" else f"{shlex.quote(str(Path(sys.argv[0]).with_name('python')))} -m pip"
     clone = _clone()
     if clone is None:
@@ -35,7 +35,7 @@ def install(extra: str) -> str:
 
 
 def _clone() -> Path | None:
-    """The folder that an editable installation was made of."""
+    """Return the source folder of an editable installation, or None."""
     try:
         record = json.loads(metadata.distribution(DISTRIBUTION).read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""What a run would cost, without making a weight: parameters, tokens, FLOPs, memory, time and money."""
+"""Costs of a run, without allocating a weight: parameters, tokens, FLOPs, memory, time and money."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .optim.muon import BATCH_ELEMENTS
 from .routing import Window, rule_name
 
 LAYOUTS = ("replicate", "shard", "expert_parallel")
-"""Every GPU has all weights and its share of the optimizer's state; a share of everything; a share of the experts, at
-least one."""
+"""Layouts: each GPU holds all weights and its share of the optimizer's state; a share of everything; a share of the
+experts, at least one."""
 
 
 def costs(config: RunConfig) -> dict[str, Any]:
-    """Parameters in all, for one token and by part; tokens, of a pool too; model FLOPs of forward and backward."""
+    """Return parameters in total, active and by part; tokens, of a pool too; model FLOPs of forward and backward."""
     parameters = parameter_counts(config.model)
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
@@ -42,7 +42,7 @@ def costs(config: RunConfig) -> dict[str, Any]:
 
 
 def window(config: RunConfig) -> Window:
-    """Return the tokens that the rule looks at while training; None of both for a dense model."""
+    """Return the tokens that the rule looks at in training; both are None for a dense model."""
     rule, micro_batch = config.model.rule, config.train.batch_size * config.model.context
     if rule is None:
         return Window(None, None)
@@ -50,17 +50,17 @@ def window(config: RunConfig) -> Window:
 
 
 class Machine(NamedTuple):
-    """utilisation: model FLOPs over what the GPUs could do; price: of a GPU for an hour."""
+    """GPUs and their use. utilisation: model FLOPs as a share of the peak."""
 
     gpus: int = 1
-    micro_batch: int | None = None  # sequences on a GPU; None is the run's, shared out
+    micro_batch: int | None = None  # sequences per GPU; None splits the run's batch size
     utilisation: float = 0.4
     peak_tflops: float = 989.0
     price_per_gpu_hour: float = 2.5
 
 
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
-    """Hours, and what they cost."""
+    """Return the hours, and their cost."""
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600
     return {
@@ -72,12 +72,14 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
 
 
 def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
-    """Sequences in a micro-batch of one GPU, and micro-batches in a step. Raises ValueError if that does not go up."""
+    """Return the sequences per GPU and micro-batch, and the micro-batches per step. Raises ValueError if these do not
+    divide the step.
+    """
     step = config.train.batch_size * config.train.accumulation
     if machine.gpus > step:
         raise ValueError(f"--gpus {machine.gpus}: a step has {step} sequences; give at most as many GPUs")
     rule, whole = config.model.rule, config.train.batch_size
-    # A loss over the whole micro-batch of one rank would be another one of a part of it.
+    # A loss over one rank's micro-batch would change with the size of that micro-batch.
     by_loss = rule is not None and rule.scope(training=True) == "token" and rule.pool_scope() == "batch"
     shared = whole if by_loss else max(whole // machine.gpus, 1)
     micro_batch = machine.micro_batch or shared
@@ -90,15 +92,15 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
 
 
 def dispatch(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool) -> str | None:
-    """How tokens get to the experts of their device, as `auto` will choose; None where there are none."""
+    """Return the backend that `auto` will choose; None for a dense model."""
     step = Step(config.model, share_out(config, machine)[0], itemsize, gpu, machine.gpus)
     return None if config.model.rule is None else step.dispatch
 
 
 def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layout: str) -> dict[str, int]:
-    """Bytes on one GPU at the moment that needs most, by part and in all, as `peak`; the allocator's own comes on top.
+    """Return the bytes on one GPU at the peak, by part and in total, as `peak`; the allocator's overhead comes on top.
 
-    itemsize: bytes of a number of the compute dtype. gpu: or a CPU.
+    itemsize: bytes per number in the compute dtype. gpu: False for a CPU.
     """
     micro_batch, accumulation = share_out(config, machine)
     step = Step(config.model, micro_batch, itemsize, gpu, machine.gpus)
@@ -111,7 +113,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, lay
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values())
     state //= machine.gpus
-    # Muon's batch in work: the momentum's lookahead, two iterates and their Gram matrices.
+    # The batch that Muon works on: the momentum's lookahead, two iterates and their Gram matrices.
     muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)
     if sum(gradients) + muon > moment.total:
         moment, state = Memory(gradients=sum(gradients)), state + muon
@@ -122,7 +124,7 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, lay
 
 
 def _beside(step: Step, moment: Memory, whole: list[tuple[int, int]], held: list[int], layout: str) -> Memory:
-    """What a layout needs more, or less, than one that has all weights."""
+    """Return the difference in memory between a layout and one with all weights."""
     if layout == "shard":  # two blocks are gathered at a time, and the gradients of one are whole
         largest = max(map(sum, whole[1:]))
         return Memory(casts=2 * largest * step.itemsize - moment.casts, gradients=largest * FLOAT32)
@@ -134,7 +136,7 @@ def _beside(step: Step, moment: Memory, whole: list[tuple[int, int]], held: list
 
 
 def _parameters(model: GPT) -> list[tuple[int, int]]:
-    """Weights of embedding and head together, and of each block: those of routed experts are the second number."""
+    """Return pairs (other weights, weights of routed experts): embedding and head together, then each block."""
     outside = model.embed.weight.numel() + model.head.weight.numel()
     all_of_it = [sum(weight.numel() for weight in block.parameters()) for block in model.blocks]
     experts = [0] * len(all_of_it)
@@ -144,7 +146,7 @@ def _parameters(model: GPT) -> list[tuple[int, int]]:
 
 
 def _held(part: tuple[int, int], layout: str, gpus: int, config: RunConfig) -> int:
-    """Of a part's weights, those that one GPU has."""
+    """Return the number of a part's weights that one GPU holds."""
     others, experts = part
     if layout == "shard":
         return -(-(others + experts) // gpus)

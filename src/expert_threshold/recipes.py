@@ -1,4 +1,4 @@
-"""The runs of the paper's tables and ablations as records, with what the paper reports of each."""
+"""The runs of the paper's tables and ablations as records, with their reported results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Options = Mapping[str, Any]
 PAPER_TOKENS = PAPER_STEPS * 524_288
 EVAL_EVERY, CHECKPOINT_EVERY = 250, 1000
 EVAL_TOKENS = 10_485_760
-"""Of a validation, as in the release; the paper does not say."""
+"""Tokens of a validation, as in the release; the paper does not say."""
 
 
 class Method(NamedTuple):
-    """A rule with the options that make it a method to compare; its other options are those of any run.
+    """A rule with the options that define it as a method; its other options are those of any run.
 
-    colour: its place among the colours of figures.
+    colour: its index in the palette of figures.
     """
 
     rule: str
@@ -30,7 +30,7 @@ class Method(NamedTuple):
 
 
 METHODS: dict[str, Method] = {
-    "dense": Method("dense", {}, "no routed experts, as many FLOPs per token", 0),
+    "dense": Method("dense", {}, "no routed experts, the same FLOPs per token", 0),
     "token_choice": Method("token_choice", {"balance": "none"}, "each token takes its best experts", 1),
     "token_choice_aux": Method("token_choice", {"balance": "aux"}, "the same with the auxiliary balancing loss", 5),
     "token_choice_loss_free": Method("token_choice", {"balance": "loss_free"}, "the same balanced by biases", 6),
@@ -41,21 +41,21 @@ METHODS: dict[str, Method] = {
     "expert_threshold": Method("expert_threshold", {}, "a token goes wherever its score exceeds the cutoff", 3),
     "expert_threshold_no_warmup": Method("expert_threshold", {"warmup_steps": 0}, "the same from the first step on", 4),
 }
-"""The methods of the paper by name: the rule's, its variant behind it. Recipes have the same names, with the pool of
-expert choice in tokens of d12 and with what an ablation changes; figures have the label that the rule gives itself."""
+"""The methods of the paper by name, which is the rule's followed by the variant. Recipes use the same names, with
+expert choice's pool in tokens of d12 and with an ablation's change; figures use the rule's label."""
 REFERENCE = "token_choice"
-"""The method whose losses others are compared with, where there is one."""
+"""The method whose loss is the baseline of a comparison, if it takes part."""
 
 
 def methods() -> dict[str, Method]:
-    """Return the methods that can be compared, by name: the paper's, and each other rule as it is by default."""
+    """Return the methods that can be compared, by name: the paper's, and every other rule with its defaults."""
     covered = {method.rule for method in METHODS.values()}
     others = {name: cls.summary().rstrip(".") for name, cls in RULES.items() if name not in covered}
     return METHODS | {name: Method(name, {}, summary, len(METHODS)) for name, summary in others.items()}
 
 
 def method_named(rule: Options) -> str | None:
-    """Return the method of a rule `{"name": …, option: value, …}`, the one that says most of it; None if none is."""
+    """Return the most specific method that a rule `{"name": …, option: value, …}` matches; None if none does."""
     fitting = [
         name
         for name, method in METHODS.items()
@@ -65,20 +65,20 @@ def method_named(rule: Options) -> str | None:
 
 
 class Reported(NamedTuple):
-    """What the paper says. None is what it does not say."""
+    """Results in the paper; None where it reports none."""
 
     where: str
-    cross_entropy: float | None = None  # of validation, nats per token
+    cross_entropy: float | None = None  # on validation text, nats per token
     core: float | None = None
     train_cross_entropy: float | None = None  # at the end of training (section "Batch Size Scaling")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run. What is not said is as in any run of its preset.
+    """One run of the paper. Options not given are those of its preset.
 
-    rule: its name and the options in which it differs; a decay is that of a run of PAPER_STEPS. pool: the sequences
-    whose tokens compete for an expert or over which load is measured; None is all of a micro-batch, on all ranks.
+    rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the sequences
+    whose tokens compete for an expert or over which load is measured; None is a whole micro-batch, on all ranks.
     """
 
     summary: str
@@ -91,18 +91,18 @@ class Recipe:
 
     @property
     def balances_by_loss(self) -> bool:
-        """Such a loss sees one micro-batch, so its pool is the micro-batch's size."""
+        """True for an auxiliary loss, which sees one micro-batch, so that the pool sets its size."""
         return self.rule.get("balance") == "aux"
 
     def options_of_batch(self, batch_size: int, accumulation: int) -> Options:
-        """The micro-batches of a step that has `batch_size * accumulation` sequences."""
+        """Return the division into micro-batches of a step of `batch_size * accumulation` sequences."""
         whole = batch_size * accumulation
         if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
             return {}
         return {"batch_size": min(self.pool, whole), "accumulation": whole // min(self.pool, whole)}
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
-        """Rule and options for a micro-batch of `batch_size` sequences of `context` tokens, in a run of `steps`."""
+        """Return the rule's record for `batch_size` sequences of `context` tokens per micro-batch and `steps` steps."""
         options = dict(self.rule)
         if options["name"] == "expert_choice":
             options["pool"] = pool_option(self.pool, batch_size, context)
@@ -112,31 +112,31 @@ class Recipe:
 
 
 def pool_option(pool: int | None, batch_size: int, context: int) -> str | int:
-    """As expert choice takes it: so many sequences, at most the micro-batch."""
+    """Return expert choice's option for a pool of that many sequences, at most the micro-batch."""
     if pool == 1:
         return "sequence"
     return "global" if pool is None or pool >= batch_size else pool * context
 
 
 def in_proportion(every: Mapping[str, int], steps: int, of: int) -> dict[str, int]:
-    """Intervals that are meant for a run of `of` steps, for one of `steps`; longer runs keep them."""
+    """Scale intervals meant for a run of `of` steps to one of `steps`; longer runs keep them."""
     return {name: max(1, min(value, round(value * steps / of))) for name, value in every.items()}
 
 
 def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
-    """Between validations and between checkpoints, and the tokens of a validation, at least a batch."""
+    """Return the steps between validations and between checkpoints, and the tokens of a validation."""
     every = in_proportion({"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, steps, PAPER_STEPS)
     eval_tokens = round(EVAL_TOKENS * steps * tokens_per_step / PAPER_TOKENS)
     return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
 
 
 def _rule(method: str, **options: Any) -> Options:
-    """The rule of a method, with options in which a recipe differs."""
+    """Return the rule of a method, with the options that a recipe changes."""
     return {"name": METHODS[method].rule, **METHODS[method].options, **options}
 
 
 DENSE, TC, TC_AUX, TC_LOSS_FREE = map(_rule, ("dense", "token_choice", "token_choice_aux", "token_choice_loss_free"))
-EC: Options = {"name": "expert_choice"}  # in pools of the recipe's
+EC: Options = {"name": "expert_choice"}  # with the recipe's pool
 # The paper's estimator, in runs of any length.
 ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold", "expert_threshold_no_warmup"))
 # "we select 2 experts out of 16 routed experts" (Appendix "Ablations", Shared Expert).

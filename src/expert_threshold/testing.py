@@ -5,8 +5,8 @@
     def test_my_rule() -> None:
         check_rule(MyRule())
 
-`check_rule` raises AssertionError naming the property that fails. `PROPERTIES` holds the same checks by name, to be
-given to `pytest.mark.parametrize`; `check_ranks` checks many rules in one pair of processes.
+`check_rule` raises AssertionError naming the property that fails. `PROPERTIES` holds the same checks by name, for
+`pytest.mark.parametrize`; `check_ranks` checks many rules in one pair of processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .moe import Router
 from .routing import RULES, Observation, Routing, Rule, rule_from_dict, rule_to_dict
 
 BATCH, TIME = 4, 48
-"""The sequences of a test batch and their tokens, in which the pools of a rule under test must fit."""
+"""The number of sequences in a test batch and their length; the pools of a rule under test must fit in it."""
 
 Check = Callable[[Rule], None]
 PROPERTIES: dict[str, Check] = {}
@@ -39,7 +39,7 @@ PROPERTIES: dict[str, Check] = {}
 def check_rule(rule: Rule, *, ranks: bool = True) -> None:
     """Check every property of a rule. Raises AssertionError naming the one that fails.
 
-    ranks: two ranks too, which starts two processes; the rule's class must then be importable by name.
+    ranks: check two ranks too, which starts two processes; the rule's class must then be importable by name.
     """
     for name, check in PROPERTIES.items():
         try:
@@ -51,7 +51,7 @@ def check_rule(rule: Rule, *, ranks: bool = True) -> None:
 
 
 def make_scores(rule: Rule, seed: int = 0, *, batch: int = BATCH, time: int = TIME, grain: float = 1 / 8) -> Tensor:
-    """Return scores (batch, time, num_scores) with another mean and spread for every expert, and many ties: they are
+    """Return scores (batch, time, num_scores) with a different mean and spread for each expert, and many ties: all are
     multiples of `grain`.
     """
     scores = torch.randn(batch, time, rule.num_scores, generator=torch.Generator().manual_seed(seed))
@@ -77,8 +77,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def close(a: Any, b: Any) -> bool:
-    """Return True if two records hold the same but for the rounding of one function: a processor computes the last
-    numbers of a row otherwise than those that fill its registers.
+    """Return True if two records are equal up to the rounding of one function: a processor may round the last numbers
+    of a row, which do not fill a vector register, differently.
     """
     a_leaves, b_leaves = pytree.tree_leaves(a), pytree.tree_leaves(b)
     return len(a_leaves) == len(b_leaves) and all(
@@ -102,7 +102,7 @@ def _states(rule: Rule) -> list[Any]:
 
 
 def _decided(routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the layer computes with: gates where they count."""
+    """Return the tensors that the layer computes with; gates are zero where the assignment is False."""
     return routing.assignment, routing.gates.detach() * routing.assignment, routing.passthrough
 
 
@@ -121,7 +121,7 @@ def _is_a_frozen_dataclass_with_plain_options(rule: Rule) -> None:
     _require(bool(rule.label), "its label is empty")
     if type(rule) in RULES.values():
         record = rule_to_dict(rule)
-        _require(rule_from_dict(json.loads(json.dumps(record))) == rule, f"{record} does not give it back")
+        _require(rule_from_dict(json.loads(json.dumps(record))) == rule, f"{record} does not restore the rule")
 
 
 @_property
@@ -143,7 +143,7 @@ def _shapes_and_dtypes_are_those_of_the_contract(rule: Rule) -> None:
         if not training:
             _require(routing.loss is None, "there is a loss in inference")
         elif routing.loss is not None:
-            _require(routing.loss.shape == () and bool(routing.loss.isfinite()), "the loss is no finite number")
+            _require(routing.loss.shape == () and bool(routing.loss.isfinite()), "the loss is not a finite number")
 
 
 @_property
@@ -157,7 +157,7 @@ def _observations_count_what_was_assigned_and_add_up(rule: Rule) -> None:
             counts = torch.bincount(assignment.sum(1), minlength=assignment.shape[1] + 1)
             _require(torch.equal(seen.fanout_counts, counts), "fanout_counts are not the assignment's")
             _require(not any(t.requires_grad for t in seen.tensors().values()), "an observation has a gradient")
-            _require(same(Observation.from_tensors(seen.tensors()), seen), "an observation's tensors lose something")
+            _require(same(Observation.from_tensors(seen.tensors()), seen), "an observation's tensors do not restore it")
         a, b = (routing.observation.tensors() for routing in routings)
         both = (routings[0].observation + routings[1].observation).tensors()
         _require(same(both, {name: a[name] + b[name] for name in a}), "an observation is not a sum")
@@ -165,7 +165,7 @@ def _observations_count_what_was_assigned_and_add_up(rule: Rule) -> None:
 
 @_property
 def _no_two_records_share_memory(rule: Rule) -> None:
-    """A sum may be reduced over ranks in place, and the state moves in place."""
+    """A sum may be reduced over ranks in place, and the state is updated in place."""
     for state, training in product(_states(rule), (True, False)):
         scores = make_scores(rule)
         seen = rule.route(scores, state, training=training).observation.tensors()
@@ -182,7 +182,7 @@ def _scores_that_are_no_numbers_do_not_crash(rule: Rule) -> None:
         scores, state = make_scores(rule), trained(rule)
         scores[:1, ::3] = bad
         routing = rule.route(scores, state, training=training)
-        _require(routing.assignment.shape[:2] == scores.shape[:2], "the assignment has another shape")
+        _require(routing.assignment.shape[:2] == scores.shape[:2], "the assignment has the wrong shape")
         rule.update(state, routing.observation)
 
 
@@ -207,7 +207,7 @@ def _inference_is_causal_and_of_each_sequence_alone(rule: Rule) -> None:
             before = (slice(None), slice(position))
             _require(same(_of(after, *before), _of(whole, *before)), f"what follows token {position} changed it")
             short = rule.route(scores[:, :position], state, training=False)
-            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens alone go elsewhere")
+            _require(close(_decided(short), _of(whole, *before)), f"the first {position} tokens alone differ")
         for row in range(BATCH):
             alone = rule.route(scores[row : row + 1], state, training=False)
             _require(close(_decided(alone), _of(whole, slice(row, row + 1))), "others in the batch changed a sequence")
@@ -241,7 +241,7 @@ def _routing_and_updating_are_pure(rule: Rule) -> None:
         scores = make_scores(rule)
         before = pytree.tree_map(torch.clone, (scores, state))
         first, second = (rule.route(scores, state, training=training) for _ in range(2))
-        _require(same(first, second), "routing twice gives two answers")
+        _require(same(first, second), "routing twice gives two different results")
         rule.update(state, first.observation)
         _require(same((scores, state), before), "routing or updating changed its arguments")
 
@@ -275,14 +275,14 @@ def _states_are_named_tuples_of_float32_that_survive_a_module(rule: Rule) -> Non
     router = Router(8, rule)
     for step in range(3):
         router.update(rule.route(make_scores(rule, 100 + step), router.state, training=True).observation)
-    _require(same(tuple(router.state), tuple(state)), "a module's state moves otherwise")
+    _require(same(tuple(router.state), tuple(state)), "a module's state is updated differently")
     loaded = Router(8, rule)
     loaded.load_state_dict(router.state_dict())
     _require(same(tuple(loaded.to(torch.bfloat16).half().state), tuple(state)), "saving or casting changed the state")
     with torch.device("meta"):
         late = Router(8, rule)
     first = tuple(late.to_empty(device="cpu").state)
-    _require(same(first, tuple(rule.init())), "a module built without data has another first state")
+    _require(same(first, tuple(rule.init())), "a module built without data has a different initial state")
 
 
 @_property
@@ -338,11 +338,10 @@ def _compiled_equals_eager(rule: Rule) -> None:
 
 
 def check_ranks(rules: Sequence[Rule]) -> None:
-    """Check that two ranks with half a batch each route and move as one rank with all of it, in two processes.
+    """Check, in two processes, that two ranks with half a batch each route and update as one rank with all of it.
 
-    A rule whose scope or pool_scope in training is "batch" takes each rank's half by itself, as one rank takes two
-    micro-batches.
-    Raises AssertionError naming the rule.
+    A rule whose scope or pool_scope in training is "batch" takes each rank's half by itself, just as one rank takes two
+    micro-batches. Raises AssertionError naming the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2)
@@ -370,7 +369,7 @@ def _compare_with_one_rank(rank: int, rule: Rule) -> None:
             one = rule.route(torch.cat(parts), alone, training=True)
             expected, seen = one.assignment.chunk(2)[rank], one.observation
         if not torch.equal(mine.assignment, expected):
-            raise AssertionError(f"{rule}: two ranks assign otherwise than one")
+            raise AssertionError(f"{rule}: two ranks assign differently from one")
         summed = mine.observation.tensors()
         for tensor in summed.values():
             dist.all_reduce(tensor)

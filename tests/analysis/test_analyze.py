@@ -181,7 +181,7 @@ def test_a_method_without_a_finished_run_is_shown_as_far_as_it_went_and_said_to_
     copy = stopped_early(runs / "et", tmp_path / "et")
     out = tmp_path / "out"
     assert analyze(runs / "tc", copy, "--figures", "loss_by_method", "--out", out) == 0
-    assert f"{copy}: unfinished, 4 of 8 steps; shown as far as it went" in capsys.readouterr().err
+    assert f"{copy}: unfinished, 4 of 8 steps; shown up to there" in capsys.readouterr().err
     html = (out / "report.html").read_text(encoding="utf-8")
     assert "<h1>2 runs of 2 methods</h1>" in html
     assert f"Shown as far as they went: {copy}: unfinished, 4 of 8 steps." in html
@@ -381,7 +381,7 @@ def test_leakage_prints_the_papers_example_and_what_runs_tell(
     assert main(["leakage", *map(str, runs_given), "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "at most 78.3 bits per token" in said
-    assert "says more than 50.5" in said
+    assert "exceeds 50.5" in said
     assert "01100101" in said
     assert re.search(r"EC 16\s+16\s+\d", said)
     assert re.search(r"TC\s+–\s+0", said)
@@ -389,4 +389,4 @@ def test_leakage_prints_the_papers_example_and_what_runs_tell(
         assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".json", ".png", ".svg"}
     told = refused(capsys, "leakage", "--experts-per-token", 5)
     assert "--num-experts 16 must be a multiple of --experts-per-token 5" in told
-    assert "nothing leaks from these runs" in refused(capsys, "leakage", runs / "tc", "--out", tmp_path)
+    assert "leakage cannot be measured in these runs" in refused(capsys, "leakage", runs / "tc", "--out", tmp_path)

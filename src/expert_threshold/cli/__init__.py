@@ -1,4 +1,4 @@
-"""The command `et`: finds the command that is meant, and shows what goes wrong as one line."""
+"""The command `et`: dispatches to its subcommands and reports errors as one line."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from ..glossary import as_text
 
 
 class Entry(NamedTuple):
-    module: str  # of this package; has run(arguments), and is imported when the command is called
+    module: str  # in this package; has run(arguments); imported when the command is called
     summary: str
 
 
 COMMANDS = {
     "train": Entry("train", "train a language model into a run folder, or resume one"),
-    "plan": Entry("plan", "tell what a run would cost: parameters, FLOPs, memory, time and money"),
+    "plan": Entry("plan", "estimate what a run costs: parameters, FLOPs, memory, time and money"),
     "generate": Entry("generate", "continue a text with a trained model"),
-    "serve": Entry("serve", "serve a trained model over HTTP, in the form of OpenAI's completions"),
-    "data": Entry("data", "download text and questions, train a tokenizer, tokenize once and for all"),
-    "evaluate": Entry("evaluate", "measure trained models: loss, bits per byte, and the tasks of CORE"),
-    "compare": Entry("compare", "train several methods alike and say what each reached"),
-    "recipes": Entry("recipes", "list the paper's runs and what it reports of each"),
+    "serve": Entry("serve", "serve a trained model over HTTP, with OpenAI's completions API"),
+    "data": Entry("data", "download text and questions, train a tokenizer, tokenize in advance"),
+    "evaluate": Entry("evaluate", "evaluate trained models: loss, bits per byte, and the tasks of CORE"),
+    "compare": Entry("compare", "train several methods with the same budget and compare their losses"),
+    "recipes": Entry("recipes", "list the paper's runs with their reported results"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
-    "leakage": Entry("leakage", "tell how much of the future expert choice can tell, and does"),
-    "calibrate": Entry("calibrate", "measure cutoffs for a trained model, at any rate, without training"),
-    "upcycle": Entry("upcycle", "make a dense run the start of a Mixture-of-Experts one"),
-    "export": Entry("export", "write a trained model as a folder for Hugging Face transformers"),
-    "import": Entry("import_", "make a run folder of such a folder, fine-tuned or not"),
+    "leakage": Entry("leakage", "measure how much expert choice can reveal about the future, and does"),
+    "calibrate": Entry("calibrate", "set a trained model's cutoffs, for any rate, without training"),
+    "upcycle": Entry("upcycle", "initialize a Mixture-of-Experts run from a dense one"),
+    "export": Entry("export", "export a trained model to a folder for Hugging Face transformers"),
+    "import": Entry("import_", "turn such a folder, fine-tuned or not, into a run folder"),
 }
 
-# What to do about an OSError.
-FULL = "free some space and try again; nothing that was saved is harmed, and --resume goes on from it"
+# Remedies for each OSError.
+FULL = "free some space and try again; saved files are intact, and --resume continues from them"
 REMEDIES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,
     errno.EACCES: "change its permissions, or name another path",
     errno.EPERM: "change its permissions, or name another path",
-    errno.EROFS: "name a path on a disk that can be written",
+    errno.EROFS: "name a path on a writable disk",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
     errno.EISDIR: "name a file",
@@ -54,9 +54,9 @@ USAGE_ERROR, INTERRUPTED, BROKEN_PIPE = 2, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command line, sys.argv's unless given, and return its exit code.
+    """Run one command line, by default sys.argv's, and return its exit code.
 
-    ValueError, OSError and the end of memory are the user's business: one line on stderr and 2. With ET_DEBUG=1 they
+    ValueError, OSError and running out of memory are the user's to fix: one line on stderr and 2. With ET_DEBUG=1 they
     show their traceback, as every other exception does.
     """
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except (ValueError, OSError, MemoryError, RuntimeError) as error:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether one line tells all there is to know, and no traceback is wanted."""
+    """Return True if the error is the user's to fix, so that one line replaces the traceback."""
     ours = isinstance(error, ValueError | OSError) or (isinstance(error, Exception) and is_out_of_memory(error))
     return ours and os.environ.get("ET_DEBUG") != "1"
 
@@ -126,7 +126,7 @@ def _help() -> str:
 
 def one_line(error: BaseException) -> str:
     if not isinstance(error, ValueError | OSError):
-        return "out of memory; use a smaller model, or a machine or a device with more of it"
+        return "out of memory; use a smaller model, or a machine or a device with more memory"
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
         remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")

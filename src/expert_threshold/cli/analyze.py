@@ -1,4 +1,4 @@
-"""`et analyze`: every figure of the paper, from run folders."""
+"""`et analyze`: draws every figure of the paper from run folders."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
 from .options import COMPUTE, Command, Option, parse_all, parse_names
 
-# Of every command that traces runs.
+# Options of every command that traces runs.
 TRACING = [
     Option("tokens", int, 32768, "Tokens to trace each run on."),
-    Option("data", str | None, None, "The text to trace all runs on, what it holds out; none is each run's own."),
+    Option("data", str | None, None, "The text to trace all runs on, its held-out part; none is each run's own."),
     *COMPUTE,
 ]
 OPTIONS = [
-    Option("run", str, None, "The folders of runs, or of comparisons.", positional=True, required=True, many=True),
+    Option("run", str, None, "Folders of runs, or of comparisons.", positional=True, required=True, many=True),
     Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
     Option("figures", str, "all", "The figures to make, as A,B."),
     Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
@@ -33,14 +33,14 @@ OPTIONS = [
 ]
 DESCRIPTION = (
     "Make every figure of the paper from run folders: PNG, SVG and data of each, and one report.html.\n\n"
-    "Runs of one method with several seeds count as one; an unfinished run is left out where others of its method are "
-    "finished. A figure that needs runs that are not there is left out too. The page says what is left out and why.\n\n"
+    "Runs of one method with several seeds count as one; an unfinished run is left out if others of its method are "
+    "finished. A figure whose runs are missing is left out too. The report says what is left out and why.\n\n"
     "Figures: " + ", ".join(study.name for study in FIGURES) + "."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Analyse the runs, and say where all of it lies."""
+    """Analyse the runs, and print the path of the report."""
     options = parse_all(Command("et analyze", DESCRIPTION, {"analyze": OPTIONS}), arguments)
     studies = chosen_studies(options["figures"])
     given = options["out"] != OPTIONS[1].default
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> Material:
-    """The runs that `options` name, with traces kept in `out`. Raises ValueError for what cannot be traced."""
+    """Open the runs that `options` name; traces are kept in `out`. Raises ValueError if they cannot be traced."""
     if options["tokens"] < 2:
         raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
     for name in ("gsm8k", "human_eval"):
@@ -63,7 +63,7 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
     for path, reason in selection.left_out.items():
         progress.say(f"run left out: {path}: {reason}")
     for path, how_far in selection.unfinished.items():
-        progress.say(f"{path}: {how_far}; shown as far as it went")
+        progress.say(f"{path}: {how_far}; shown up to there")
     device = pick_device(options["device"])
     keep_freed_memory()
     return Material(
@@ -77,7 +77,7 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
 
 
 def chosen_studies(text: str) -> list[Study]:
-    """The studies that --figures names. Raises ValueError as `parse_names` does."""
+    """Return the studies that --figures names. Raises ValueError as `parse_names` does."""
     if text == "all":
         return FIGURES
     known = {study.name: study for study in FIGURES}

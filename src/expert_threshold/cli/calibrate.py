@@ -1,4 +1,4 @@
-"""`et calibrate`: cutoffs for a trained model from a stream of text, without training."""
+"""`et calibrate`: measures cutoffs for a trained model on a stream of text, without training."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from .options import COMPUTE, STEP, Command, Option, parse
 from .rates import require_cutoffs
 
 OPTIONS = [
-    Option("run", str, None, "The folder of the run to calibrate; it stays as it is.", positional=True, required=True),
+    Option("run", str, None, "The folder of the run to calibrate; it is not changed.", positional=True, required=True),
     Option("to", str, None, "The run folder to make, with the new cutoffs.", required=True),
-    Option("data", str, "RUN's", "Text to calibrate on, as et train takes it; the loss is of what it holds out."),
+    Option("data", str, "RUN's", "Text to calibrate on, as et train takes it; its held-out part is for the loss."),
     Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
     Option("tokens", int, 262_144, "Tokens to calibrate on, in whole batches."),
-    Option("batch_size", int, 64, "Sequences of a batch: the pool in which the k-th largest score is measured."),
-    Option("experts_per_token", float | None, None, "Routed experts per token from now on; none is as trained."),
-    Option("eval_tokens", int | None, None, "Tokens to measure the loss on at most; none is all."),
+    Option("batch_size", int, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
+    Option("experts_per_token", float | None, None, "New routed experts per token; none keeps the trained number."),
+    Option("eval_tokens", int | None, None, "Maximum number of tokens to measure the loss on; none is all."),
     STEP,
-    Option("seed", int, 0, "Decides which rows of the text are read, and in which order."),
+    Option("seed", int, 0, "Seed for which rows of the text are read, and in which order."),
     *COMPUTE,
 ]
 DESCRIPTION = (
-    "Measure cutoffs for a model whose rule routes by cutoffs, and a sketch of its scores for --rate, in one "
-    "pass over text and without training; and its loss before and after, on text that is held out."
+    "Measure cutoffs for a model whose rule routes by cutoffs, and a sketch of its scores for --rate, in one pass "
+    "over text and without training. The loss before and after is measured on held-out text."
 )
 FILE = "calibration.json"
 
@@ -115,7 +115,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _numbers(found: Validation) -> dict[str, Any]:
-    """JSON has no NaN."""
+    """Return the results for JSON, which has no NaN."""
     fanouts = [float(observation.fanout_mean) for observation in found.observations]
     bits = found.bits_per_byte if math.isfinite(found.bits_per_byte) else None
     fanout = sum(fanouts) / len(fanouts)

@@ -1,4 +1,4 @@
-"""`et compare`: train several methods with the same budget, data order and seeds, and say what each reached."""
+"""`et compare`: trains several methods with the same budget, data order and seeds, and compares their losses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaves_open(method: Method, option: str) -> bool:
 
 
 def _description() -> str:
-    return "Train several methods with the same budget, data order and seeds, and say what each reached.\n\n" + (
+    return "Train several methods with the same budget, data order and seeds, and compare their losses.\n\n" + (
         "\n\n".join(f"{name}: {method.summary}." for name, method in methods().items())
     )
 
@@ -41,16 +41,16 @@ OPTIONS = [
         "rules",
         str,
         PAPER,
-        "The methods to compare, as A,B; paper is the paper's, all is every rule's as well. Options of rules go to "
-        "those that leave them open.",
+        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule. A rule's option "
+        "applies to the methods that do not fix it.",
     ),
-    Option("seeds", int, 1, "Train each method so many times, with seed 0, 1, and so on."),
-    Option("out", str, "runs/compare-PRESET", "The folder to make, or of the comparison to go on with."),
+    Option("seeds", int, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
+    Option("out", str, "runs/compare-PRESET", "The folder to make, or that of the comparison to continue."),
 ]
 
 
 def _decided() -> set[str]:
-    """Options of a run that --rules and --seeds decide."""
+    """Return the options of a run that --rules and --seeds decide."""
     every = methods().values()
     return {"recipe", "rule", "seed"} | {
         RULE + option for option in rules_having() if not any(leaves_open(method, option) for method in every)
@@ -58,7 +58,7 @@ def _decided() -> set[str]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Train what is not trained yet, and show the table."""
+    """Train the runs that are not finished, and print the table."""
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=_decided())
     chosen = chosen_methods(given.pop("rules", PAPER))
     seeds = given.pop("seeds", 1)
@@ -77,7 +77,7 @@ def run(arguments: Sequence[str]) -> None:
             comparison.train(console)
         except KeyboardInterrupt:
             again = f"{et()} {shlex.join(['compare', *arguments])}"
-            console.print(f"to go on with the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"to continue the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
             raise
         console.print(table(summarise(comparison.results())))
         console.print(NOTES, markup=False, highlight=False)
@@ -92,7 +92,7 @@ def chosen_methods(text: str) -> list[str]:
 
 
 def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
-    """Return the run of each method with seed 0. Raises ValueError for whatever could not train or not be compared."""
+    """Return the run of each method with seed 0. Raises ValueError for options that cannot be trained or compared."""
     known = methods()
     of_rules = [key for key in given if key.startswith(RULE)]
     for key in of_rules:
@@ -115,7 +115,7 @@ def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
 
 
 def introduction(comparison: Comparison) -> str:
-    """Return how much there is to do."""
+    """Return lines about the work ahead."""
     methods, seeds = len(comparison.configs), comparison.seeds
     return (
         f"{comparison.headline()}\nmethods × seeds: {methods} × {seeds} = {methods * seeds} runs in {comparison.folder}"
@@ -123,7 +123,7 @@ def introduction(comparison: Comparison) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Return the table for a terminal. Where that is narrow the methods' names are folded; numbers never are."""
+    """Return the table for a terminal. In a narrow one the methods' names wrap; numbers never do."""
     lines = cells(rows, lambda text: f"[bold]{text}[/bold]")
     table = Table(HEADERS[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.columns[0].overflow = "fold"
@@ -137,13 +137,13 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def conclude(comparison: Comparison) -> str:
-    """Draw the figure, and return where all of it lies."""
+    """Draw the figure, and return lines that say where the results are."""
     folder = comparison.folder
     try:
         comparison.draw()
     except ValueError as missing:
-        return f"all of it lies in {folder}, but no figure: {missing}"
+        return f"results in {folder}, but no figure: {missing}"
     return (
-        f"all of it lies in {folder}: compare.md, .csv and .json, loss_by_method.png and .svg\n"
+        f"results in {folder}: compare.md, .csv and .json, loss_by_method.png and .svg\n"
         f"next: {et()} analyze {shlex.quote(str(folder))}"
     )

@@ -1,4 +1,4 @@
-"""`et data`: get text to train on, a tokenizer, and the questions of CORE; make tokens of text once and for all."""
+"""`et data`: gets text to train on, a tokenizer, and the questions of CORE; tokenizes text in advance."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from .options import HELP_FLAGS, Command, Option, parse
 
 Given = Mapping[str, Any]
 
-# Defaults that follow from other options, as --help tells them.
+# Defaults that follow from other options, as --help shows them.
 TOLD = USERS_CACHE, BESIDE, TOKENS_OUT = "~/.cache/expert-threshold", f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
-CACHE = Option("cache", str, USERS_CACHE, f"Where downloads are kept; {VARIABLE} names another, too.")
+CACHE = Option("cache", str, USERS_CACHE, f"Where downloads are kept; {VARIABLE} sets it too.")
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
-SKIP = Option("skip_damaged", bool, False, "Leave out shards, and parts of them, that cannot be read, and say so.")
+SKIP = Option("skip_damaged", bool, False, "Skip shards, and parts of them, that cannot be read, and report them.")
 OUT = "name another --out"
-CONNECTIONS = Option("connections", int, 8, "Files to download at a time.")
+CONNECTIONS = Option("connections", int, 8, "Parallel downloads.")
 
 
 class Entry(NamedTuple):
-    run: Callable[[Given, Display], str]  # what to print in the end
+    run: Callable[[Given, Display], str]  # returns what to print at the end
     summary: str
     options: Sequence[Option]
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Do what the first argument says."""
+    """Run the subcommand that the first argument names."""
     if not arguments:
-        raise ValueError(f"name what: {', '.join(ENTRIES)}; see et data --help")
+        raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
     name, *rest = arguments
     if name in HELP_FLAGS:
         print(_help())
@@ -85,7 +85,7 @@ def _help() -> str:
 
 @contextlib.contextmanager
 def _cache(part: str) -> Iterator[Path]:
-    """The cache folder, in whose `part` nobody else is at work."""
+    """Yield the cache folder, with an exclusive lock on its `part`."""
     folder = cache_folder()
     with exclusive(require_writable(folder / part) / ".lock"):
         yield folder
@@ -119,7 +119,7 @@ def _tokenizer(given: Given, display: Display) -> str:
         raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to make")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
     if out.exists():
-        raise ValueError(f"{out} is there already; delete it, or name another --out")
+        raise ValueError(f"{out} already exists; delete it, or name another --out")
     require_writable(out.absolute().parent, OUT)
     for line in corpus.skipped:
         display.say(f"skipped: {line}")
@@ -134,7 +134,7 @@ def _tokenizer(given: Given, display: Display) -> str:
 
 
 def _announced(texts: Iterator[str], end: Callable[[], None]) -> Iterator[str]:
-    """The texts; `end` is called after the last."""
+    """Yield the texts, and call `end` after the last."""
     yield from texts
     end()
 
@@ -145,7 +145,7 @@ def _tokenize(given: Given, display: Display) -> str:
         raise ValueError(f"{corpus.name} is no folder of Parquet shards; name one, other text is tokenized in memory")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
     if tokenizer is None:
-        raise ValueError(f"no {TOKENIZER} lies beside {corpus.name}; make one with et data tokenizer, or name one")
+        raise ValueError(f"no {TOKENIZER} beside {corpus.name}; make one with et data tokenizer, or name one")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
@@ -171,7 +171,7 @@ def _open(given: Given) -> Corpus:
 
 
 def _beside(given: Given) -> Path:
-    """The folder of the text."""
+    """Return the folder of the text."""
     return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else Path(given["source"]).expanduser()
 
 
@@ -185,7 +185,7 @@ ENTRIES = {
         _fineweb_edu,
         "download shards of FineWeb-Edu, and the one for validation",
         [
-            Option("shards", int, 8, "How many to train on; each has about 50 million tokens and 100 MB."),
+            Option("shards", int, 8, "Shards to train on; each has about 50 million tokens and 100 MB."),
             CONNECTIONS,
             CACHE,
         ],
@@ -197,8 +197,8 @@ ENTRIES = {
         [
             SOURCE,
             Option("vocab_size", int, 65536, "Tokens in the vocabulary."),
-            Option("characters", int, 2_000_000_000, "Of the text, from its beginning, to train on."),
-            Option("out", str, BESIDE, "The file to make; beside the shards it is found by et train."),
+            Option("characters", int, 2_000_000_000, "Characters to train on, from the beginning of the text."),
+            Option("out", str, BESIDE, "The file to make; et train finds it beside the shards."),
             TEXT_FIELD,
             SKIP,
             CACHE,
@@ -206,11 +206,11 @@ ENTRIES = {
     ),
     "tokenize": Entry(
         _tokenize,
-        "make a folder of tokens of shards, which training reads with next to no processor time",
+        "tokenize shards into a folder, which training reads with almost no processor time",
         [
             SOURCE,
             Option("tokenizer", str, BESIDE, "The tokenizer.json to use."),
-            Option("out", str, TOKENS_OUT, "The folder to make, or to go on with."),
+            Option("out", str, TOKENS_OUT, "The folder to make, or to continue."),
             TEXT_FIELD,
             SKIP,
             CACHE,

@@ -1,4 +1,4 @@
-"""`et evaluate`: how good trained models are, side by side."""
+"""`et evaluate`: measures trained models and shows them side by side."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 
 OPTIONS = [
     Option("run", str, None, "The folders of the runs to evaluate.", positional=True, required=True, many=True),
-    Option("validation", bool, True, "Measure the loss on the text that the run was validated on."),
+    Option("validation", bool, True, "Measure the loss on the run's own validation text."),
     Option(
         "data",
         str,
         None,
-        "Measure it on this too, any number of times: text as et train takes it, code of the embedded corpus, GSM8K, "
+        "Measure the loss on this too; may be repeated: text as et train takes it, code of the embedded corpus, GSM8K, "
         "HumanEval.",
         many=True,
     ),
     Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("eval_tokens", int | None, None, "Tokens of each text to measure the loss on at most; none is all."),
+    Option("eval_tokens", int | None, None, "Maximum number of tokens of each text for the loss; none is all."),
     Option(
-        "bundle", str | None, "CACHE/core", "The eval bundle with the tasks of CORE, if it is there; none asks none."
+        "bundle", str | None, "CACHE/core", "The eval bundle with the tasks of CORE, if it exists; none skips them."
     ),
-    Option("tasks", str, "all", "The tasks of the bundle to ask, as A,B."),
-    Option("baselines", Baselines, "nanochat", "What counts as chance: the bundle's own table, or DCLM's newer one."),
-    Option("harness", str | None, None, "Tasks of lm-evaluation-harness to ask, as A,B."),
-    Option("harness_path", str | None, None, "A folder with tasks for the harness beside its own."),
-    Option("max_per_task", int | None, None, "Ask so many questions of each task at most; none is all."),
-    Option("rate", float | None, None, "Routed experts per token to aim at, from 0 to all; none is what was trained."),
+    Option("tasks", str, "all", "Tasks of the bundle to evaluate, as A,B."),
+    Option("baselines", Baselines, "nanochat", "Accuracies by chance: the bundle's own table, or DCLM's newer one."),
+    Option("harness", str | None, None, "Tasks of lm-evaluation-harness to evaluate, as A,B."),
+    Option("harness_path", str | None, None, "A folder with further tasks for the harness."),
+    Option("max_per_task", int | None, None, "Maximum number of questions of each task; none is all."),
+    Option("rate", float | None, None, "Target for routed experts per token, from 0 to all; none is as trained."),
     Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
-    Option("figure", str, "RUN/rates.png", "Where the figure of --rates goes, of the first run unless given."),
+    Option("figure", str, "RUN/rates.png", "Where to write the figure of --rates; RUN is the first run."),
     Option("json", bool, False, "Print JSON instead of a table."),
     STEP,
     *COMPUTE,
@@ -73,18 +73,18 @@ DEFAULTS = {option.name: option.default for option in OPTIONS}
 DESCRIPTION = (
     "Evaluate trained models: loss and bits per byte on their validation text and any other, the tasks of CORE once et "
     "data core has downloaded them or --bundle names them, and tasks of lm-evaluation-harness.\n\n"
-    "Results go to evaluation.json in the run's folder, after each task; what is there already is not done again."
+    "Results are saved to evaluation.json in the run's folder after each task; saved results are not measured again."
 )
-INTERVALS = {True: 0.2, False: 10.0}  # seconds between two lines of progress, on a terminal and elsewhere
-HINT = "CORE was not asked: et data core downloads its questions, --bundle names a folder that has them"
+INTERVALS = {True: 0.2, False: 10.0}  # seconds between lines of progress, on a terminal and elsewhere
+HINT = "CORE was not evaluated: et data core downloads its questions, --bundle names a folder that has them"
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Evaluate each run, write its evaluation.json, and print all of them."""
+    """Evaluate each run, write its evaluation.json, and print the table."""
     given = parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
     options = DEFAULTS | {"bundle": core_bundle()} | given
     _check(options)
-    # All is looked at before the first run is evaluated.
+    # Check everything before the first run is evaluated.
     if options["rates"] is not None:
         _dial(options, None if "figure" not in given else Path(given["figure"]))
         return
@@ -160,7 +160,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     print(f"figure: {figure}", file=sys.stderr)
 
 
-# Options that are of no use unless one of others is given.
+# Options that have no effect unless one of these others is given.
 NEEDS = {
     "tasks": ["bundle"],
     "baselines": ["bundle"],
@@ -170,12 +170,12 @@ NEEDS = {
     "eval_tokens": ["validation", "data"],
     "figure": ["rates"],
 }
-# What --rates does not measure.
+# Options that --rates does not support.
 NOT_AT_RATES = ("rate", "data", "harness", "tasks", "baselines", "max_per_task")
 
 
 def _check(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options that ask for nothing, or that nothing asks for."""
+    """Raise ValueError for options that leave nothing to do, or that have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
         raise ValueError("--no-validation leaves nothing to do; name --data, a --bundle or a task of the --harness")
     for name in NOT_AT_RATES if options["rates"] is not None else ():
@@ -185,7 +185,7 @@ def _check(options: Mapping[str, Any]) -> None:
         flag = "--" + name.replace("_", "-")
         if options[name] != DEFAULTS[name] and not any(options[other] for other in needed):
             raise ValueError(
-                f"{flag} {options[name]}: of no use without {' or '.join(f'--{n}' for n in needed)}; name one"
+                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; name one"
             )
         if name in ("max_per_task", "eval_tokens") and options[name] is not None and options[name] < 1:
             raise ValueError(f"{flag} {options[name]}: must be at least 1; none is all")
@@ -197,7 +197,7 @@ def _tasks(options: Mapping[str, Any]) -> list[Task]:
     labels = None if options["tasks"] == "all" else parse_names("--tasks", options["tasks"])
     tasks = read_bundle(options["bundle"], labels, options["baselines"])
     for task in tasks:
-        choose_rows(task, options["max_per_task"])  # refuses too few now, and not after an hour
+        choose_rows(task, options["max_per_task"])  # rejects too few now, not after an hour
     return tasks
 
 
@@ -214,20 +214,20 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
 
 
 class Progress(NamedTuple):
-    """Lines about a run on stderr."""
+    """Prints lines about a run on stderr."""
 
     console: Console
     run: str
 
     def say(self, text: str, end: str = "\n") -> None:
-        """A line that stays, unless it ends otherwise."""
+        """Print a line; with another `end`, the next line overwrites it."""
         line = f"{self.run}: {text}"
-        if self.console.is_terminal:  # it covers what was there
+        if self.console.is_terminal:  # pad, to overwrite the line before
             line = line[: self.console.width - 1].ljust(self.console.width - 1)
         self.console.print(line, end=end, markup=False, highlight=False, soft_wrap=True)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """A function that wants to be told how much is done, and of how much."""
+        """Return a callback that takes how much is done and the total."""
         live = self.console.is_terminal
         start = shown = time.monotonic()
 
@@ -243,7 +243,7 @@ class Progress(NamedTuple):
 
 
 class Run(NamedTuple):
-    """A trained model, and what is known of it."""
+    """A trained model with its results."""
 
     folder: RunFolder
     model: GPT
@@ -252,26 +252,26 @@ class Run(NamedTuple):
     progress: Progress
 
     def validate(self, eval_tokens: int | None) -> None:
-        """Measure the loss on the run's own validation text. Raises ValueError if that is gone or has changed."""
+        """Measure the loss on the run's own validation text. Raises ValueError if it is gone or has changed."""
         known = self.results.read().get("validation", {})
         if not _is_of(known, _validated_on(self.folder), eval_tokens):
             self.results.write("validation", self.losses("validation", validation_text(self.folder), eval_tokens))
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
-        """Measure the loss on what a source holds out."""
+        """Measure the loss on the held-out part of a source."""
         known = self.results.read().get("data", {})
         place = _place(source)
         if not _is_of(known.get(place, {}), corpus.hash, eval_tokens):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
 
     def losses(self, what: str, corpus: Corpus, eval_tokens: int | None) -> dict[str, Any]:
-        """Loss and bits per byte on the corpus's validation split: causal, and by training's pools as well where the
-        rule looks ahead in training, if the text fills one of training's batches."""
+        """Return loss and bits per byte on the corpus's validation split: causal, and also with training's pools if the
+        rule looks ahead in training and the text fills a training batch."""
         rule = self.model.config.rule
         by_pools = rule is not None and rule.looks_ahead and self.results.rate is None
         batch_size = self.folder.section("train")["batch_size"] if by_pools else 1
         batch = batch_size * self.model.config.context
-        # Whole batches are evaluated, and the last target needs one token more.
+        # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
         told = self.progress.task(f"{what}, tokenizing")
         tokens = pack(corpus, self.tokenizer, "validation", told, max_tokens=enough)
@@ -290,11 +290,11 @@ class Run(NamedTuple):
             same = {f"causal_{name}": number for name, number in _losses(causal).items() if name != "tokens"}
             result["training_pools"] = {"batch_size": batch_size} | _losses(pooled) | same
         elif by_pools:
-            self.progress.say(f"{what}: not by training pools, for which it is too short: a batch has {batch:,} tokens")
+            self.progress.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
 
     def ask(self, tasks: Sequence[Task], max_per_task: int | None, baselines: Baselines, whole: bool) -> None:
-        """Every task of CORE that is not asked yet. whole: these are all of the bundle."""
+        """Evaluate every task of CORE without a saved result. whole: these are all tasks of the bundle."""
         ask_core(
             self.results,
             tasks,
@@ -307,7 +307,7 @@ class Run(NamedTuple):
         )
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> None:
-        """Every task; where its questions come from cannot be seen, so that earlier answers count for nothing."""
+        """Evaluate every task anew: the origin of its questions is unknown, so saved results cannot be trusted."""
         self.results.write("harness", {})
         for name, found in harness.ask(self.model, self.tokenizer, self.progress.task, max_per_task):
             self.progress.say(f"{name}: done")
@@ -315,15 +315,15 @@ class Run(NamedTuple):
 
 
 def _validated_on(folder: RunFolder) -> str:
-    """The hash of the run's corpus. Raises ValueError where none is known."""
+    """Return the hash of the run's corpus. Raises ValueError if it is unknown."""
     if not {"corpus", "data"} <= folder.config.keys():
-        raise ValueError(f"{folder.path}: no text is known that it was validated on; use --no-validation with --data")
+        raise ValueError(f"{folder.path}: its validation text is unknown; use --no-validation with --data")
     found: str = folder.section("corpus")["hash"]
     return found
 
 
 def validation_text(folder: RunFolder) -> Corpus:
-    """The corpus of the run. Raises ValueError if it is gone or has changed."""
+    """Return the corpus of the run. Raises ValueError if it is gone or has changed."""
     before = _validated_on(folder)
     corpus = open_source(**asdict(DataConfig(**folder.section("data"))))
     if corpus.hash != before:
@@ -338,12 +338,12 @@ def _is_of(known: Mapping[str, Any], corpus: str, eval_tokens: int | None) -> bo
 
 
 def _place(source: str) -> str:
-    """Under which a source's results are kept: the same from any working folder."""
+    """Return the key of a source's results, the same from any working folder."""
     return source if source == CODE else absolute(source)
 
 
 def _losses(validation: Validation) -> dict[str, Any]:
-    """JSON has no NaN."""
+    """Return the losses for JSON, which has no NaN."""
     numbers = {"loss": validation.loss, "bits_per_byte": validation.bits_per_byte}
     finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
     return {"tokens": validation.tokens} | finite

@@ -1,4 +1,4 @@
-"""`et export`: a trained model as a folder for Hugging Face transformers."""
+"""`et export`: writes a trained model to a folder for Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ OPTIONS = [
     STEP,
 ]
 DESCRIPTION = (
-    "Write a trained model as a folder for Hugging Face transformers: weights as safetensors, configuration, tokenizer,"
-    " a model card, and the model's code, with which the folder loads alone."
+    "Write a trained model to a folder for Hugging Face transformers: weights as safetensors, configuration, tokenizer,"
+    " a model card, and the model's code, so that the folder loads without this package."
 )
 
 

@@ -1,4 +1,4 @@
-"""`et generate`: continue a text with a trained model, as it is written."""
+"""`et generate`: continues a text with a trained model and prints it as it comes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..train.device import pick_device, pick_dtype
 from .options import COMPUTE, STEP, Command, Option, parse_all
 
 OPTIONS = [
-    Option("run", str, None, "The folder of the run to write with.", positional=True, required=True),
-    Option("prompt", str, "", "The text to continue; none opens a document.", may_be_empty=True),
-    Option("max_tokens", int, 200, "Tokens to write at most; the end of a document and the context end earlier."),
-    Option("temperature", float, 0.8, "0 takes the likeliest token, 1 draws as the model believes."),
-    Option("top_k", int | None, 50, "Draw from so many of the likeliest tokens; none is all."),
-    Option("seed", int | None, None, "The same seed writes the same text; none draws one."),
-    Option("rate", float | None, None, "Routed experts per token, from 0 to all; none is what was trained."),
+    Option("run", str, None, "The folder of the run.", positional=True, required=True),
+    Option("prompt", str, "", "The text to continue; an empty one opens a document.", may_be_empty=True),
+    Option("max_tokens", int, 200, "Maximum number of tokens; the end of a document or of the context stops earlier."),
+    Option("temperature", float, 0.8, "0 takes the likeliest token; 1 samples from the model's own distribution."),
+    Option("top_k", int | None, 50, "Sample from this many of the likeliest tokens; none is all."),
+    Option("seed", int | None, None, "The same seed gives the same text; none draws a seed."),
+    Option("rate", float | None, None, "Target for routed experts per token, from 0 to all; none is as trained."),
     Option("show_routing", bool, False, "Colour each token by how many experts it went to."),
     STEP,
     *COMPUTE,
@@ -28,7 +28,7 @@ OPTIONS = [
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Write the continuation to stdout, token by token."""
+    """Print the continuation, token by token."""
     command = Command("et generate", "Continue a text with a trained model.", {"generate": OPTIONS})
     options = parse_all(command, arguments)
     device = pick_device(options["device"])

@@ -1,4 +1,4 @@
-"""`et import`: a run folder of a model that `et export` wrote, fine-tuned since perhaps."""
+"""`et import`: makes a run folder from a model that `et export` wrote, fine-tuned or not."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..integrations.export import import_folder
 from .options import Command, Option, parse
 
 OPTIONS = [
-    Option("folder", str, None, "The folder with model and tokenizer.", positional=True, required=True),
-    Option("out", str, "runs/FOLDER", "The run folder to make; one that exists is refused."),
+    Option("folder", str, None, "The folder with the model and its tokenizer.", positional=True, required=True),
+    Option("out", str, "runs/FOLDER", "The run folder to make; it must not exist."),
 ]
 DESCRIPTION = (
-    "Make a run folder of a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
-    "It can be used like any run, and training begins from it with --init-from."
+    "Make a run folder from a model that et export wrote, or that transformers saved after fine-tuning it.\n\n"
+    "It can be used like any run; et train --init-from starts training from it."
 )
 
 

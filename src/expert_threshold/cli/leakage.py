@@ -1,4 +1,4 @@
-"""`et leakage`: how much of the future an expert's choice can tell, and how much it does tell in traces of runs."""
+"""`et leakage`: how much an expert's choice can reveal about the future, and how much it does in traces of runs."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from .evaluate import Progress
 from .options import Command, Option, parse_all
 
 OPTIONS = [
-    Option("run", str, None, "Runs in whose traces to measure what does leak.", positional=True, many=True),
+    Option("run", str, None, "Runs in whose traces to measure the leakage.", positional=True, many=True),
     Option("num_experts", int, 16, "Routed experts in a layer."),
-    Option("experts_per_token", int, 2, "Routed experts of one token, on average; must divide the experts."),
-    Option("layers", int, 9, "Layers with experts."),
+    Option("experts_per_token", int, 2, "Routed experts per token, on average; must divide the experts."),
+    Option("layers", int, 9, "Number of MoE layers."),
     Option("out", str, "runs/leakage", "The folder to write figures and their data to."),
     *TRACING,
 ]
 DESCRIPTION = (
-    "Tell how much of the future expert choice can tell a token (paper, Appendix A): Eq. 7 for pools of any size, the "
-    "binary search that puts a whole choice into one cutoff, and the lower bound by exhaustive search. With runs, also "
-    "how much is told in their traces, by each rule."
+    "Compute how much expert choice can reveal to a token about the future (paper, Appendix A): Eq. 7 for pools of any "
+    "size, the binary search that encodes a whole choice in one cutoff, and the lower bound by exhaustive search. With "
+    "runs, also measure how much each rule reveals in their traces."
 )
 STUDY = {study.name: study for study in FIGURES}
 LARGEST = 4
-"""Tokens of a pool that is searched exhaustively: a second or so."""
+"""Tokens of the pool that is searched exhaustively, which takes about a second."""
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -58,14 +58,14 @@ def run(arguments: Sequence[str]) -> None:
         try:
             found = leakage_probe(material)
         except NotShownError as reason:
-            raise ValueError(f"nothing leaks from these runs: {reason}") from None
+            raise ValueError(f"leakage cannot be measured in these runs: {reason}") from None
         save(STUDY["leakage_probe"], found, out)
         console.print(probe_table(found))
     print(f"figures: {out}")
 
 
 def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayers:
-    """As the paper counts them. Raises ValueError where Eq. 7 has no such layer."""
+    """Return the layers in the paper's notation. Raises ValueError if Eq. 7 does not apply."""
     given = {"--layers": layers, "--num-experts": num_experts, "--experts-per-token": experts_per_token}
     for flag, value in given.items():
         if value < 1:
@@ -73,13 +73,13 @@ def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayer
     if num_experts % experts_per_token or num_experts < 2 * experts_per_token:
         raise ValueError(
             f"--num-experts {num_experts} must be a multiple of --experts-per-token {experts_per_token}, "
-            "at least twice that; give such numbers"
+            "at least twice that; change either"
         )
     return MoELayers(num_experts // experts_per_token, experts_per_token, layers)
 
 
 def bounds_table(data: Data) -> Table:
-    """Eq. 7 by the tokens of the pool."""
+    """Return the table of Eq. 7 over pool sizes."""
     finite = [f"{bits}-bit cutoffs" for bits in PRECISIONS]
     names = ("tokens in the pool", "log2 C(N, N/E)", "per token", "bits per token, all layers", *finite)
     table = Table(*names, box=box.SIMPLE_HEAD)
@@ -94,19 +94,19 @@ def bounds_table(data: Data) -> Table:
 
 
 def summary(data: Data) -> str:
-    """The limit and the bound, and that the bits of a pool are linear in its tokens."""
+    """Return the limit, the bound, and the statement that the bits of a pool are linear in its tokens."""
     (few, more), (bits, times) = data["tokens"][-2:], data["per_expert"][-2:]
     per_layer = f"{data['granularity']} of {data['granularity'] * data['expansion']} experts per token"
     return (
         f"{data['layers']} layers, {per_layer}: at most {data['limit']:.1f} bits per token, the limit that Eq. 7 "
-        f"rises to; the paper's bound, G·log2(E − 1) a layer, says more than {data['bound']:.1f}.\n"
-        f"A pool {more // few} times as large tells {times / bits:.5f} times as much: for a fixed E bits are linear "
+        f"rises to; the paper's bound, G·log2(E − 1) a layer, exceeds {data['bound']:.1f}.\n"
+        f"A pool {more // few} times as large reveals {times / bits:.5f} times as much: for a fixed E, bits are linear "
         "in N, a constant per token, not superlinear."
     )
 
 
 def construction() -> str:
-    """One choice as a cutoff, and back (paper, Algorithm 2)."""
+    """Return an example of a choice encoded as a cutoff, and decoded (paper, Algorithm 2)."""
     lower, upper = encode(EXAMPLE)
     choice, _, _ = decode(lower, len(EXAMPLE))
     bits = ["".join(str(int(taken)) for taken in each) for each in (EXAMPLE, choice)]
@@ -118,7 +118,7 @@ def construction() -> str:
 
 
 def search_table() -> Table:
-    """The least advice found by exhaustive search beside C(N, k) (paper, lower bound)."""
+    """Return the table of the least advice found by exhaustive search, beside C(N, k) (paper, lower bound)."""
     table = Table("tokens", "k", "labels needed", "C(N, k)", box=box.SIMPLE_HEAD, title="Exhaustive search")
     for tokens in range(2, LARGEST + 1):
         for k in range(1, tokens):
@@ -128,8 +128,8 @@ def search_table() -> Table:
 
 
 def probe_table(data: Data) -> Table:
-    """What assignments tell, with the pool that each run was trained with."""
-    title = "Measured in traces: bits that a token's assignment in training tells, all layers together"
+    """Return the table of what assignments reveal, by the pool of each run."""
+    title = "Measured in traces: bits that a token's assignment in training reveals, all layers together"
     table = Table("method", "pool", "rest of the pool", "own future", "next token", box=box.SIMPLE_HEAD, title=title)
     for column in table.columns[1:]:
         column.justify = "right"

@@ -1,4 +1,4 @@
-"""Options of a command: a table of them, which argparse turns into values, `--help` or one clear line."""
+"""Options of a command: a table that argparse turns into values, `--help` or one clear line."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..train.config import DeviceName, DtypeName
 
 HELP_FLAGS = ("-h", "--help")
 WIDEST = 60
-"""Characters of values beside a flag; longer lists of names go into the help, where lines are broken."""
+"""Maximum width of the values beside a flag; longer lists of names go into the help text, which wraps."""
 
 
 class Option(NamedTuple):
     """`--name VALUE`, or a positional argument NAME, which is any text.
 
-    kind: a type as records have them; bool makes a pair, --name and --no-name. default: what --help shows.
-    many: an option, or the last positional argument, that may come more than once; its value is the list of texts.
-    may_be_empty: an empty text means something; elsewhere it is what a shell makes of a variable that is not set.
-    key: what its value is called among the parsed ones; the name unless given.
+    kind: a type of a record's field; bool makes a pair, --name and --no-name. default: what --help shows.
+    many: an option, or the last positional argument, that may be repeated; its value is the list of texts.
+    may_be_empty: an empty text is valid; otherwise it is rejected, as it comes from an unset variable of the shell.
+    key: the key of its value among the parsed ones; by default the name.
     """
 
     name: str
@@ -46,20 +46,20 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The option as it is typed."""
+        """Return the option as it is typed."""
         return self.name.upper() if self.positional else "--" + self.name.replace("_", "-")
 
 
-# Of every command that reads a checkpoint, and of every one that computes.
+# Options of every command that reads a checkpoint, and of every command that computes.
 STEP = Option("step", int | None, None, "The checkpoint to use; none is the last.")
 COMPUTE = [
-    Option("device", DeviceName, "auto", "Where to compute; auto is cuda where there is one, else cpu."),
-    Option("dtype", DtypeName, "auto", "Type of the matrix products; auto is bfloat16 where the hardware has it."),
+    Option("device", DeviceName, "auto", "Where to compute; auto is cuda if available, else cpu."),
+    Option("dtype", DtypeName, "auto", "Dtype of matrix products; auto is bfloat16 where the hardware has it."),
 ]
 
 
 class Command(NamedTuple):
-    """prog: as it is typed, 'et train'. groups: the options under the titles that --help shows."""
+    """prog: the command as typed, 'et train'. groups: the options under the titles that --help shows."""
 
     prog: str
     description: str
@@ -71,9 +71,9 @@ class Command(NamedTuple):
 
 
 def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options that are given, by key. --help prints and exits with 0.
+    """Return the options given on the command line, by key. --help prints and exits with 0.
 
-    Raises ValueError for whatever cannot be understood, one line that names the option and the remedy.
+    Raises ValueError for anything invalid, in one line that names the option and the remedy.
     """
     parser = _Parser(command)
     arguments = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in arguments]
@@ -88,12 +88,12 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def parse_all(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the same, with the defaults of those that are not given."""
+    """Return the same, with defaults for options that are not given."""
     return {option.key or option.name: option.default for option in command.options} | parse(command, arguments)
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with errors of one line, and with the defaults in --help alone."""
+    """argparse with one-line errors, and with defaults only in --help."""
 
     def __init__(self, command: Command) -> None:
         places = [
@@ -119,7 +119,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Help whose paragraphs stay apart, and whose names with hyphens stay whole."""
+    """Help that keeps paragraphs apart and does not break hyphenated names."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Help, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
@@ -136,7 +136,7 @@ def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
     told = "(required)" if option.required else f"(default: {show(option.default)})"
     common: dict[str, Any] = {
         "dest": option.key or option.name,
-        "default": argparse.SUPPRESS,  # so that what is given is told from what is not
+        "default": argparse.SUPPRESS,  # to distinguish options that are given
         "help": f"{text} {told}".replace("%", "%%"),
     }
     if option.kind is bool:
@@ -153,7 +153,7 @@ _NARGS = {(True, True): "+", (True, False): None, (False, True): "*", (False, Fa
 
 
 def _value(option: Option, text: str) -> Any:
-    """The text as the option's value."""
+    """Parse the text as the option's value."""
     if not text and not option.may_be_empty:
         raise argparse.ArgumentTypeError(f"must not be empty; give {describe(option.kind)}")
     if option.positional:
@@ -171,9 +171,9 @@ def _did_you_mean(near: Sequence[str]) -> str:
 
 
 def field_help(record: type) -> dict[str, str]:
-    """Return the help of each field of a dataclass: its metadata's, or, as rules have it, the comment right above it.
+    """Return the help of each field of a dataclass: from its metadata, or, in rules, from the comment right above it.
 
-    A comment says None where a command line says none. A class made in an interpreter has no source, so no comments.
+    None in a comment becomes none, as on the command line. A class defined in an interpreter has no comments.
     """
     comments: dict[str, str] = {}
     for cls in reversed(record.__mro__):
@@ -184,7 +184,7 @@ def field_help(record: type) -> dict[str, str]:
 
 
 def _comments(source: str) -> dict[str, str]:
-    """The comment lines right above each annotated name in the body of a class, joined."""
+    """Return the comment lines right above each annotated name in the body of a class, joined."""
     lines, (cls,) = [line.strip() for line in source.splitlines()], ast.parse(source).body
     assert isinstance(cls, ast.ClassDef)
     found = {}
@@ -198,7 +198,7 @@ def _comments(source: str) -> dict[str, str]:
 
 def parse_value(kind: Any, text: str) -> Any:
     """Return `text` as a value of a record's type. Raises ValueError."""
-    for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # which any text is
+    for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # any text is a str
         if alternative is type(None):
             if text.lower() == "none":
                 return None
@@ -221,7 +221,7 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
     names = text.split(",")
     for place, name in enumerate(names):
         if not name:
-            raise ValueError(f"{flag} {shlex.quote(text)}: a name is missing beside a comma; write A,B")
+            raise ValueError(f"{flag} {shlex.quote(text)}: a name is missing at a comma; write A,B")
         if name in names[:place]:
             raise ValueError(f"{flag} {text}: {name} is named twice; name it once")
         if known is not None and name not in known:
@@ -231,7 +231,7 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
 
 
 def _metavar(kind: Any) -> str:
-    """A record's type as --help shows it."""
+    """Return a field's type as --help shows it."""
     words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", type(None): "none"}
     parts = [
         ",".join(_metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))

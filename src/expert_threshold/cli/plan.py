@@ -1,4 +1,4 @@
-"""`et plan`: what a run would cost, without making a weight."""
+"""`et plan`: estimates what a run costs, without allocating a weight."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ DEFAULTS = Machine()
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
     Option("gpus", int, DEFAULTS.gpus, "GPUs that share the batch."),
-    Option("micro_batch", int | None, None, "Sequences on a GPU at a time; none is --batch-size, shared out."),
-    Option("utilisation", float, DEFAULTS.utilisation, "Model FLOPs that a GPU makes, of those at its peak."),
-    Option("peak_tflops", float, DEFAULTS.peak_tflops, "Peak of one GPU; an H100's in bfloat16 by default."),
-    Option("price_per_gpu_hour", float, DEFAULTS.price_per_gpu_hour, "Of one GPU, in any currency."),
+    Option("micro_batch", int | None, None, "Sequences per GPU at a time; none splits --batch-size."),
+    Option("utilisation", float, DEFAULTS.utilisation, "Model FLOPs of a GPU as a share of its peak."),
+    Option("peak_tflops", float, DEFAULTS.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
+    Option("price_per_gpu_hour", float, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
 ]
 DESCRIPTION = (
-    "Tell what a run would cost: parameters, tokens, FLOPs, memory, time and money.\n\n"
-    "Memory is that of one GPU when it needs most, without what the allocator and the GPU's libraries add: replicate, "
-    "all weights on each GPU; shard, a share of everything; expert_parallel, a share of the experts."
+    "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
+    "Memory is one GPU's at its peak, without what the allocator and the GPU's libraries add: replicate, all weights "
+    "on each GPU; shard, a share of everything; expert_parallel, a share of the experts."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print the plan of the run that the arguments mean."""
+    """Print the plan of the run that the arguments describe."""
     given = parse_run("et plan", DESCRIPTION, OPTIONS, arguments)
     machine = Machine(**{name: given[name] for name in Machine._fields if name in given})
     costs = start_of(given) | plan(resolve_run(given), machine)
@@ -51,14 +51,14 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
-    """Everything about the run on these GPUs, or on the CPU if that is the run's device. Raises ValueError."""
+    """Return all costs of the run on these GPUs, or on the CPU if that is its device. Raises ValueError."""
     for name in ("gpus", "micro_batch", "utilisation", "peak_tflops", "price_per_gpu_hour"):
         value = getattr(machine, name)
         least = 0 if name == "price_per_gpu_hour" else 1e-9
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value}: must be above 0")
     if machine.utilisation > 1:
-        raise ValueError(f"--utilisation {machine.utilisation}: is a share of the peak; give at most 1")
+        raise ValueError(f"--utilisation {machine.utilisation}: must be at most 1, the peak")
     micro_batch, accumulation = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
     on_cpu = config.train.device == "cpu"
@@ -80,7 +80,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
 
 
 def tables(costs: dict[str, Any]) -> list[Table]:
-    """The run; the memory by part, a column for each layout; time and money."""
+    """Return three tables: the run; its memory by part, a column per layout; time and money."""
     run = Table("run", "", box=box.SIMPLE)
     for name in ("preset", "recipe", "config", "rule", "dispatch", "params_total", "params_active"):
         if costs.get(name) is not None:

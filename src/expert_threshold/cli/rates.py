@@ -1,4 +1,4 @@
-"""`et evaluate --rates`: the loss of trained models against their active compute, as table, JSON and figure."""
+"""`et evaluate --rates`: the loss of trained models over active compute, as table, JSON and figure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILE, FIGURE = "rates.json", "rates.png"
 
 
 def read_rates(text: str) -> list[float | None]:
-    """The trained cutoffs, None, and the rates of "0.25,0.5,1" behind them. Raises ValueError for other texts."""
+    """Return None, for the trained cutoffs, then the rates of "0.25,0.5,1". Raises ValueError for other texts."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
@@ -54,7 +54,7 @@ def _require(folder: RunFolder, answer: str, flag: str) -> None:
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
-    """What is written of a run, whose table and figure have the same numbers."""
+    """Return the record of a run, which its JSON, table and figure share."""
     return {
         "run": folder.path.name,
         "step": step,
@@ -65,13 +65,13 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
 
 
 def save(folder: RunFolder, found: Mapping[str, Any]) -> None:
-    """Into the run's folder."""
+    """Write the record into the run's folder."""
     with replacing(folder.path / FILE) as temporary:
         temporary.write_text(to_json(found, indent=1) + "\n")
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """results: the records by the runs' paths."""
+    """Return the table. results: records by the runs' paths."""
     names = (
         "run",
         "rate",
@@ -101,7 +101,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the figure. Raises ValueError where matplotlib is missing, or has no such format."""
+    """Write the figure. Raises ValueError if matplotlib is missing or does not support the format."""
     from ..analysis.figures.dial import draw_dial
     from ..analysis.figures.style import style
 

@@ -1,4 +1,4 @@
-"""`et recipes`: the runs of the paper's tables, and what it reports of them."""
+"""`et recipes`: the runs of the paper's tables, with their reported results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..routing import rule_to_dict
 from .options import Command, Option, parse
 
 OPTIONS = [Option("json", bool, False, "Print JSON instead of a table.")]
-WIDE = 120  # columns of a terminal that has room for summaries and sources
+WIDE = 120  # terminal columns that leave room for summaries and sources
 DESCRIPTION = (
     "List the runs of the paper's tables and ablations, for et train --recipe NAME.\n\n"
     "pool: the tokens that compete for an expert, or over which load is measured. effective: the tokens that a "
-    "cutoff remembers, those of a step divided by 1 − β. CE and CORE are what the paper reports."
+    "cutoff averages over, those of a step divided by 1 − β. CE and CORE are the paper's numbers."
 )
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Print all of them."""
+    """Print all recipes."""
     given = parse(Command("et recipes", DESCRIPTION, {"recipes": OPTIONS}), arguments)
     rows = [describe(name) for name in RECIPES]
     if given.get("json"):
@@ -36,12 +36,12 @@ def run(arguments: Sequence[str]) -> None:
         console = Console()
         console.print(_table(rows, console.width >= WIDE))
         console.print(
-            "et train --recipe NAME starts one; with a PRESET and --tokens it is scaled to that.", markup=False
+            "et train --recipe NAME starts one; a PRESET and --tokens scale it down.", markup=False
         )
 
 
 def describe(name: str) -> dict[str, Any]:
-    """A recipe with its pools in tokens, and what the paper reports of it."""
+    """Return a recipe with its pools in tokens, and the paper's results."""
     recipe = RECIPES[name]
     config = resolve(recipe.preset, recipe=name)
     cost = costs(config)
@@ -75,7 +75,7 @@ def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
 
 
 def _size(tokens: int | None) -> str:
-    """In the paper's units: 2k is 2,048."""
+    """Return the number in the paper's units: 2k is 2,048."""
     if tokens is None:
         return "–"
     return f"{tokens / 1e6:.0f}M" if tokens >= 10_000_000 else f"{tokens >> 10}k" if tokens >= 1024 else str(tokens)

@@ -1,4 +1,4 @@
-"""The options that decide a run, which every command that plans or trains one has in common."""
+"""The options that define a run, shared by every command that plans or trains one."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ RECIPE = Option(
     "recipe",
     Literal[tuple(RECIPES)] | None,
     None,
-    "A run of the paper's tables, see et recipes; with a PRESET, the same scaled to that.",
+    "A run of the paper's tables, see et recipes; a PRESET scales it.",
 )
-TOKENS = Option("tokens", int | None, None, "Train on so many tokens, in whole batches, instead of --steps.")
-CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags go first.")
+TOKENS = Option("tokens", int | None, None, "Tokens to train on, in whole batches, instead of --steps.")
+CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags override it.")
 
-# Flags that are called otherwise than the field they set.
+# Flags whose name differs from the field they set.
 FLAGS = {"source": "data"}
 RULE = "rule."
-"""Begins the key of a rule's option, which another rule or the run itself may have under the same name."""
+"""Prefix of the key of a rule's option, since another rule or the run may have an option of the same name."""
 
 
 def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
-    """Return the options of a run under their titles, with the defaults that `config` has."""
+    """Return the options of a run under their titles, with defaults from `config`."""
     record = config.to_dict()
     rule = record["model"].pop("rule")
     chosen = Option("rule", Literal[(DENSE, *RULES)], rule["name"], "How scores become an assignment.")
@@ -55,7 +55,7 @@ def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
 
 
 def _section_options(record: type, defaults: Given) -> list[Option]:
-    """An option for each of the record's fields in `defaults`."""
+    """Return an option for each of the record's fields in `defaults`."""
     kinds, helps = get_type_hints(record), field_help(record)
     return [Option(FLAGS.get(name, name), kinds[name], default, helps[name]) for name, default in defaults.items()]
 
@@ -70,7 +70,7 @@ def rules_having() -> dict[str, list[str]]:
 
 
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
-    """Every rule's options, those of the chosen rule first and with its defaults."""
+    """Return every rule's options, those of the chosen rule first, with its defaults."""
     having = rules_having()
     helps = {rule: field_help(RULES[rule]) for rule in RULES}
     options = []
@@ -78,7 +78,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
         rules = sorted(having[name], key=lambda rule: rule != chosen["name"])
         defaults = chosen if name in chosen else rule_to_dict(scaled_rule(rules[0], config.train.steps))
         kinds = dict.fromkeys(get_type_hints(RULES[rule])[name] for rule in rules)
-        # Rules may call different things alike; a whole number is a number to all of them.
+        # Rules may use one name with different types; an int is also a float.
         kind = float if kinds.keys() == {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
         text = _joined({rule: helps[rule].get(name, "An option of the rule.") for rule in rules})
         options.append(Option(name, kind, defaults[name], text, key=RULE + name))
@@ -86,7 +86,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
 
 
 def _joined(helps: Mapping[str, str]) -> str:
-    """The help of an option by the rules that have it: once where all say the same, else each with its rules."""
+    """Return the help of an option by the rules that have it: once if all agree, else each with its rules."""
     rules: defaultdict[str, list[str]] = defaultdict(list)
     for rule, text in helps.items():
         rules[text].append(rule)
@@ -96,15 +96,15 @@ def _joined(helps: Mapping[str, str]) -> str:
 
 
 def resolve_run(given: Given) -> RunConfig:
-    """The run that the given options mean: flags over a file over the model of --init-from over the preset.
+    """Return the run of the given options: flags override a file, the model of --init-from, and the preset, in turn.
 
-    A recipe comes between that and the preset, but its rule before that model's. What a rule scales to the length of a
-    run is that of the new run, unless it continues the warmup. Raises ValueError.
+    A recipe overrides only the preset, but its rule also overrides that model's. Options that a rule scales to the
+    length of a run follow the new run, unless it continues the warmup. Raises ValueError.
     """
     file: dict[str, Any] = {}
     continues = given.get("continue_warmup", False)
     if continues and "init_from" not in given:
-        raise ValueError("--continue-warmup goes on with the warmup of another run; name that with --init-from")
+        raise ValueError("--continue-warmup continues the warmup of another run; name that run with --init-from")
     if "init_from" in given:
         file["model"] = RunFolder.open(given["init_from"]).section("model")
         if given.get("recipe") is not None:
@@ -130,13 +130,13 @@ def resolve_run(given: Given) -> RunConfig:
         tokens=given.get("tokens"),
         rescale=not continues and of_other_run is not None and file["model"]["rule"] is of_other_run,
     )
-    if not continues:  # the warmup may be behind it
+    if not continues:  # else its warmup may be over
         require_warmups_fit(config)
     return config
 
 
 def preset_of(given: Given) -> str:
-    """The preset that is named, or the recipe's."""
+    """Return the preset named, or the recipe's."""
     recipe = given.get("recipe")
     default = DEFAULT_PRESET if recipe is None else RECIPES[recipe].preset
     preset: str = given.get("preset", default)
@@ -144,13 +144,13 @@ def preset_of(given: Given) -> str:
 
 
 def start_of(given: Given) -> dict[str, str]:
-    """What the options of a run start from: a preset, a recipe, a file; a file alone is told without the default."""
+    """Return what the options start from: preset, recipe, file; with a file alone, the default preset is omitted."""
     typed = {name: given[name] for name in ("preset", "recipe", "config") if given.get(name) is not None}
     return typed if "config" in typed else {"preset": preset_of(given)} | typed
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError where it is none."""
+    """Return the JSON object in a file. Raises ValueError if there is none."""
     remedy = "name a JSON file such as the config.json of a run"
     if not Path(path).is_file():
         raise ValueError(f"--config {path}: no such file; {remedy}")
@@ -168,8 +168,8 @@ def parse_run(
 ) -> dict[str, Any]:
     """Return the given options of a command that has options of its own beside those of a run.
 
-    without: keys of options that the command lacks. A rule's option with the name of another one is --rule-NAME.
-    --help shows the defaults of the preset, the rule and the file that the command line names.
+    without: keys of run options that the command lacks. A rule's option whose name is taken becomes --rule-NAME.
+    --help shows the defaults of the preset, the rule and the file named on the command line.
     """
 
     def command(config: RunConfig) -> Command:

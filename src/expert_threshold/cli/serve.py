@@ -1,4 +1,4 @@
-"""`et serve`: a trained model over HTTP."""
+"""`et serve`: serves a trained model over HTTP."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ API_KEY = "ET_API_KEY"
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to serve.", positional=True, required=True),
-    Option("host", str, "127.0.0.1", "The address to listen at; any but this machine's own lets others in."),
-    Option("port", int, 8000, "0 takes a free one."),
-    Option("name", str | None, None, "The model's name in requests; none is the folder's."),
-    Option("compare", str, None, "Another run, for the explorer to show beside it; may be given again.", many=True),
-    Option("explorer", bool, False, "The page at / for other machines, too; where --host is local it is there anyway."),
-    Option("api_key", str | None, None, f"Asked for on every route but /health; none takes that of {API_KEY}, if set."),
-    Option("slots", int, 8, "Texts that are written at once."),
-    Option("strict", bool, False, "Compute row by row: the same bits whoever shares the batch."),
+    Option("host", str, "127.0.0.1", "The address to listen on; any but a loopback address admits other machines."),
+    Option("port", int, 8000, "The port; 0 picks a free one."),
+    Option("name", str | None, None, "The model's name in requests; none is the folder's name."),
+    Option("compare", str, None, "Another run for the explorer to show beside it; may be repeated.", many=True),
+    Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local --host always has it."),
+    Option("api_key", str | None, None, f"Key required on every route but /health; none is {API_KEY}'s, if set."),
+    Option("slots", int, 8, "Texts generated at once."),
+    Option("strict", bool, False, "Compute row by row, for the same bits whoever shares the batch."),
     STEP,
     *COMPUTE,
-    Option("threads", int | None, None, "Of torch in products; none is torch's choice."),
+    Option("threads", int | None, None, "Threads of torch's matrix products; none is torch's default."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
 KINDS, HELPS = get_type_hints(Limits), field_help(Limits)
@@ -52,7 +52,7 @@ LIMITS = [
 def run(arguments: Sequence[str]) -> None:
     """Serve until interrupted."""
     groups = {"serve": OPTIONS, "limits": LIMITS}
-    command = Command("et serve", "Serve a trained model over HTTP, in the form of OpenAI's completions.", groups)
+    command = Command("et serve", "Serve a trained model over HTTP, with OpenAI's completions API.", groups)
     options = parse_all(command, arguments)
     try:
         from ..serve.server import create_app, run_server
@@ -63,12 +63,12 @@ def run(arguments: Sequence[str]) -> None:
     local = is_local(options["host"])
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
     if api_key is not None and (not api_key or api_key != api_key.strip()):
-        raise ValueError(f"--api-key or {API_KEY} is empty or has blanks around it; give a key, or leave both out")
+        raise ValueError(f"--api-key or {API_KEY} is empty or has spaces around it; give a key, or leave both out")
     shown = local or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
         raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
-    # Whoever cannot listen hears so before a model is loaded.
+    # Bind first, so that a failure is reported before a model is loaded.
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
         model, engine = _open(options["run"], options["step"], options)
@@ -96,7 +96,7 @@ def run(arguments: Sequence[str]) -> None:
 def _require_sense(options: Mapping[str, Any]) -> None:
     """Raise ValueError for a number out of range, or no host."""
     if not options["host"]:
-        raise ValueError("--host is empty; leave it out for this machine alone, or give 0.0.0.0 for all its addresses")
+        raise ValueError("--host is empty; leave it out for this machine only, or give 0.0.0.0 for all its addresses")
     if not 0 <= options["port"] <= 65535:
         raise ValueError(f"--port {options['port']} must be from 0 to 65535; 0 takes a free one")
     for name in ("slots", "threads"):
@@ -118,7 +118,7 @@ def _name(path: str) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
+    """Return True if only this machine can reach a server on this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

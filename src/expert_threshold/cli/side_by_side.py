@@ -1,4 +1,4 @@
-"""What `et evaluate` prints: a column for each run, a row for each number."""
+"""The table that `et evaluate` prints: a column for each run, a row for each number."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Result = Mapping[str, Any]
 def table(
     results: Mapping[str, Result], validation: bool, texts: Mapping[str, str], labels: Sequence[str], harness: bool
 ) -> Table:
-    """results: the contents of each run's evaluation.json by its path. texts: where their results are kept, by name.
+    """Return the table. results: each run's evaluation.json by its path. texts: keys of their results, by name.
 
-    labels: of the tasks of CORE. Of a task the table has the accuracy and, after it, what centring makes of it; by
-    training pools the loss and, after it, how much larger it is causally on the same tokens.
+    labels: tasks of CORE. A task's accuracy is followed by the centred one; the loss with training pools is followed by
+    the increase of the causal loss on the same tokens.
     """
     shown = Table()
     shown.add_column(no_wrap=True)

@@ -1,4 +1,4 @@
-"""`et train`: train a model into a run folder, or go on with a run."""
+"""`et train`: trains a model into a run folder, or resumes a run."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from .options import Option
 from .run_options import RULE, parse_run, preset_of, resolve_run
 
 OPTIONS = [
-    Option("out", str, "runs/PRESET-RULE", "The run folder to make; one that exists is refused."),
-    Option("resume", str, None, "Go on with the run in this folder, on any number of ranks; all else is read there."),
+    Option("out", str, "runs/PRESET-RULE", "The run folder to make; it must not exist."),
+    Option("resume", str, None, "Resume the run in this folder, with its options, on any number of ranks."),
     Option(
         "init_from",
         str,
         None,
-        "Begin with the model, the weights, the cutoffs or biases and the tokenizer of this run; warmup and decay are "
-        "those of the new run.",
+        "Start from the model, weights, cutoffs or biases and tokenizer of this run; warmup and decay are those of the "
+        "new run.",
     ),
     Option(
         "continue_warmup",
@@ -52,13 +52,13 @@ OPTIONS = [
         False,
         "With --init-from: warmup and decay are that run's, and its steps count towards the warmup.",
     ),
-    Option("nproc", int | None, None, "Processes to train in on this machine, one for each GPU; for more, torchrun."),
+    Option("nproc", int | None, None, "Processes on this machine, one per GPU; torchrun starts more."),
     Option(
         "minutes",
         float | None,
         None,
-        "Train for so long, instead of --steps: as many steps as fit in with validation, samples and checkpoints, by "
-        "the speed measured first, and again while the time is used. Reading the text, and CORE, come on top.",
+        "Train for this long, instead of --steps: as many steps as fit, with validation, samples and checkpoints, by "
+        "the speed measured first and again during the run. Reading the text, and CORE, take extra time.",
     ),
 ]
 
@@ -84,11 +84,11 @@ def run(arguments: Sequence[str]) -> None:
             _failure(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True)
         )
     sys.stdout.flush()
-    os._exit(code)  # connection threads, broken ones too, must neither keep this process alive nor abort its exit
+    os._exit(code)  # connection threads must neither keep this process alive nor abort its exit
 
 
 def _failure(error: BaseException) -> Failure | None:
-    """Returns this rank's own failure; None where it lost another rank or was told to stop."""
+    """Return this rank's own failure; None if it lost another rank or was told to stop."""
     if isinstance(error, KeyboardInterrupt | LostSaveError) or is_lost_rank(error):
         return None
     if is_users(error):
@@ -134,14 +134,14 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         except BaseException:
             if is_main:
                 with contextlib.suppress(OSError):
-                    folder.path.rmdir()  # goes only if nothing was written yet
+                    folder.path.rmdir()  # succeeds only if nothing was written yet
             raise
     if result.finished and is_main:
         console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
 
 
 def _is_started_anew(out: str, rendezvous: Rendezvous | None) -> bool:
-    """Returns True if the launcher restarted the ranks after a failure and the run has begun, so that it resumes."""
+    """Return True if the launcher restarted the ranks after a failure and the run has begun, so that it resumes."""
     return rendezvous is not None and rendezvous.is_marked(_made(out)) and Path(out, "config.json").is_file()
 
 
@@ -155,7 +155,7 @@ def _default_out(given: dict[str, Any]) -> str:
 
 
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
-    """Run the same command in several processes; raises ValueError beforehand for options that they would refuse."""
+    """Run the same command in several processes; first raises ValueError for options that they would reject."""
     if processes < 1:
         raise ValueError(f"nproc={processes} must be at least 1")
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
@@ -169,10 +169,10 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
 def _within_minutes(
     given: dict[str, Any], config: RunConfig, console: Console, rendezvous: Rendezvous | None
 ) -> RunConfig:
-    """The configuration with the tokens that can be trained on in the time. Raises ValueError for nonsense."""
+    """Return the configuration with as many tokens as fit in the time. Raises ValueError for invalid options."""
     minutes = given["minutes"]
     if rendezvous is not None:
-        raise ValueError(f"minutes={minutes}: the speed of several ranks is not measured first; give --steps")
+        raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
     for other in ("steps", "tokens"):
         if given.get(other) is not None:
             raise ValueError(
@@ -180,21 +180,21 @@ def _within_minutes(
             )
     if not 0 < minutes < math.inf:
         raise ValueError(f"minutes={minutes} must be above 0 and finite")
-    console.print("measuring how fast this machine is", highlight=False)
+    console.print("measuring the speed of this machine", highlight=False)
     return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
-    """The run's own configuration, but for what may change. Raises ValueError naming any other option that is given.
+    """Return the run's own configuration, with the options that may change. Raises ValueError naming any other.
 
-    Experts are split as before, or as far as so many ranks allow, unless --expert-parallel says how.
+    Experts are split as before, or as far as the number of ranks allows, unless --expert-parallel is given.
     """
     changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
             flag = "PRESET" if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
             raise ValueError(
-                f"{flag} {value} is decided by the run that --resume goes on with; leave it out, "
+                f"{flag} {value} is decided by the run that --resume continues; leave it out, "
                 f"or start another run with --init-from {folder.path}"
             )
     config = RunConfig.from_dict(folder.config)
@@ -203,7 +203,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
-    """Returns lines about the model and the training ahead. Raises ValueError if the device is absent."""
+    """Return lines about the model and the training ahead. Raises ValueError if the device is absent."""
     ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)
     rule = config.model.rule
@@ -220,7 +220,7 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:
-    """Returns the results, where they are, and the command to type next."""
+    """Return the results, where they are, and the command to type next."""
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:
@@ -233,7 +233,7 @@ def conclude(folder: RunFolder, result: TrainResult) -> str:
         [
             *lines,
             f"{result.step:,} steps in {clock(result.elapsed)}, {clock(result.seconds)} without validation, samples "
-            f"and checkpoints; all of it lies in {folder.path}",
+            f"and checkpoints; results in {folder.path}",
             *([f"report: {folder.report}"] if folder.report.exists() else []),
             f"next: {et()} generate {path}{prompt}",
         ]

@@ -1,4 +1,4 @@
-"""`et upcycle`: a dense run as the start of a Mixture-of-Experts one."""
+"""`et upcycle`: initializes a Mixture-of-Experts run from a dense one."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from ..runs.derive import derive, require_free
 from .options import STEP, Command, Option, parse_all
 
 DESCRIPTION = (
-    "Make a dense run the start of a Mixture-of-Experts one: the feed-forward becomes the shared expert, routed experts"
-    " begin with copies of its input weights and with output weights of zero, so that the model computes what it did."
+    "Initialize a Mixture-of-Experts run from a dense one: the feed-forward becomes the shared expert; routed experts "
+    "start with copies of its input weights and with output weights of zero, so that the model's outputs do not change."
 )
 
 
 def _options() -> list[Option]:
     return [
-        Option("run", str, None, "The folder of the dense run; it stays as it is.", positional=True, required=True),
-        Option("to", str, None, "The run folder to make, to begin from with et train --init-from.", required=True),
+        Option("run", str, None, "The folder of the dense run; it is not changed.", positional=True, required=True),
+        Option("to", str, None, "The run folder to make, for et train --init-from.", required=True),
         Option("rule", Literal[tuple(RULES)], DEFAULT_RULE, "How scores become an assignment."),
         Option("num_experts", int, 16, "Routed experts in a layer."),
-        Option("experts_per_token", float, 1.0, "Routed experts of one token, on average."),
+        Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
         Option("d_expert", int | None, None, "Hidden width of each expert; none is the run's, half a feed-forward."),
-        Option("dense_layers", int, 1, "How many of the first layers stay without experts."),
-        Option("seed", int, 0, "Draws routers, and which hidden units each expert begins with."),
+        Option("dense_layers", int, 1, "Number of first layers that stay dense."),
+        Option("seed", int, 0, "Seed for routers, and for the hidden units that each expert starts with."),
         STEP,
     ]
 
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> None:
     source, to = RunFolder.open(options["run"]), options["to"]
     require_free(to)
     if source.section("model")["rule"]["name"] != "dense":
-        raise ValueError(f"{source.path} has experts already; name a run that was trained with --rule dense")
+        raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
     if options["seed"] < 0:
         raise ValueError(f"--seed {options['seed']}: must be at least 0")
     known = option_names(options["rule"])
