@@ -151,8 +151,8 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", [], "et calibrate: {run} is trained with token_choice, which has no cutoffs; name a run whose"),
-        ("dense", [], "et calibrate: {run} is trained with dense, which has no cutoffs; name a run whose"),
+        ("token_choice", [], "et calibrate: {run} is trained by token_choice, which has no cutoffs; name a run whose"),
+        ("dense", [], "et calibrate: {run} is trained by dense, which has no cutoffs; name a run whose"),
         ("expert_choice", ["--tokens", "0"], "--tokens 0: must be at least 1"),
         ("expert_choice", ["--seed", "-1"], "--seed -1: must be at least 0"),
         ("expert_choice", ["--experts-per-token", "5"], "experts_per_token=5.0 must be a number above 0 and at most"),

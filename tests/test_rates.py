@@ -103,13 +103,13 @@ def test_what_is_measured_at_a_rate_is_kept_apart_from_what_was_trained(
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained with token_choice, which has no cutoffs; name a"),
+        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained by token_choice, which has no cutoffs; name a"),
         (
             "dense",
             ["--rates", "1"],
-            "--rates 1: {run} is trained with dense, which has no cutoffs; name a run whose rule",
+            "--rates 1: {run} is trained by dense, which has no cutoffs; name a run whose rule",
         ),
-        ("dense", ["--rate", "1"], "--rate 1: {run} is trained with dense, which has no cutoffs; name a run whose rule"),
+        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs; name a run whose rule"),
         ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0, as in 0.25,0.5,1,2"),
         ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0, as in 0.25,0.5,1,2"),
         (
@@ -118,7 +118,7 @@ def test_what_is_measured_at_a_rate_is_kept_apart_from_what_was_trained(
             "rate=5.0 must lie between 0 and num_experts=4: routed experts per token",
         ),
         ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1: measures the validation loss alone; leave --rate out"),
-        ("expert_choice", ["--figure", "x.png"], "--figure x.png: has no effect without --rates; name one"),
+        ("expert_choice", ["--figure", "x.png"], "--figure x.png: is unused without --rates; name one"),
     ],
 )
 def test_rates_that_there_are_not_are_refused_in_one_line(

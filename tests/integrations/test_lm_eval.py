@@ -75,7 +75,7 @@ def test_a_continuation_longer_than_the_context_is_told_and_its_end_scored(
 ) -> None:
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
     assert found < 0
-    assert f"1 continuations are longer than the context of {CONTEXT}" in caplog.text
+    assert f"1 continuations exceed the context of {CONTEXT}" in caplog.text
 
 
 def test_a_whole_text_is_scored_in_windows_each_token_once(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:

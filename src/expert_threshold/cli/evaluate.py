@@ -185,7 +185,7 @@ def _check(options: Mapping[str, Any]) -> None:
         flag = "--" + name.replace("_", "-")
         if options[name] != DEFAULTS[name] and not any(options[other] for other in needed):
             raise ValueError(
-                f"{flag} {options[name]}: has no effect without {' or '.join(f'--{n}' for n in needed)}; name one"
+                f"{flag} {options[name]}: is unused without {' or '.join(f'--{n}' for n in needed)}; name one"
             )
         if name in ("max_per_task", "eval_tokens") and options[name] is not None and options[name] < 1:
             raise ValueError(f"{flag} {options[name]}: must be at least 1; none is all")
