@@ -37,7 +37,7 @@ OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 @contextmanager
 def opened(out: str) -> Iterator[Path]:
-    """Make or find the folder of a comparison, and lock it for this process; an empty folder is removed at the end.
+    """Make or find the folder of a comparison, and lock it for this process; a new folder left empty is removed.
 
     Raises ValueError if it exists and is not a comparison.
     """

@@ -72,8 +72,9 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
 
 
 def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
-    """Return the sequences per GPU and micro-batch, and the micro-batches per step. Raises ValueError if these do not
-    divide the step.
+    """Return the sequences per GPU and micro-batch, and the micro-batches per step.
+
+    Raises ValueError if the step cannot be divided evenly.
     """
     step = config.train.batch_size * config.train.accumulation
     if machine.gpus > step:

@@ -88,7 +88,7 @@ def run(arguments: Sequence[str]) -> None:
             threads=options["threads"],
         )
         if not local:
-            who = "whoever has the key" if api_key else "anyone"
+            who = "anyone with the key" if api_key else "anyone"
             print(f"et serve: at {options['host']}, {who} who reaches this machine can use it", file=sys.stderr)
         run_server(app, sockets)
 
