@@ -422,7 +422,7 @@ def test_parts_of_any_ranks_make_the_whole(run: RunFolder, ranks: list[tuple[int
         ([part(0, 3), part(3, 6, (7, 2))], "weight is not whole: its parts belong to different tensors"),
         ([part(0, 6, (6, 3))], "weight is not whole: its parts belong to different tensors"),
         ([part(0, 6, (6,))], "weight is not whole: its parts belong to different tensors"),
-        ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight is not whole: its parts are not of one"),
+        ([part(0, 3), part(3, 6)._replace(tensor=WHOLE[3:].half())], "weight is not whole: its parts belong to"),
         ([WHOLE, WHOLE], "weight is also in the file of another rank"),
         ([WHOLE, part(0, 6)], "weight is also in the file of another rank"),
         ([part(0, 6), WHOLE], "weight is also in the file of another rank"),
