@@ -13,6 +13,7 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 import browser
 from browser import Page, open_page
 from expert_threshold.generate.engine import Engine
+from expert_threshold.routing import NullSlots
 from expert_threshold.serve.explorer import Explored, routes
 from expert_threshold.serve.worker import Worker
 from served import Served, served, until
@@ -283,3 +284,22 @@ def test_nothing_is_wider_than_a_phone(page: Page, width: int) -> None:
     page.resize(width, 740, phone=True)
     page.click(".token[data-index='4']")
     assert page.run("document.documentElement.scrollWidth") == width
+
+
+def test_a_token_without_experts_has_no_border(tab: Page) -> None:
+    """The lowest chosen score was drawn at 0 for a rule without cutoffs that had chosen nothing."""
+    model = small_model(NullSlots(4, 1, null_slots=4, slots_per_token=2), context=512)
+    for _, moe in model.moe_layers():
+        moe.router.state.bias[4:] = 10  # every token takes null slots alone
+    runs = [Explored("null", model, small_tokenizer())]
+    with served(model, held=True, routes=routes(runs)) as server:
+        server.engine.open.set()
+        tab.go("about:blank")
+        tab.go(f"{server.url}/#text={TEXT.replace(' ', '+')}")
+        tab.until(f"document.getElementById('status') && {DONE}")
+        tab.run(f"{TOKENS.format(1)}[2].click()")
+        assert tab.run("[...document.querySelectorAll('.inspector .line')].every((line) => line.hidden)")
+        labels = tab.run("[...document.querySelectorAll('.inspector .cell')].map((cell) => cell.ariaLabel)")
+        assert labels
+        assert all("border" not in label and "not chosen" in label for label in labels)
+    assert tab.complaints() == []
