@@ -285,6 +285,8 @@ def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> No
         (str, "none", "none"),
         (str | None, "none", None),
         (str | None, "some", "some"),
+        (bool | float, "false", False),  # an option of two rules
+        (bool | float, "0.5", 0.5),
     ],
 )
 def test_values_are_read(kind: Any, text: str, value: object) -> None:

@@ -105,7 +105,13 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 
 def describe(kind: Any) -> str:
     """Return a field's type in words."""
-    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", type(None): "none"}
+    words: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "none",
+    }
     parts = [
         f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
         if get_origin(a) is tuple
@@ -148,7 +154,7 @@ def check_changes(changes: Options) -> None:
                 raise ValueError(f"{section}: {option}={value!r} must be {describe(kinds[option])}")
 
 
-def scaled_rule(name: str, steps: int, **options: Any) -> Rule | None:
+def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
     """Return the rule for a run of `steps`, with its defaults for that length unless `options` override; None if dense.
 
     Raises ValueError naming an option that the rule lacks.

@@ -205,6 +205,9 @@ def parse_value(kind: Any, text: str) -> Any:
         elif isinstance(alternative, str):
             if text == alternative:
                 return text
+        elif alternative is bool:
+            if text.lower() in ("true", "false"):
+                return text.lower() == "true"
         elif get_origin(alternative) is tuple:
             kinds, texts = get_args(alternative), text.split(",")
             return tuple(parse_value(k, t) for k, t in zip(kinds, texts, strict=True))
@@ -232,7 +235,7 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
 
 def _metavar(kind: Any) -> str:
     """Return a field's type as --help shows it."""
-    words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", type(None): "none"}
+    words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", type(None): "none"}
     parts = [
         ",".join(_metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
         for a in alternatives(kind)

@@ -90,6 +90,9 @@ class Observation(NamedTuple):
         return _std(self.gate_sum, self.gate_sq_sum, self.tokens)
 
 
+_TAKEN = frozenset(dir(Observation))
+
+
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
     """Return a () bool: False if any tensor has a NaN or an infinity."""
     return torch.cat([tensor.flatten() for tensor in tensors if tensor.is_floating_point()]).isfinite().all()
@@ -149,9 +152,10 @@ def observe(
     """Return the observation of an assignment (batch, time, experts) from scores (batch, time, num_scores).
 
     gates: shaped like the assignment; None is σ(scores). target: target tokens per expert; None is the mean load. sums:
-    the rule's own, each a sum over tokens or batches. Raises ValueError if one has the name of a core sum.
+    the rule's own, each a sum over tokens or batches. Raises ValueError if one has a name that every observation
+    has, which would be read in its place.
     """
-    if taken := sums.keys() & set(Observation._fields):
+    if taken := [name for name in sums if name in _TAKEN]:
         raise ValueError(f"sums={sorted(taken)} are reserved names of every observation; rename them")
     scores, assignment = scores.detach().flatten(0, -2), assignment.flatten(0, -2)
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)

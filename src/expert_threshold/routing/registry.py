@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, get_type_hints
 
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .null_slots import NullSlots
+from .options import check_experts
 from .quantile_balancing import QuantileBalancing
 from .relu import ReLU
 from .rule import Rule
@@ -37,11 +38,21 @@ class _Registry(Mapping[str, type[Rule]]):
         if not re.fullmatch("[a-z][a-z0-9_]*", name) or name == DENSE:
             raise ValueError(f"rule name {name!r} must be a lower-case identifier other than {DENSE!r}")
         proper = isinstance(cls, type) and issubclass(cls, Rule) and is_dataclass(cls)
+        proper = proper and cls.__dataclass_params__.frozen
         if not proper:
             raise ValueError(f"rule {name}: {cls!r} must be a frozen dataclass derived from Rule")
         missing = {"num_experts", "experts_per_token"} - {field.name for field in fields(cls)}
         if missing:
             raise ValueError(f"rule {name}: {cls.__name__} lacks the field {sorted(missing)[0]}")
+        for field in fields(cls):
+            if field.name == "name" or callable(getattr(Rule, field.name, None)):
+                raise ValueError(f"rule {name}: option {field.name} would hide what every rule has; rename it")
+            if not field.init:
+                raise ValueError(f"rule {name}: {field.name} is no option (init=False); make it a property")
+        try:
+            cls()
+        except Exception as error:  # whatever a constructor raises
+            raise ValueError(f"rule {name}: {cls.__name__}() must be a rule of default options: {error}") from error
         if known not in (None, cls):
             raise ValueError(f"rule name {name!r} is taken; choose another")
         self._rules[name] = cls
@@ -82,7 +93,8 @@ RULES = _Registry(
 def register_rule(name: str, cls: type[Rule]) -> None:
     """Add a rule to the table, so that every command accepts its name.
 
-    Raises ValueError if the name is taken or not an identifier, or the class is not a dataclass derived from Rule.
+    Raises ValueError if the name is taken or no identifier, or the class is not a frozen dataclass derived from Rule
+    whose fields are options, each with a default and a name that no rule's method has.
     """
     RULES.add(name, cls)
 
@@ -124,4 +136,18 @@ def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
     for option in options:
         if option not in known:
             raise ValueError(f"option {option!r} is unknown to rule {name}; it has {', '.join(known) or 'no options'}")
-    return None if name == DENSE else RULES[name](**options)
+    if name == DENSE:
+        return None
+    # Of one option, rules may have whole numbers or any: a command line reads 2 as 2.0.
+    whole = {option for option, kind in get_type_hints(RULES[name]).items() if kind is int}
+    rule = RULES[name](
+        **{
+            option: int(value) if option in whole and isinstance(value, float) and value.is_integer() else value
+            for option, value in options.items()
+        }
+    )
+    for option in sorted(whole.intersection(options)):
+        if isinstance(value := getattr(rule, option), float):
+            raise ValueError(f"{option}={value} must be a whole number in rule {name}")
+    check_experts(rule.num_experts, rule.experts_per_token)
+    return rule

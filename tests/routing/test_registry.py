@@ -1,0 +1,124 @@
+"""The table of rules refuses classes that commands could not take, and makes whole numbers of what a file has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from expert_threshold.config import scaled_rule
+from expert_threshold.routing import RULES, Observation, Routing, Rule, observe, register_rule, rule_from_dict
+
+
+class TopK(Rule):
+    """Softmax over all experts, the k best."""
+
+    def init(self) -> tuple[()]:
+        return ()
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: Any = None) -> Routing:
+        best = scores.topk(int(self.experts_per_token), -1).indices
+        assignment = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        gates = scores.softmax(-1)
+        seen = observe(scores, assignment, gates)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=seen)
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        return state
+
+
+@dataclass(frozen=True)
+class Plain(TopK):
+    num_experts: int = 4
+    experts_per_token: int = 2
+
+
+@dataclass(frozen=True)
+class Windowed(Plain):
+    window: int = 9  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Named(Plain):
+    name: str = "x"
+
+
+@dataclass(frozen=True)
+class Derived(Plain):
+    double: int = field(default=8, init=False)
+
+
+@dataclass(frozen=True)
+class Bare(TopK):
+    num_experts: int
+    experts_per_token: int
+
+
+@dataclass
+class Thawed(TopK):
+    num_experts: int = 4
+    experts_per_token: int = 2
+
+
+@dataclass(frozen=True)
+class Unfinished(Rule):
+    num_experts: int = 4
+    experts_per_token: int = 2
+
+
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (Windowed, "option window would hide"),
+        (Named, "option name would hide"),
+        (Derived, "double is no option"),
+        (Bare, r"Bare\(\) must be a rule of default options"),
+        (Thawed, "must be a frozen dataclass"),
+        (Unfinished, "Unfinished.*abstract"),
+    ],
+)
+def test_a_class_that_commands_could_not_take_is_refused(cls: Any, words: str) -> None:
+    """It was entered, and then broke commands that were given other rules, too."""
+    with pytest.raises(ValueError, match=words):
+        register_rule("refused", cls)
+    assert "refused" not in RULES
+
+
+def test_a_whole_number_stays_one_where_another_rule_has_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command line read --experts-per-token 2 as 2.0, which `topk` does not take."""
+    monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
+    rule = rule_from_dict({"name": "plain", "experts_per_token": 2.0})
+    assert isinstance(rule, Plain)
+    assert type(rule.experts_per_token) is int
+    with pytest.raises(ValueError, match=r"experts_per_token=1.5 must be a whole number in rule plain"):
+        rule_from_dict({"name": "plain", "experts_per_token": 1.5})
+
+
+@pytest.mark.parametrize("options", [{"num_experts": 0}, {"num_experts": -3}, {"experts_per_token": 99}])
+def test_sizes_that_no_layer_has_are_refused_for_a_rule_that_does_not(
+    options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES._rules, "plain", Plain)  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=next(iter(options))):
+        rule_from_dict({"name": "plain"} | options)
+
+
+@pytest.mark.parametrize("name", ["load", "usage", "batch_cutoff", "count", "tensors"])
+def test_a_sum_that_could_not_be_read_back_is_refused(name: str) -> None:
+    """`observation.usage` is load over tokens whatever a rule sums under that name."""
+    scores = torch.zeros(1, 2, 3)
+    with pytest.raises(ValueError, match=name):
+        observe(scores, scores > 0, **{name: torch.ones(3)})
+
+
+@dataclass(frozen=True)
+class WithSteps(Plain):
+    steps: int = 3
+
+
+def test_an_option_may_be_called_like_one_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES._rules, "with_steps", WithSteps)  # type: ignore[attr-defined]
+    assert scaled_rule("with_steps", 100, steps=7) == WithSteps(steps=7)
