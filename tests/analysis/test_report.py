@@ -426,6 +426,7 @@ def test_series_tell_what_was_not_finite() -> None:
     assert layer_series(records, "a") == {10: [(1, 1.0), (2, 3.0)]}
     assert layer_series(records, "b") == {10: [(1, 2.5), (2, 3.0)]}  # the mean of the experts that have a number
     assert expert_series(records, "b").keys() == {10}
+    assert expert_series(records, "a") == {}  # as a rule has that describes one cutoff for all experts
     assert series(records, "absent") == []
 
 

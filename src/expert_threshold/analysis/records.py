@@ -34,10 +34,12 @@ def layer_series(records: Sequence[Record], key: str) -> dict[int, Points]:
 
 
 def expert_series(records: Sequence[Record], key: str) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """Return layer -> steps (records,) and values (records, experts); layers without numbers are omitted."""
+    """Return layer -> steps (records,) and values (records, experts); layers without numbers are omitted, and so are
+    records with one number for all experts.
+    """
     found = {}
     for layer in layers(records):
-        having = [record for record in _of_layer(records, layer) if key in record]
+        having = [record for record in _of_layer(records, layer) if isinstance(record.get(key), Sequence)]
         values = np.array([[_number(value) for value in record[key]] for record in having])
         if np.isfinite(values).any():
             found[layer] = np.array([record["step"] for record in having]), values
