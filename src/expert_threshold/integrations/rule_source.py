@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
 
 from ..routing import Rule
+from ..routing import __all__ as EXPORTED
 
 ENTRY = "exported_rule.py"
 """The file that `transformers.py` imports, which names the rule's class."""
@@ -34,14 +36,23 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         ) from None
     name = path.name if path.parent == ROUTING else f"rule_{path.stem}.py"
     if path.parent != ROUTING:
-        if SIBLING.search(text):
-            raise ValueError(f"{path}: imports files beside it; an exported rule must be one file")
+        _require_alone(path, text)
         text = OURS.sub(r"\1from .routing import", text)
         if left := PACKAGE.search(text):
             raise ValueError(f"{path}: {left[0].strip()!r} is more than an exported rule may import; use its routing")
     files = {ENTRY: f'"""The routing rule of this model."""\n\nfrom .{Path(name).stem} import {cls.__name__} as RULE\n'}
     _add(files, name, text)
     return files
+
+
+def _require_alone(path: Path, text: str) -> None:
+    """Raise ValueError if a rule's file imports others beside it, or of this package what its routing does not have."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            raise ValueError(f"{path}: imports files beside it; an exported rule must be one file")
+        if isinstance(node, ast.ImportFrom) and node.module == "expert_threshold":
+            for name in {alias.name for alias in node.names}.difference(EXPORTED):
+                raise ValueError(f"{path}: {name!r} is more than an exported rule may import; use its routing")
 
 
 def _add(files: dict[str, str], name: str, text: str) -> None:

@@ -1,0 +1,46 @@
+"""A rule whose file would not load beside exported weights is refused before anything is written."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from expert_threshold.integrations.rule_source import rule_files
+
+BODY = """
+class Mine(TopP):
+    pass
+"""
+
+
+def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The rule of a package's module that begins with `imports`."""
+    for name, text in {"__init__": "", "beside": "X = 1\n"}.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "mine.py").write_text(f"{imports}\nfrom expert_threshold.routing import TopP\n{BODY}")
+    monkeypatch.syspath_prepend(tmp_path.parent)
+    return import_module(f"{tmp_path.name}.mine").Mine(4, 1)
+
+
+@pytest.mark.parametrize(
+    ("imports", "words"),
+    [
+        ("from .beside import X", "one file"),
+        ("from . import beside", "one file"),
+        ("from expert_threshold import follow", "'follow' is more than an exported rule may import"),
+        ("from expert_threshold.model import GPT", "more than an exported rule may import"),
+    ],
+)
+def test_a_rule_that_needs_more_than_its_file_is_refused(
+    imports: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        rule_files(rule_of(imports, tmp_path, monkeypatch))
+
+
+def test_the_rules_themselves_may_come_from_the_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = rule_files(rule_of("from expert_threshold import TokenChoice", tmp_path, monkeypatch))
+    assert "from .routing import TokenChoice" in files["rule_mine.py"]
