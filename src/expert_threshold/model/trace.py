@@ -92,7 +92,7 @@ def _schema(header: Mapping[str, Any], rule: Rule | None) -> pa.Schema:
             pa.field(f"scores_{layer}", pa.list_(pa.float32(), rule.num_scores)),
             pa.field(f"assignment_{layer}", pa.list_(pa.uint8(), -(-rule.num_experts // 8))),
         ]
-    return pa.schema(fields, {_KEY: json.dumps(header, allow_nan=False)})
+    return pa.schema(fields, {_KEY: json.dumps(header)})
 
 
 def _columns(model: GPT, windows: Tensor) -> dict[str, np.ndarray]:
@@ -181,8 +181,8 @@ class Trace:
         return self._column("loss")
 
     def scores(self, layer: int) -> Tensor:
-        """(tokens, experts) float32."""
-        return torch.from_numpy(self._column(f"scores_{layer}"))
+        """Return (tokens, experts) float32, without those of slots that compute nothing."""
+        return self._scores(layer)[:, : self._header["rule"]["num_experts"]]
 
     def assignment(self, layer: int) -> Tensor:
         """(tokens, experts) bool."""
@@ -193,7 +193,7 @@ class Trace:
     def gates(self, layer: int) -> Tensor:
         """Return the gates (tokens, experts) float32; those of unassigned experts are unspecified."""
         assert self.rule is not None
-        windows = self.scores(layer).unflatten(0, (-1, self.context))
+        windows = self._scores(layer).unflatten(0, (-1, self.context))
         routing = self.rule.route(windows, self.state(layer), training=False)
         gates = routing.gates[..., : self.rule.num_experts].flatten(0, 1)
         if self._header["gate_norm"] == "fanout":
@@ -203,6 +203,9 @@ class Trace:
     def fanout(self, layer: int) -> np.ndarray:
         """Return the number of routed experts of each token, (tokens,) int64."""
         return self.assignment(layer).sum(-1).numpy()
+
+    def _scores(self, layer: int) -> Tensor:
+        return torch.from_numpy(self._column(f"scores_{layer}"))
 
     def _column(self, name: str) -> np.ndarray:
         try:
