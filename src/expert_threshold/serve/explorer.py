@@ -108,9 +108,8 @@ def token_record(run: Explored, step: Step, *, written: bool) -> dict[str, Any]:
 
 def _bias(router: Router | None) -> Tensor | None:
     """Return what a layer's rule adds to scores for selection; None if it does not, or compares anything else."""
-    if router is None or router.rule.biased_top_k(router.state) is None:
-        return None
-    return router.rule.describe(router.state).get("bias")
+    best = None if router is None else router.rule.biased_top_k(router.state)
+    return None if best is None or not best[0].any() else best[0]
 
 
 def _layer(model: GPT, bias: Tensor | None, routing: TokenRouting) -> dict[str, Any]:
