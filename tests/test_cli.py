@@ -180,7 +180,8 @@ def test_help_shows_every_option_with_its_default(command: str, capsys: pytest.C
 def help_of(option: Option, text: str) -> str:
     """What --help says of one option, in one line: from its name to the next one's."""
     lines = text.splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith(f"  {option.flag}"))
+    name = re.compile(rf"  {option.flag}(?![\w-])")
+    first = next(number for number, line in enumerate(lines) if name.match(line))
     rest = itertools.takewhile(lambda line: not line.startswith("  --"), lines[first + 1 :])
     return " ".join([lines[first], *rest])
 

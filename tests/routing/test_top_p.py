@@ -105,5 +105,5 @@ def test_nonsense_is_refused(option: str, value: Any) -> None:
 
 
 def test_a_controller_cannot_aim_below_one_expert() -> None:
-    with pytest.raises(ValueError, match=r"^experts_per_token=0\.5 must be at least 1 where a controller"):
+    with pytest.raises(ValueError, match=r"^experts_per_token=0\.5 must be at least 1 with a controller"):
         TopP(EXPERTS, 0.5, controller=True)
