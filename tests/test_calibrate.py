@@ -143,7 +143,7 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
     layer, moe = model.moe_layers()[-1]
     before = moe.router.thresholds()
     moe.router.weight.data[1] = torch.nan
-    with pytest.raises(ValueError, match=f"the scores of expert 1 in layer {layer} are not finite; calibrate an earlier"):
+    with pytest.raises(ValueError, match=f"the scores of expert 1 in layer {layer} are not finite; calibrate"):
         calibrate(model, [(tokens_of(0), tokens_of(0))])
     assert torch.equal(moe.router.thresholds(), before)
 
