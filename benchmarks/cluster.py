@@ -144,10 +144,10 @@ def selection_bytes(config: GPTConfig, ranks: int) -> list[tuple[str, int]]:
 
 
 def observation_bytes(config: GPTConfig) -> int:
-    """What one layer's router has seen."""
+    """Returns the bytes of one layer's observation."""
     assert config.rule is not None
     nothing = torch.zeros(1, 1, config.rule.num_experts)
-    return sum(field.nbytes for field in observe(nothing, nothing > 0, target=0))
+    return sum(tensor.nbytes for tensor in observe(nothing, nothing > 0, target=0).tensors().values())
 
 
 def moe_layers(config: GPTConfig) -> int:
