@@ -47,6 +47,7 @@ from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, des
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
+from expert_threshold.option import option
 from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -170,15 +171,15 @@ def test_help_shows_every_option_with_its_default(command: str, capsys: pytest.C
     assert et(command, "--help") == 0
     text = unwrapped(capsys.readouterr().out)
     assert text.startswith(f"usage: et {command}")
-    for option in OPTIONS[command]:
-        assert option.flag in text
-        assert option.help
-        assert " ".join(option.help.split()) in text, option.flag
-        assert option.required or f"(default: {show(option.default)})" in text
+    for offered in OPTIONS[command]:
+        assert offered.flag in text
+        assert offered.help
+        assert " ".join(offered.help.split()) in text, offered.flag
+        assert offered.required or f"(default: {show(offered.default)})" in text
 
 
 def help_of(option: Option, text: str) -> str:
-    """What --help says of one option, in one line: from its name to the next one's."""
+    """Return the help of one option as one line."""
     lines = text.splitlines()
     name = re.compile(rf"  {option.flag}(?![\w-])")
     first = next(number for number, line in enumerate(lines) if name.match(line))
@@ -191,9 +192,9 @@ def test_help_lists_every_value_that_has_a_name(command: str, capsys: pytest.Cap
     """--dispatch told of three of its five names, PRESET of its default alone, and --recipe broke names in two."""
     assert et(command, "--help") == 0
     text = capsys.readouterr().out
-    for option in OPTIONS[command]:
-        if names := {name for name in alternatives(option.kind) if isinstance(name, str)}:
-            assert names <= set(re.split(r"[^\w-]+", help_of(option, text))), option.flag
+    for offered in OPTIONS[command]:
+        if names := {name for name in alternatives(offered.kind) if isinstance(name, str)}:
+            assert names <= set(re.split(r"[^\w-]+", help_of(offered, text))), offered.flag
 
 
 def test_help_lists_the_names_that_stand_in_lists(capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +209,7 @@ def test_dispatch_is_chosen_among_all_there_are() -> None:
 
 
 def test_an_option_that_is_any_text_refuses_none() -> None:
-    """What takes some names only is of a type that lists them, from which --help and errors are made."""
+    """Options that take a few names have a type that lists them; --help and errors are made from it."""
     for section, record in SECTIONS.items():
         for name, kind in get_type_hints(record).items():
             if str in alternatives(kind):
@@ -231,12 +232,9 @@ def test_no_two_options_of_a_run_share_a_name() -> None:
 class Clashing(TokenChoice):
     """A rule whose options are named like others."""
 
-    # Draws the routers.
-    seed: int = 5
-    # None is no help.
-    out: int | None = None
-    # Exponent of the gates.
-    decay: float = 1.0
+    seed: int = option(5, "Draws the routers.")
+    out: int | None = option(None, "none is no help.")
+    decay: float = option(1.0, "Exponent of the gates.")
 
 
 def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix(
@@ -255,7 +253,7 @@ def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix
 
 
 def test_each_rule_says_itself_what_an_option_of_its_own_does(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one name the first rule's help stood for all."""
+    """The first rule's help once stood for every rule's option of that name."""
     assert et("plan", "--help") == 0
     text = unwrapped(capsys.readouterr().out)
     assert "--num-experts INT Routed experts in a layer. (default: 16)" in text
@@ -267,9 +265,9 @@ def test_each_rule_says_itself_what_an_option_of_its_own_does(capsys: pytest.Cap
 @pytest.mark.parametrize("rule", ["expert_threshold", "token_choice", "dense"])
 def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> None:
     for group in run_groups(resolve(preset, rule)).values():
-        for option in group:
-            if option.kind is not bool:
-                assert parse_value(option.kind, show(option.default)) == option.default
+        for offered in group:
+            if offered.kind is not bool:
+                assert parse_value(offered.kind, show(offered.default)) == offered.default
 
 
 @pytest.mark.parametrize(
@@ -388,6 +386,7 @@ def test_training_says_what_it_does_and_what_to_type_next(
     assert "<h1>Expert threshold (ET" in (out / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.usefixtures("drawn")
 def test_a_report_that_fails_loses_nothing_but_itself(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

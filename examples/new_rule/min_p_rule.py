@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from expert_threshold.option import option
 from expert_threshold.routing import Observation, Routing, Rule, Scope, Window, check_experts, observe
 
 
@@ -32,14 +33,10 @@ class MinP(Rule):
     one expert at least. Nothing balances the load.
     """
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Mean number of routed experts of a token that p is steered towards.
-    experts_per_token: float = 2.0
-    # First value of p, the share of the token's largest that an expert needs.
-    p_start: float = 0.5
-    # Step u of log p, as a share of the error of the log of the mean fanout.
-    p_rate: float = 0.1
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(2.0, "Mean number of routed experts of a token that p is steered towards.")
+    p_start: float = option(0.5, "First value of p, the share of the token's largest that an expert needs.")
+    p_rate: float = option(0.1, "Step u of log p, as a share of the error of the log of the mean fanout.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

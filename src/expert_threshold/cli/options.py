@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import difflib
-import inspect
 import math
 import re
 import shlex
@@ -14,7 +12,6 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from ..config import alternatives, describe
@@ -171,29 +168,8 @@ def _did_you_mean(near: Sequence[str]) -> str:
 
 
 def field_help(record: type) -> dict[str, str]:
-    """Return the help of each field of a dataclass: from its metadata, or, in rules, from the comment right above it.
-
-    None in a comment becomes none, as on the command line. A class defined in an interpreter has no comments.
-    """
-    comments: dict[str, str] = {}
-    for cls in reversed(record.__mro__):
-        with contextlib.suppress(OSError, TypeError):
-            comments |= _comments(textwrap.dedent(inspect.getsource(cls)))
-    found = {field.name: field.metadata.get("help") or comments.get(field.name) for field in fields(record)}
-    return {name: text for name, text in found.items() if text}
-
-
-def _comments(source: str) -> dict[str, str]:
-    """Return the comment lines right above each annotated name in the body of a class, joined."""
-    lines, (cls,) = [line.strip() for line in source.splitlines()], ast.parse(source).body
-    assert isinstance(cls, ast.ClassDef)
-    found = {}
-    for node in cls.body:
-        if isinstance(node, ast.AnnAssign):
-            above = takewhile(lambda line: line.startswith("#"), reversed(lines[: node.lineno - 1]))
-            text = " ".join(reversed([line.lstrip("# ") for line in above]))
-            found[ast.unparse(node.target)] = re.sub(r"\bNone\b", "none", text)
-    return found
+    """Return the help of each field of a dataclass that has some (option.py)."""
+    return {field.name: field.metadata["help"] for field in fields(record) if "help" in field.metadata}
 
 
 def parse_value(kind: Any, text: str) -> Any:

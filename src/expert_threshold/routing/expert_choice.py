@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .by_cutoff import ByCutoff
 from .observation import Observation, Routing
 from .options import check_cutoff, check_experts
@@ -29,16 +30,15 @@ from .selection import kth_largest
 class ExpertChoice(ByCutoff):
     """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide in inference."""
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Routed experts of one token, on average.
-    experts_per_token: float = 1
-    # Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or a number of tokens.
-    pool: Pool = "batch"
-    # Decay of the running mean of cutoffs; presets scale it with their number of steps.
-    decay: float = 0.999
-    # Correct the running mean for its start at 0.
-    debias: bool = True
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(1, "Routed experts of one token, on average.")
+    pool: Pool = option(
+        "batch",
+        "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or a number of "
+        "tokens.",
+    )
+    decay: float = option(0.999, "Decay of the running mean of cutoffs; presets scale it with their number of steps.")
+    debias: bool = option(True, "Correct the running mean for its start at 0.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

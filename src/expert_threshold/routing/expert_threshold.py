@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
 from .observation import Observation, Routing
 from .options import check_cutoff, check_experts, is_number, is_whole, require
@@ -36,24 +37,28 @@ SHORT_RUN, TREND_DECAY = 2000, 0.6
 class ExpertThreshold(ByCutoff):
     """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores."""
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Routed experts of one token, on average.
-    experts_per_token: float = 1
-    # Decay β of the running mean of cutoffs; presets scale it with their number of steps.
-    decay: float = 0.999
-    # Optimizer steps of expert choice before cutoffs decide; presets use a fifth of their steps, at most 4000.
-    warmup_steps: int = 4000
-    # Slack s: loads stay within k(1−s) and k(1+s) while training; None switches the bounds off.
-    capacity_slack: float | None = 0.5
-    # Tokens over which the k-th largest score and the bounds are taken: a sequence, a micro-batch, all ranks'
-    # micro-batches, or a number of tokens.
-    pool: Pool = "global"
-    # Correct the running mean for its start at 0; the paper's literal formula does not.
-    debias: bool = True
-    # Estimator of cutoffs: mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag behind
-    # drifting scores, for runs of up to 2000 steps with a decay of 0.6.
-    estimator: Estimator = "mean"
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(1, "Routed experts of one token, on average.")
+    decay: float = option(0.999, "Decay β of the running mean of cutoffs; presets scale it with their number of steps.")
+    warmup_steps: int = option(
+        4000,
+        "Optimizer steps of expert choice before cutoffs decide; presets use a fifth of their steps, at most 4000.",
+    )
+    capacity_slack: float | None = option(
+        0.5,
+        "Slack s: loads stay within k(1−s) and k(1+s) while training; none switches the bounds off.",
+    )
+    pool: Pool = option(
+        "global",
+        "Tokens over which the k-th largest score and the bounds are taken: a sequence, a micro-batch, all ranks' "
+        "micro-batches, or a number of tokens.",
+    )
+    debias: bool = option(True, "Correct the running mean for its start at 0; the paper's literal formula does not.")
+    estimator: Estimator = option(
+        "mean",
+        "Estimator of cutoffs: mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
+        "behind drifting scores, for runs of up to 2000 steps with a decay of 0.6.",
+    )
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

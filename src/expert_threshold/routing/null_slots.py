@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, is_whole, require
 from .rule import Rule, Scope, Window
@@ -32,20 +33,13 @@ class NullSlots(Rule):
     aims at − its load), which balances the experts and holds the mean fanout at experts_per_token without a loss.
     """
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Mean number of routed experts per token that the biases aim at.
-    experts_per_token: float = 1
-    # Slots that compute nothing.
-    null_slots: int = 16
-    # Slots that every token chooses, experts and null slots together.
-    slots_per_token: int = 2
-    # What a null slot returns: zero, or copy, which is the token itself times the gate.
-    null: Null = "zero"
-    # Step u of the biases; 0 switches them off.
-    bias_rate: float = 0.001
-    # Factor c of all gates.
-    gate_scale: float = 1.0
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(1, "Mean number of routed experts per token that the biases aim at.")
+    null_slots: int = option(16, "Slots that compute nothing.")
+    slots_per_token: int = option(2, "Slots that every token chooses, experts and null slots together.")
+    null: Null = option("zero", "What a null slot returns: zero, or copy, which is the token itself times the gate.")
+    bias_rate: float = option(0.001, "Step u of the biases; 0 switches them off.")
+    gate_scale: float = option(1.0, "Factor c of all gates.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .observation import Observation, Routing, observe
 from .options import check_decay, check_experts, is_whole, require, whole_fanout
 from .pools import form_pools
@@ -50,20 +51,19 @@ class QuantileBalancing(Rule):
     histogram.
     """
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Routed experts of one token.
-    experts_per_token: int = 1
-    # Values that prices are subtracted from: scores, or gates, their sigmoid.
-    over: Over = "scores"
-    # Decay of the running mean of prices; 0 uses the last step's.
-    decay: float = 0.0
-    # Tokens over which quantiles are taken: all ranks' micro-batches together, or each micro-batch, then averaged.
-    pool: PricePool = "global"
-    # Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.
-    estimator: PriceEstimator = "exact"
-    # Bins of each expert's histogram.
-    bins: int = 1000
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: int = option(1, "Routed experts of one token.")
+    over: Over = option("scores", "Values that prices are subtracted from: scores, or gates, their sigmoid.")
+    decay: float = option(0.0, "Decay of the running mean of prices; 0 uses the last step's.")
+    pool: PricePool = option(
+        "global",
+        "Tokens over which quantiles are taken: all ranks' micro-batches together, or each micro-batch, then averaged.",
+    )
+    estimator: PriceEstimator = option(
+        "exact",
+        "Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.",
+    )
+    bins: int = option(1000, "Bins of each expert's histogram.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, require
 from .rule import Rule, Scope, Window
@@ -35,16 +36,11 @@ class ReLU(Rule):
     published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests exactly at the target.
     """
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Mean fanout that λ steers towards.
-    experts_per_token: float = 1.0
-    # Initial value of λ, the strength of the L1 loss.
-    l1_start: float = 1e-8
-    # Step α of λ: one optimizer step multiplies or divides λ by 1 + α.
-    l1_rate: float = 0.2
-    # Weight each expert's part of the L1 loss by its load, which balances loads.
-    l1_balanced: bool = True
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(1.0, "Mean fanout that λ steers towards.")
+    l1_start: float = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
+    l1_rate: float = option(0.2, "Step α of λ: one optimizer step multiplies or divides λ by 1 + α.")
+    l1_balanced: bool = option(True, "Weight each expert's part of the L1 loss by its load, which balances loads.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

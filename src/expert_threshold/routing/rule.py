@@ -25,8 +25,8 @@ class Rule(ABC):
     """Turns scores into an assignment and gates: a frozen dataclass with the methods `init`, `route` and `update`.
 
     A subclass has the fields num_experts and experts_per_token, the target mean fanout. Its fields become options of
-    the commands, with the comment above each as help, and of config.json. All methods are pure. With training=False a
-    rule is causal: a token's routing depends on nothing after it.
+    the commands, with the text of `option(default, text)` as help, and of config.json. All methods are pure. With
+    training=False a rule is causal: a token's routing depends on nothing after it.
 
     The other methods describe the rule to the rest of the package. Their defaults are safe for every rule: without an
     answer the caller takes a slower, general path or omits the feature.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import option
 from .balance import auxiliary_loss, move_bias, over_ranks
 from .gates import Gate, gates_of, shares_of
 from .observation import Observation, Routing, observe
@@ -43,22 +44,21 @@ class BiasState(NamedTuple):
 class TokenChoice(Rule):
     """A fixed fanout per token; load is balanced by a loss, by biases or not at all."""
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Routed experts of one token.
-    experts_per_token: int = 1
-    # Load balancing: aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks';
-    # loss_free and loss_free_proportional select by score + bias.
-    balance: Balance = "none"
-    # Strength α of the auxiliary losses.
-    aux_strength: float = 0.001
-    # Step u of the loss-free biases.
-    bias_rate: float = 0.005
-    # Gate of an expert's output: sigmoid; softmax, over all experts; softmax_chosen, over the chosen ones;
-    # sigmoid_normalised, sigmoids divided by their sum over the chosen ones.
-    gate: Gate = "sigmoid"
-    # Factor applied to all gates.
-    gate_scale: float = 1.0
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: int = option(1, "Routed experts of one token.")
+    balance: Balance = option(
+        "none",
+        "Load balancing: aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks'; "
+        "loss_free and loss_free_proportional select by score + bias.",
+    )
+    aux_strength: float = option(0.001, "Strength α of the auxiliary losses.")
+    bias_rate: float = option(0.005, "Step u of the loss-free biases.")
+    gate: Gate = option(
+        "sigmoid",
+        "Gate of an expert's output: sigmoid; softmax, over all experts; softmax_chosen, over the chosen ones; "
+        "sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
+    )
+    gate_scale: float = option(1.0, "Factor applied to all gates.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..option import option
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, require
 from .rule import Rule, Scope, Window
@@ -40,18 +41,15 @@ class TopP(Rule):
     Both papers' losses and score normalisations are left out; nothing balances load.
     """
 
-    # Routed experts in a layer.
-    num_experts: int = 16
-    # Mean fanout that the controller aims at; without a controller p alone decides.
-    experts_per_token: float = 1.0
-    # Total softmax share of a token's experts; with a controller, its initial value.
-    p: float = 0.4
-    # Adjust p so that the mean fanout meets experts_per_token.
-    controller: bool = False
-    # Proportional gain u_P of the controller, multiplied with the change of the error.
-    p_gain: float = 0.1
-    # Integral gain u_I of the controller, multiplied with the error.
-    p_rate: float = 0.02
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(
+        1.0,
+        "Mean fanout that the controller aims at; without a controller p alone decides.",
+    )
+    p: float = option(0.4, "Total softmax share of a token's experts; with a controller, its initial value.")
+    controller: bool = option(False, "Adjust p so that the mean fanout meets experts_per_token.")
+    p_gain: float = option(0.1, "Proportional gain u_P of the controller, multiplied with the change of the error.")
+    p_rate: float = option(0.02, "Integral gain u_I of the controller, multiplied with the error.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
