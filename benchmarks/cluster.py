@@ -35,7 +35,7 @@ class Cluster(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """What one GPU does by itself."""
+    """The peak rates of one GPU."""
 
     tokens_per_second: float  # forward and backward, at even load
     optimizer_seconds: float  # a whole step of the optimizer, all matrices

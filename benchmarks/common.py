@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved timing, the machine's name, the compute dtype."""
+"""Helpers of all benchmarks: interleaved timing, the machine's name, the compute dtype."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def time_interleaved(
 
 
 def _seconds(call: Callable[[], object], on: torch.device) -> float:
-    """Of one call; on CUDA by the device's clock, from an idle device to the end of all that was started."""
+    """Return the seconds of one call; on CUDA by the device's clock, from an idle device to the end of all its work."""
     if on.type != "cuda":
         start = time.perf_counter()
         call()

@@ -122,7 +122,7 @@ def train(arguments: argparse.Namespace, name: str, seed: int) -> Path:
 
 
 def read(out: Path) -> dict[str, float]:
-    """What one run came to. Loads are those after warmup."""
+    """The results of one run. Loads are those after warmup."""
     folder = RunFolder.open(out)
     validation = json.loads((out / "evaluation.json").read_text(encoding="utf-8"))["validation"]
     steps, warmup = folder.config["train"]["steps"], folder.config["model"]["rule"]["warmup_steps"]
@@ -150,7 +150,7 @@ def read(out: Path) -> dict[str, float]:
 
 @torch.no_grad()
 def lag_and_noise(arguments: argparse.Namespace, out: Path) -> list[dict[str, float]]:
-    """Of checkpoints along a run: medians over layers and experts, in standard deviations of the expert's scores."""
+    """Compare checkpoints of a run: medians over layers and experts, in standard deviations of the expert's scores."""
     folder = RunFolder.open(out)
     config, found = folder.config, []
     packed = pack(open_source(arguments.data), folder.tokenizer(), "train")

@@ -1,4 +1,4 @@
-"""What the compute dial, calibration and upcycling are worth, on small runs that this trains where they are missing.
+"""Measures the compute dial, calibration and upcycling on small runs, and trains those that are missing.
 
     python benchmarks/dial.py --runs FOLDER --out FOLDER [--seed 0] [--parts dial,pools,upcycle] [--names et,batch]
 

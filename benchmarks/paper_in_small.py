@@ -89,7 +89,7 @@ def read(out: Path) -> dict[str, Any]:
 
 
 def records_tokens(folder: RunFolder) -> int:
-    """In an optimizer step."""
+    """The tokens of one optimizer step."""
     options = folder.config["train"]
     tokens: int = options["batch_size"] * options["accumulation"] * folder.config["model"]["context"]
     return tokens
@@ -118,7 +118,7 @@ def paired(values: list[float]) -> dict[str, float | None]:
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """What the paper says of two recipes, and what their runs under the same seeds say."""
+    """A difference of two recipes: the paper's, and that of runs here under the same seeds."""
     last = {name: [run["loss"] for run in found] for name, found in runs.items()}
     return {
         what: {"paper": paper, "ours": paired([b - a for a, b in zip(last[first], last[second], strict=True)])}

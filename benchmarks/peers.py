@@ -92,7 +92,7 @@ def kept_for_backward(entry: Entry) -> int:
 
 
 def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """How far the worst row (a token, an expert) is off, over the root mean square of rows' norms; NaN is infinite."""
+    """Return the largest error of a row over the root mean square of the rows' norms; NaN is infinite."""
     worst = 0.0
     for name, exact in expected.items():
         if name in found:
@@ -204,7 +204,7 @@ def rates(row: Row, seconds: tuple[float, float], times: dict[str, tuple[float, 
 
 
 def compare(rows: list[Row]) -> None:
-    """To the better of the dense ones, in each measure by itself, and to the one in plain PyTorch."""
+    """Return ratios to the better dense contestant, measure by measure, and to the one in plain PyTorch."""
     dense = [row for row in rows if row["contestant"].startswith("dense")]
     plain = next((row for row in dense if row["contestant"] == "dense"), None)
     for row in rows if dense else []:
@@ -290,7 +290,7 @@ def chosen_cases(arguments: argparse.Namespace, cuda: bool) -> list[tuple[Shape,
 
 
 def append(folder: Path, rows: list[Row], *, first: bool) -> None:
-    """As they come, so that a run that is cut off leaves what it had."""
+    """Write records as they come, so that an interrupted run keeps its results."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "results.jsonl").open("w" if first else "a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -104,7 +104,7 @@ class Case:
         return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
 
     def _reference(self, gates: Tensor, dense_gates: Callable[[Tensor], Tensor], assignment: Tensor) -> Outcome:
-        """By definition, in float32."""
+        """Computes the definition in float32."""
         x, gates = (t.detach().float().requires_grad_() for t in (self.x, gates))
         experts = as_float32(self.weights).requires_grad_(self.shape.experts <= ALL_GRADIENTS)
         leaves = {"x": x, "gates": gates}
@@ -338,7 +338,7 @@ def require_gpu(case: Case, capability: tuple[int, int] = (7, 0), name: str = "a
 
 
 def transformers_backends() -> list[str]:
-    """Those that transformers has registered; 'grouped_mm' alone, to be named as not installed, where it is not."""
+    """Return transformers' registered backends; without transformers 'grouped_mm' alone, to be listed as missing."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError:
@@ -347,7 +347,7 @@ def transformers_backends() -> list[str]:
 
 
 def contestants() -> dict[str, Callable[[Case], Entry]]:
-    """By name, in the order of tables."""
+    """Return the contestants by name, in the order of the tables."""
     return {
         "dense": dense(PlainFeedForward),
         "dense (ours)": dense(FeedForward),
@@ -379,7 +379,7 @@ UNTRIED = {
 
 
 def version(name: str) -> dict[str, Any]:
-    """Of the package that a contestant is from, if it is another's."""
+    """Return the version of the contestant's package, nothing for our own."""
     package = {"sonicmoe": "sonic-moe"}.get(name, name.split(" ")[0])
     if package in ("dense", "plain", "ours"):
         return {}

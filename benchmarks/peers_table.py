@@ -99,7 +99,7 @@ def _fastest(rows: list[Row]) -> list[str]:
 
 
 def _cost_per_token(rows: list[Row]) -> list[str]:
-    """Of shapes that differ in the number of experts alone: active width and tokens per expert are the same.
+    """Compare shapes that differ only in the number of experts; active width and tokens per expert are equal.
 
     Ratios are of times over those of the product beside the case.
     """
@@ -128,7 +128,7 @@ def _cost_per_token(rows: list[Row]) -> list[str]:
 
 
 def _left_out(rows: list[Row]) -> list[str]:
-    """What each one computed, what is wrong, and what could not run and why."""
+    """List what each contestant computed, the errors found, and what could not run, with the reason."""
     lines = ["## What was compared", ""]
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     for name in names:

@@ -1,4 +1,4 @@
-"""What many ranks cost: bytes sent, time on this machine, and a model of a step on 8 to 4096 GPUs.
+"""Measures the cost of many ranks: bytes sent, time on this machine, and a model of a step on 8 to 4096 GPUs.
 
     python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--json]
     python benchmarks/scaling.py measure [--ranks 1 2 4] [--json]
@@ -199,7 +199,7 @@ def count_rows(model: GPT, ranks: int, rank: int) -> list[int]:
 
 
 def on_ranks(ranks: int, preset: str, layout: str, batch_sizes: Sequence[int], dtype: str, steps: int) -> list[Row]:
-    """What the first of so many processes of `rank_main` prints, for each batch."""
+    """Run `rank_main` on that many processes; return what the first one prints for each batch."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -286,7 +286,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def recorded(run: Path) -> Loads:
-    """Of the last line of training in a run's metrics. Raises SystemExit if it has no experts."""
+    """Return the last training record of a run's metrics. Raises SystemExit if it has no experts."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     last = [line for line in lines if line["split"] == "train"][-1]
     if not last["layers"]:

@@ -20,7 +20,7 @@ KINDS = {
 
 
 def draw(results: Path, to: Path) -> None:
-    """Of bytes.jsonl and model.jsonl in the folder `results`."""
+    """Draw bytes.jsonl and model.jsonl of the folder `results`."""
     counted, modelled = (_read(results / name) for name in ("bytes.jsonl", "model.jsonl"))
     modelled = [row for row in modelled if row["preset"] == modelled[0]["preset"]]
     with style():

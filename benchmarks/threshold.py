@@ -1,4 +1,4 @@
-"""What expert threshold adds to a step, beside one in which every layer's assignment is given.
+"""Measures the time that expert threshold adds to a step over one whose assignments are given.
 
     python benchmarks/threshold.py [--preset quickstart] [--device cuda] [--json]
 

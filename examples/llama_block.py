@@ -10,7 +10,7 @@ from expert_threshold import ExpertThreshold, MoE, follow
 
 
 class FeedForward(nn.Module):
-    """What a Llama block calls: hidden states (batch, time, d_model) in, the same out."""
+    """The feed-forward of a Llama block: maps hidden states (batch, time, d_model) to the same shape."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

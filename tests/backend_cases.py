@@ -1,4 +1,4 @@
-"""What a backend is given in tests, and what comes of it."""
+"""Inputs for the tests of backends, and their outputs and gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RoutedSum = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
 
 
 class Case(NamedTuple):
-    """What a backend is given, and the upstream gradient of its output."""
+    """A backend's arguments, and the upstream gradient of its output."""
 
     x: Tensor
     gates: Tensor

@@ -105,7 +105,7 @@ class Page:
         raise AssertionError(f"{condition} never came true")
 
     def click(self, selector: str) -> None:
-        """As a mouse does, where the first element of a CSS selector is."""
+        """Click on the first element of a CSS selector, as a mouse does."""
         x, y = self.place(selector)
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

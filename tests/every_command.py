@@ -71,7 +71,7 @@ def state_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def rule_options_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Of the run that `et train` would make of these options."""
+    """Return the configuration of the run that `et train` would make of these options."""
     return asdict(resolve_run(given).model.rule)  # type: ignore[call-overload, no-any-return]
 
 
@@ -117,7 +117,7 @@ def resume() -> None:
 
 
 def begin_from() -> None:
-    """What the rule scales is scaled anew, what was learned is kept."""
+    """Rescales the rule's constants and keeps what was learned."""
     told = et(f"train --init-from {RUN} --steps 2 {LOOP} --data {CORPUS} --p-start 0.9 --out {FOLDER / 'next'}")
     assert "its p too" in told, told
     assert rule_of(FOLDER / "next")["experts_per_token"] == 1.5

@@ -28,7 +28,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def small_model(rule: Rule | None = RULES["expert_threshold"], *, seed: int = 0, **changes: Any) -> GPT:
-    """In evaluation mode. changes: options of GPTConfig."""
+    """Return a small model in evaluation mode. changes: options of GPTConfig."""
     torch.manual_seed(seed)
     sizes = {"context": 64, "layers": 3, "d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 16}
     model = GPT(GPTConfig(**({"vocab_size": 270, "d_feed_forward": 64, "rule": rule} | sizes | changes)))

@@ -27,7 +27,7 @@ def et(*arguments: object) -> int:
 
 
 def forget(model: GPT) -> GPT:
-    """As if it had been trained without running means."""
+    """Reset the states, as if the run had been trained without running means."""
     for _, moe in model.moe_layers():
         moe.router.reset_state()
     return model

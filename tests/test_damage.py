@@ -68,7 +68,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True)
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a report reads is read, but nothing drawn, which would take most of the time."""
+    """Read what a report reads, but draw nothing, which would take most of the time."""
     monkeypatch.setattr(full_run, "write_report", read_run)
 
 
@@ -77,7 +77,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def assert_told(run: Path, copy: Path, name: str, data: bytes | None, command: str) -> None:
-    """With `data` as the file of that name the command works, or is refused in one line and changes nothing."""
+    """Assert that with `data` as that file the command works, or fails with one line and changes nothing."""
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(run, copy)
     (copy / name).unlink()
@@ -110,7 +110,7 @@ def places(value: Any) -> Iterator[tuple[str | int, ...]]:
 
 
 def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
-    """With another value at that path, or with none there where `new` is `...`."""
+    """Return the record with another value at that path, or without it if `new` is `...`."""
     place = value
     for key in path[:-1]:
         place = place[key]

@@ -211,7 +211,7 @@ class Reader:
                 raise AssertionError(f"no way to run {shlex.join(words)}; say in the page why it is not run")
 
     def serve(self, app: Any, sockets: Any) -> None:
-        """In place of the server that runs until it is interrupted; the one before it has ended."""
+        """Stands in for a server that runs until it is interrupted, after ending the one before it."""
         from served import Running
 
         self.close()

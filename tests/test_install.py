@@ -1,4 +1,4 @@
-"""What a user is told to type suits the installation that tells it."""
+"""Commands suggested to the user suit the installation."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few random numbers as will do."""
+    """Draw as few random numbers as possible."""
     for module, name, value in (
         (page, "DPI", 20),
         (load, "STEPS", 2),

@@ -1,4 +1,4 @@
-"""What every figure keeps to, whatever it shows: type that can be read, keys that name what is drawn, true colours."""
+"""Properties of every figure: legible type, legends that name what is drawn, true colours."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def train_of(layers: int) -> list[dict[str, Any]]:
 
 
 def every_figure() -> Iterator[tuple[str, Figure, float]]:
-    """With one, two and twelve layers, with one and with eight methods, narrow and wide."""
+    """Tried with one, two and twelve layers, one and eight methods, narrow and wide."""
     narrow, wide = WIDTHS
     for methods, layers, width in ((1, 1, narrow), (8, 2, narrow), (8, 2, wide), (1, 12, narrow)):
         for name in DRAWN:
@@ -208,7 +208,7 @@ def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
 
 
 def test_every_line_in_the_key_of_the_bounds_on_leakage_is_in_sight() -> None:
-    """With four experts and one for each token N·log₂ N lay above the axes."""
+    """The line N·log₂ N lay above the axes with four experts and one per token."""
     for expansion in (2, 4, 16):
         closed = closed_form(MoELayers(expansion, 1, 2))
         figure = DRAW["leakage_bounds"]({**closed, "finite": {str(k): v for k, v in closed["finite"].items()}})

@@ -137,7 +137,7 @@ def test_the_papers_comparison_with_equality_would_fail_at_the_lower_end() -> No
 
 @pytest.mark.parametrize(("tokens", "k"), [(n, k) for n in range(1, 5) for k in range(n + 1)])
 def test_no_causal_decoder_does_with_less_advice_than_the_number_of_choices(tokens: int, k: int) -> None:
-    """With the 2ᴺ − 1 scores that binary search can ask for."""
+    """Tries the 2ᴺ − 1 scores that a binary search can ask for."""
     assert least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
 
 

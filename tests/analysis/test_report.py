@@ -89,7 +89,7 @@ def run(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 class Page(HTMLParser):
-    """What is on a page; asserts that every element is closed where it should be."""
+    """Collects the content of a page; asserts that every element is closed where it should be."""
 
     VOID = frozenset({"meta", "link"})
 
@@ -129,7 +129,7 @@ class Report(NamedTuple):
 
 @pytest.fixture(scope="module")
 def report(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Of the run by expert threshold."""
+    """The report of the expert-threshold run."""
     folder = shutil.copytree(runs / "expert_threshold", tmp_path_factory.mktemp("report") / "run")
     html = write_report(RunFolder.open(folder)).read_text(encoding="utf-8")
     return Report(html, Page(html))

@@ -1,4 +1,4 @@
-"""What figures are computed from: values worked by hand, brute force, and laws that must come out of random numbers."""
+"""Studies behind the figures, against values worked by hand, brute force, and laws that random numbers obey."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_tokens_for_a_loss_lie_on_the_line_between_two_validations() -> None
 
 
 def test_the_spread_of_the_kth_score_of_independent_tokens_follows_the_law() -> None:
-    """Of normal scores, whose density at the cutoff is known."""
+    """Uses normal scores, whose density at the cutoff is known."""
     scores = torch.randn(16384, 8, generator=torch.Generator().manual_seed(0))
     sizes = [128, 512, 2048]
     by_token, by_text, law = (np.sqrt((part**2).mean(1)) for part in _spreads(scores, sizes, 1 / 8, 64))

@@ -1,4 +1,4 @@
-"""What is held out of a source to measure models on."""
+"""Held-out documents of a source, on which models are measured."""
 
 from __future__ import annotations
 

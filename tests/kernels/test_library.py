@@ -1,4 +1,4 @@
-"""How kernels are built, and what happens where they cannot be."""
+"""The build of the kernels, and what happens if it fails."""
 
 from __future__ import annotations
 

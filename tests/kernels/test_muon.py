@@ -20,7 +20,7 @@ SHAPES = [(64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544
 
 
 def moved(dtype: torch.dtype, threads: int = 1, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
-    """Where three steps take the parameters, and their momenta."""
+    """Return the parameters and their momenta after three steps."""
     torch.manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
     muon = Muon(parameters, 0.02, 0.9, ns_dtype=dtype)

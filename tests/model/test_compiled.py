@@ -51,7 +51,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def losses_and_gradients(model: GPT, forward: Any, steps: int = 3) -> dict[str, Tensor]:
-    """Of some steps, over the end of a warmup, in which only rules move."""
+    """Run some steps, past the end of a warmup, in which only the rules' states change."""
     found = {}
     for step in range(steps):
         model.zero_grad()

@@ -136,7 +136,7 @@ def test_extreme_logits_stay_finite(scale: float, softcap: float | None) -> None
 def test_logits_at_one_end_of_the_cap_have_their_losses_and_gradients(
     shift: float, softcap: float, dtype: torch.dtype
 ) -> None:
-    """By PyTorch's operations: kernels take no vocabulary of 300."""
+    """Uses PyTorch's operations: the kernels take no vocabulary of 300."""
     require_the_definition(softcap, shift, dtype, 300, rounded_logits=True)
 
 

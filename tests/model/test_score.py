@@ -25,7 +25,7 @@ def model() -> GPT:
 
 
 def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
-    """Of one to four sequences that begin alike, for as long as chance has it; half of the ends are the likeliest."""
+    """Draw one to four sequences with a common prefix of random length; half of the continuations are the likeliest."""
     chance = random.Random(0)
     groups = []
     for _ in range(count):

@@ -80,7 +80,7 @@ def test_a_trace_is_what_the_model_did(name: str, tmp_path: Path) -> None:
 
 
 def test_a_long_stream_is_written_in_pieces_that_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is held in memory is one piece."""
+    """Memory holds one piece at a time."""
     model, rows = model_of(RULES["expert_threshold"]), windows(9)
     whole = record_trace(model, rows, tmp_path / "whole")
     monkeypatch.setattr(trace, "ROWS", 3 * CONTEXT)

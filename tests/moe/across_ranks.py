@@ -76,7 +76,7 @@ def as_one_process(found: dict[str, Tensor], layer: nn.Module, group: dist.Proce
 
 
 def forward(layer: MoE, x: Tensor, assignment: Tensor | None) -> Tensor:
-    """Of x (tokens, d_model), by the layer's rule or by a forced assignment."""
+    """Run the layer on x (tokens, d_model), by its rule or by a forced assignment."""
     if assignment is None:
         return layer(x[:, None])[0][:, 0]
     routing = layer.router(x[:, None])
@@ -127,7 +127,7 @@ def check_any_assignment(rank: int, ranks: int, group: dist.ProcessGroup) -> Non
 
 
 def check_rules(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
-    """In training with a pool over all ranks, and in inference, a layer decides and computes as one process does."""
+    """A layer routes and computes as one process does: in training with a pool over all ranks, and in inference."""
     rules: list[Rule] = [
         ExpertThreshold(EXPERTS, 1, warmup_steps=0, capacity_slack=0.5),
         ExpertChoice(EXPERTS, 2, pool="global"),
@@ -166,7 +166,7 @@ def check_other_dtypes(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 
 
 def check_nan(rank: int, group: dist.ProcessGroup) -> None:
-    """What stands in rows and gates that no expert reads reaches nothing; what is read reaches its own rows alone."""
+    """Rows and gates that no expert reads reach nothing; those that are read reach their own rows alone."""
     split = new_layer(ExpertChoice(EXPERTS, 2, pool="batch"), shared_experts=0)
     shard_experts(split, group, micro_batch=(8, 1))
     x = torch.randn(8, D_MODEL, generator=torch.Generator().manual_seed(rank))
@@ -231,7 +231,7 @@ def check_refusals(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 
 
 def check_communication(rank: int, group: dist.ProcessGroup) -> None:
-    """In inference a router communicates nothing, for all rules; the layer counts and rows, there and back, once."""
+    """In inference no rule's router communicates; the layer exchanges counts once and rows once each way."""
     rules: list[Rule] = [
         ExpertThreshold(EXPERTS, 1),
         ExpertChoice(EXPERTS, 1, pool="global"),

@@ -1,4 +1,4 @@
-"""What tests of the layer share."""
+"""Fixtures for the tests of the layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def fresh_memory_is_nan() -> Iterator[None]:
-    """What torch.empty and its like return holds NaN."""
+    """Fill with NaN what torch.empty and its like return."""
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()

@@ -63,7 +63,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, rows
 
 
 def state(model: Model) -> list[Tensor]:
-    """Of the rules."""
+    """Return the states of the rules."""
     return [value for layer in model.layers for value in layer.moe.router.state]
 
 
@@ -120,7 +120,7 @@ def check(name: str, wrap: Callable[..., nn.Module], rank: int, ranks: int, grou
 
 
 def check_not_finite(rank: int) -> None:
-    """What one rank saw stops the rules of all."""
+    """An observation of one rank that is not finite stops the rules of all."""
     model = Model(*RULES["expert_threshold"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follow(model, optimizer)

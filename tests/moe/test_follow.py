@@ -164,7 +164,7 @@ def test_backward_adds_the_losses_of_all_layers_by_itself(
 
 
 def test_adding_the_losses_by_hand_too_changes_no_gradient() -> None:
-    """As a loop may that was written for an earlier version."""
+    """Written like a loop for an earlier version."""
     rule, z_loss = WITH_LOSSES[0]
     one, other = Foreign(rule, z_loss=z_loss), Foreign(rule, z_loss=z_loss)
     followers = [follow(model, torch.optim.SGD(model.parameters(), 0.1)) for model in (one, other)]
@@ -175,7 +175,7 @@ def test_adding_the_losses_by_hand_too_changes_no_gradient() -> None:
 
 
 def test_a_model_that_adds_routing_losses_itself_has_them_once() -> None:
-    """As GPT does."""
+    """Returns its observations as GPT does."""
     models = []
     for followed in (True, False):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What static buffers rest on: bounds that hold, and rows that are enough, too many, too few."""
+"""Static buffers: bounds that hold, and enough, too many and too few rows."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_no_bit_depends_on_the_size_of_tiles_which_is_tuned(monkeypatch: pytest.
 @needs_a_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_among_others(dtype: torch.dtype) -> None:
-    """In its output and in the gradients that are its own."""
+    """Compares its output and its own gradients."""
     given = on_device(with_exact_sums(case(random(24, EXPERTS), dtype=dtype, d_model=20, d_expert=37)))
     together = outputs_and_gradients(padded, given)
     for token in (0, 23):

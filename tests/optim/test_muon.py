@@ -209,7 +209,7 @@ Factory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
-    """Where an optimizer takes two matrices while a scheduler of torch's moves its learning rate."""
+    """Return two matrices after steps during which a scheduler of torch changes the learning rate."""
     named = parameters([(16, 6), (6, 16)])
     optimizer = make(list(named.values()))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps)

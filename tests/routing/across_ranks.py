@@ -108,7 +108,7 @@ def check_too_few_tokens(rank: int, group: dist.ProcessGroup) -> None:
 
 
 def check_bytes(rule: Rule, group: dist.ProcessGroup) -> None:
-    """What a rule sends does not grow with the tokens."""
+    """The bytes that a rule sends do not grow with the tokens."""
 
     def sent(tokens: int) -> tuple[list[str], int]:
         with Collectives() as collectives:

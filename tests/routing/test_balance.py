@@ -13,7 +13,7 @@ from expert_threshold.routing.token_choice import BiasState
 
 
 def observed(load: list[int]) -> Observation:
-    """Of a batch in which that many tokens chose each expert, one expert a token."""
+    """Build a batch in which that many tokens chose each expert, one expert per token."""
     chosen = torch.repeat_interleave(torch.arange(len(load)), torch.tensor(load))
     assignment = torch.nn.functional.one_hot(chosen, len(load)).bool()[None]
     return observe(torch.zeros(assignment.shape), assignment, target=sum(load) / len(load))

@@ -191,7 +191,7 @@ def test_inference_is_a_strict_comparison_with_the_cutoff(rule: Rule) -> None:
 
 
 def is_causal(rule: Rule, state: Any, *, training: bool) -> bool:
-    """Whether new scores after a position leave everything up to it as it was."""
+    """Return True if new scores after a position leave everything up to it unchanged."""
     scores = make_scores()
     before = rule.route(scores, state, training=training).assignment
     for position in (1, TIME // 2, TIME - 1):

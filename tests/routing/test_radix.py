@@ -31,7 +31,7 @@ ODD = [0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-40, float("inf"), -float("inf"), 
 
 
 def select(scores: Tensor, ks: list[int], tile: int = 64, tokens_per_copy: int = 16) -> tuple[Tensor, Tensor]:
-    """With tiles and copies so small that a few tokens fill several of them."""
+    """Use tiles and copies so small that a few tokens fill several of them."""
     with mock.patch.multiple(radix, TILE=tile, TOKENS_PER_COPY=tokens_per_copy):
         score, last = radix.select(scores.to(DEVICE), ks)
     return score.cpu(), last.cpu()

@@ -22,7 +22,7 @@ def make_scores(seed: int = 0) -> Tensor:
 
 
 def published_l1(probs: Tensor, topk: float, coefficient: float) -> Tensor:
-    """As thu-ml/ReMoE computes it on one rank: switch_load_balancing_loss_func of ReLU's outputs."""
+    """The computation of thu-ml/ReMoE on one rank: switch_load_balancing_loss_func of ReLU's outputs."""
     tokens, experts = probs.shape
     tokens_per_expert = (probs > 0).sum(dim=0)
     return (probs.sum(dim=0) * tokens_per_expert).sum() * (experts * coefficient / (tokens * tokens * topk))

@@ -320,7 +320,7 @@ def test_the_checkpoint_just_saved_is_kept_though_others_have_later_steps(run: R
 
 
 def move_and_link(path: Path, disk: Path) -> Path:
-    """Where `path` is now."""
+    """Return the place of `path` after the move."""
     disk.mkdir(exist_ok=True)
     moved = disk / path.name
     path.rename(moved)

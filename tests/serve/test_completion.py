@@ -1,4 +1,4 @@
-"""What /v1/completions understands, and what it refuses."""
+"""Requests that /v1/completions understands and those that it refuses."""
 
 from __future__ import annotations
 

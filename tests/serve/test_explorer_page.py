@@ -60,7 +60,7 @@ def page(tab: Page, server: Served) -> Iterator[Page]:
 
 
 def text_of(page: Page, panel: int = 1) -> str:
-    """What the tokens of a panel say, but for the one that opens the text."""
+    """Return the text of a panel's tokens, without the one that opens the text."""
     told = f"{TOKENS.format(panel)}.slice(1).map((token) => token.textContent.replaceAll('↵', '')).join('')"
     return str(page.run(told))
 

@@ -95,7 +95,7 @@ def complete(server: Served, **fields: Any) -> Answer:
 
 
 def events(answer: Answer) -> list[Any]:
-    """Of a stream, each read as JSON but for the last."""
+    """Return the events of a stream, parsed as JSON except the last."""
     *events, last, rest = answer.text.split("\n\n")
     assert (last, rest) == ("data: [DONE]", "")
     return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -179,7 +179,7 @@ def test_a_stop_string_ends_a_text_and_is_not_in_it(client: Any, model: GPT, tok
 
 
 def test_an_echoed_prompt_has_the_model_s_logprobs(client: Any, model: GPT, tokenizer: Tokenizer) -> None:
-    """As lm-evaluation-harness asks: nothing, or one token, to write."""
+    """Asks like lm-evaluation-harness, for no token or for one."""
     ids = [tokenizer.bos, *tokenizer.encode(PROMPT)]
     with torch.no_grad():
         expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -424,7 +424,7 @@ def begin(server: Served, data: bytes) -> socket.socket:
 
 
 def rest(begun: socket.socket) -> bytes:
-    """What comes until the server closes, for which there is no other end."""
+    """Return everything until the server closes the connection."""
     text = b""
     with begun:
         try:

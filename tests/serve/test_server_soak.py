@@ -126,7 +126,7 @@ def report(title: str, server: Process, before: float) -> None:
 
 
 def test_requests_of_schemathesis_meet_no_5xx_and_no_growth(server: Process, tmp_path: Path) -> None:
-    """By the document that the server gives of itself: valid and invalid ones, on every operation."""
+    """Sends valid and invalid requests to every operation of the server's OpenAPI document."""
     pytest.importorskip("schemathesis", reason="schemathesis is not installed: pip install -e '.[soak]'")
     before, count = server.megabytes(), sum(server.statuses().values())
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

@@ -62,7 +62,7 @@ def test_several_ranks_are_refused(compiler: None) -> None:
 
 def test_a_compiled_model_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    arguments = ["train", "tiny", "--steps", "2", "--eval-tokens", "256", "--sample-every", "9"]
+    arguments = ["train", "tiny", "--steps", "2", "--eval-tokens", "256", "--sample-every", "9", "--vocab-size", "300"]
     assert main([*arguments, "--compile", "on", "--out", str(tmp_path / "run")]) == 0
     assert RunFolder.open(tmp_path / "run").config["compiled"]
 
@@ -82,8 +82,8 @@ def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     compilation.failure.cache_clear()
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_more_models_than_torch_keeps_graphs_of_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     tokens = torch.zeros(1, 4, dtype=torch.long)
     models = [GPT(GPTConfig(32, 4, layers, 8, 1, 1, 8, 8, rule=None)) for layers in range(1, 5)]

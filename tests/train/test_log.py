@@ -1,4 +1,4 @@
-"""What a run says while it trains."""
+"""The lines that a run prints while it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a run may be follows from how fast this machine is."""
+"""The length of a run follows from the speed of the machine."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def assert_same_bytes(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 def gradients(state: TrainState) -> dict[str, Tensor]:
-    """Of the first step, which is not made."""
+    """Return the gradients of the first step, without making it."""
     found: dict[str, Tensor] = {}
 
     def keep(*_: object) -> None:
@@ -78,7 +78,7 @@ def gradients(state: TrainState) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("rule", [None, TokenChoice(4, 1)], ids=str)
 def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -> None:
-    """Of rules without pools; pools are formed within a micro-batch."""
+    """Covers rules without pools; pools are formed within a micro-batch."""
     large = gradients(make_state(rule, batch_size=4, accumulation=1))
     small = gradients(make_state(rule, batch_size=1, accumulation=4))
     assert large.keys() == small.keys()
@@ -293,7 +293,7 @@ def lines_every(rule: Rule | None, every: int, steps: int = 30) -> list[dict[str
 
 
 def mean_of(lines: list[dict[str, Any]]) -> dict[str, float]:
-    """Of every number but the steps, weighted by them."""
+    """Return the mean of every number except the steps, weighted by them."""
     total = sum(line["steps"] for line in lines)
     weighted = [(line["steps"] / total, flatten(line, "train")) for line in lines]
     return {name: sum(weight * values[name] for weight, values in weighted) for name in weighted[0][1]}

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-import torch._dynamo
 
 from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
@@ -41,6 +40,8 @@ def pick_compile(
 
 def compiled(model: GPT) -> Callable[..., Output]:
     """Returns the model's forward, compiled with its backward as one graph for batches of one shape."""
+    import torch._dynamo  # takes seconds, which a run that is not compiled saves
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     forward: Callable[..., Output] = torch.compile(model, fullgraph=True, dynamic=False)
     return forward

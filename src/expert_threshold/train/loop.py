@@ -32,7 +32,7 @@ from .timer import Timer
 
 
 class TrainResult(NamedTuple):
-    """Where a run stands. loss and bits_per_byte are those of its last validation, None before the first."""
+    """The progress of a run. loss and bits_per_byte are those of its last validation, None before the first."""
 
     step: int
     finished: bool  # False if a signal stopped it; there is a checkpoint of `step` then
