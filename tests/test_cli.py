@@ -47,9 +47,8 @@ from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, des
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
-from expert_threshold.option import option
 from expert_threshold.recipes import methods
-from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice
+from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import train_step
 from expert_threshold.train.budget import SHARE_OF_STEPS

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expert_threshold.option import option
-from expert_threshold.routing import Observation, Routing, Rule, Scope, Window, check_experts, observe
+from expert_threshold.routing import Observation, Routing, Rule, Scope, Window, check_experts, observe, option
 
 
 class MinPState(NamedTuple):

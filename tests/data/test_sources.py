@@ -96,6 +96,7 @@ def test_embedded_documents_are_sources_docstrings_and_topics(tmp_path: Path) ->
 
 def test_a_python_without_sources_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(embedded, "documents", embedded.documents.__wrapped__)  # type: ignore[attr-defined]
     assert_refused("embedded has no documents: this Python comes without the source", "embedded")
 
 

@@ -56,10 +56,11 @@ def _require_alone(path: Path, text: str) -> None:
 
 
 def _add(files: dict[str, str], name: str, text: str) -> None:
-    """Add a file, and those files of `routing` that it imports."""
+    """Add a file, and those that it imports: of `routing`, and `option.py` from the folder above."""
     if name in files:
         return
-    files[name] = text
+    files[name] = text = text.replace("from ..option import", "from .option import")
+    places = {"routing": ROUTING / "__init__.py", "option": ROUTING.parent / "option.py"}
     for needed in SIBLING.findall(text):
-        source = ROUTING / ("__init__.py" if needed == "routing" else f"{needed}.py")
+        source = places.get(needed, ROUTING / f"{needed}.py")
         _add(files, f"{needed}.py", source.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """Routing rules: pure functions of a score matrix."""
 
+from ..option import option
 from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
@@ -47,6 +48,7 @@ __all__ = [
     "dial",
     "kth_largest",
     "observe",
+    "option",
     "option_names",
     "register_rule",
     "rule_from_dict",
