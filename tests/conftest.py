@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -24,6 +27,41 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 
 # What the user has downloaded is not for tests.
 os.environ["EXPERT_THRESHOLD_CACHE"] = os.devnull
+
+
+def pytest_collection_finish() -> None:
+    """Spare every later collection of garbage, of which a run makes two, the objects of torch and of pytest."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extension modules report what is never collected
+
+
+@pytest.fixture(scope="session", autouse=True)
+def read_once() -> Iterator[None]:
+    """Read the embedded corpus, which takes seconds, once."""
+    from expert_threshold.data import embedded
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedded, "documents", functools.cache(embedded.documents))
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def undrawn(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
+    """Leave figures out of pages, where they take longer than a short run does; the tests of the analysis draw them."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "analysis" not in request.path.parts:
+            patch.setattr("expert_threshold.analysis.page._figure", lambda *_: "")
+        yield patch
+
+
+@pytest.fixture
+def drawn(undrawn: pytest.MonkeyPatch) -> None:
+    """Draw figures in this test, and in those after it in its module."""
+    undrawn.undo()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -14,30 +13,23 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from processes import Python
+
 
 def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
     """Run `python script RANK RANKS RENDEZVOUS_FILE` for every rank; each has to exit with 0. folder: an empty one."""
-    command = [sys.executable, "-W", "error", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), str(folder / "rendezvous")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+    rendezvous = folder / "rendezvous"
+    processes = [Python(script, str(rank), str(ranks), rendezvous, strict=True) for rank in range(ranks)]
     try:
-        errors = [process.communicate(timeout=240)[1] for process in processes]
+        ends = [process.communicate() for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, "\n".join(errors)
+    assert [code for code, _, _ in ends] == [0] * ranks, "\n".join(err for _, _, err in ends)
 
 
 def join() -> tuple[int, int, dist.ProcessGroup]:
-    """In such a script: this rank, how many there are, and the group of all."""
+    """Join the group of all ranks, in such a script; return the rank, the number of ranks and the group."""
     rank, ranks, rendezvous = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
     dist.init_process_group(

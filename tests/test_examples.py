@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 
 
 def run(name: str) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / name)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python(ROOT / "examples" / name, strict=True)
 
 
 def test_rules_alone_balance_loads_as_they_say() -> None:

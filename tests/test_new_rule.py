@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -11,6 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from processes import run_python
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_rule"
@@ -37,13 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(site: Path, *arguments: str, cwd: Path) -> str:
     """Run Python with the example and this package importable."""
-    path = os.pathsep.join(map(str, (site, ROOT / "src", ROOT / "tests")))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=cwd, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_python(*arguments, cwd=cwd, path=[site])
 
 
 @pytest.mark.timeout(1200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
+from processes import run_python
 from small_run import RULES, small_model, small_tokenizer, write_run
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
@@ -143,7 +145,7 @@ def test_left_padding_changes_no_logits(folder: Path) -> None:
 
 @torch.no_grad()
 def test_a_folder_loads_alone_with_its_own_code(folder: Path, tmp_path: Path) -> None:
-    """In a process where the package cannot be imported."""
+    """Runs in a process where the package cannot be imported."""
     program = """
         import sys, torch
         sys.modules["expert_threshold"] = None
@@ -223,7 +225,7 @@ def test_no_dtype_of_the_weights_changes_the_rule_s_state(
 def test_a_folder_whose_counter_was_saved_as_a_number_is_read_as_a_counter(
     folder: Path, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """As earlier versions saved a model that was loaded in bfloat16."""
+    """Earlier versions saved a model that was loaded in bfloat16 so."""
     expected = routers(load(folder))
     shutil.copytree(folder, tmp_path / "saved")
     weights = load_file(folder / "model.safetensors")
@@ -241,7 +243,7 @@ def routers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def assert_same_routers(model: Any, expected: dict[str, torch.Tensor]) -> None:
-    """In values and dtypes, those that are expected."""
+    """Assert that values and dtypes are those expected."""
     found = routers(model)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype, name
@@ -264,39 +266,37 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 def test_every_block_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
-    """In order, in a fresh folder. Loading the tokenizer once asked whether to trust the folder's code, and stopped."""
+    """Runs them in order in a fresh folder. Loading the tokenizer once asked whether to trust the folder's code."""
     write_run(tmp_path / "runs/first", small_model())
     page = blocks((Path(__file__).parents[2] / "docs/huggingface.md").read_text())
     assert [kind for kind, _ in page] == ["shell", "python", "python", "shell"]
-    (tmp_path / "bin").mkdir()
-    et = tmp_path / "bin/et"
-    et.write_text(f'#!/bin/sh\nexec {sys.executable} -m expert_threshold "$@"\n')
-    et.chmod(0o755)
     # Blocks of Python that follow each other are one session.
     train, export = page[0][1].splitlines()
     assert train.endswith("--out runs/first")
-    run_alone(tmp_path, "sh", "-ec", export)
-    run_alone(tmp_path, sys.executable, "-c", page[1][1] + page[2][1])
-    run_alone(tmp_path, "sh", "-ec", page[3][1])
+    run_alone(tmp_path, *as_module(export))
+    run_alone(tmp_path, "-c", page[1][1] + page[2][1])
+    for line in page[3][1].splitlines():
+        run_alone(tmp_path, *as_module(line))
     assert (tmp_path / "runs/again/config.json").is_file()
 
 
 def test_the_model_card_s_example_runs_as_pasted(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / folder.name)
     [(_, example)] = blocks((folder / "README.md").read_text())
-    run_alone(tmp_path, sys.executable, "-c", example)
+    run_alone(tmp_path, "-c", example)
 
 
-def run_alone(folder: Path, *command: str) -> None:
-    """In that folder, where nobody answers questions and no network is."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    environment |= {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    environment |= {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
-    assert "[y/N]" not in done.stdout  # a question goes unanswered, and transformers then helps itself
+def as_module(line: str) -> list[str]:
+    """The arguments of Python that do what the line of one `et` command does."""
+    command, *arguments = shlex.split(line)
+    assert command == "et", line
+    return ["-m", "expert_threshold", *arguments]
+
+
+def run_alone(folder: Path, *arguments: str) -> None:
+    """Run Python in that folder, where nobody answers questions and no network is."""
+    told = run_python(*arguments, environment={"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}, cwd=folder)
+    assert "[y/N]" not in told  # a question goes unanswered, and transformers then helps itself
 
 
 def train(model: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> float:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -29,6 +26,7 @@ from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult, loop
 from expert_threshold.train.checks import require_pools_fit
 from expert_threshold.train.state import TrainState
+from processes import Python
 
 from .conftest import RULES, Start, tiny
 
@@ -58,7 +56,7 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """As if the run had been killed between `step`, which was saved, and the next checkpoint."""
+    """Leave the run as if killed between `step`, which was saved, and the next checkpoint."""
     for checkpoint in (folder / "checkpoints").iterdir():
         if int(checkpoint.name.removeprefix("step_")) > step:
             shutil.rmtree(checkpoint)
@@ -557,28 +555,18 @@ class Process:
 
     def __init__(self, path: Path, corpus: Path) -> None:
         arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict())]
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(SCRIPT), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert self.process.stdout is not None
+        self.process = Python("-c", textwrap.dedent(SCRIPT), *arguments)
         assert self.process.stdout.readline() == "waiting\n", self.process.communicate()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, and return once the run has said that it knows of it."""
-        assert self.process.stderr is not None
         self.process.send_signal(number)
         while "finishing this step and saving" not in (line := self.process.stderr.readline()):
             assert line, "the run ended"
 
     def end(self) -> tuple[int, str, str]:
         """Let it go on, and wait for its end."""
-        out, err = self.process.communicate("\n")
-        return self.process.returncode, out, err
+        return self.process.communicate("\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
@@ -614,8 +602,8 @@ def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp
     process = Process(tmp_path / "stopped", corpus)
     process.send(signal.SIGINT)
     process.process.send_signal(signal.SIGINT)
-    assert process.process.wait() != 0
-    _, out, _ = process.end()
+    code, out, _ = process.end()
+    assert code != 0
     assert out == ""
     run = RunFolder.open(tmp_path / "stopped")
     assert run.load_checkpoint().step == 10
