@@ -11,12 +11,21 @@ from expert_threshold import config, recipes
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.attention import norm, rotary
 from expert_threshold.moe.router import Router
-from expert_threshold.optim import RELEASE, OptimConfig, muon, newton_schulz
+from expert_threshold.optim import RELEASE, OptimConfig, newton_schulz, orthogonal
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice, by_cutoff, expert_threshold
 
 EXPERTS = {"num_experts": 16, "experts_per_token": 1}
-ADAMW = {"betas": (0.9, 0.95), "eps": 1e-10, "adamw_warmup_steps": 250}
+ADAMW = {"betas": (0.9, 0.95), "embed_betas": None, "head_betas": None, "eps": 1e-10, "adamw_warmup_steps": 250}
 MOMENTUM = {"momentum": 0.95, "momentum_start": 0.85, "momentum_warmup_steps": 300, "ns_steps": 5}
+PLAIN = {
+    "orthogonalizer": "newton_schulz",
+    "equilibrate": None,
+    "renormalize": None,
+    "normuon": None,
+    "weight_decay": 0.0,
+    "muon_warmup_steps": 0,
+    "momentum_end": None,
+}
 RATES = {"matrix_lr": 0.02, "embed_lr": 0.2, "head_lr": 0.004, "router_lr": None, "router_optimizer": "muon"}
 SCHEDULE = {"schedule": "linear", "min_lr_ratio": 0.1, "clip": None, "scale_muon": True}
 OF_RELEASE = {
@@ -35,9 +44,9 @@ D20 = {"layers": 20, "d_model": 1280, "heads": 10, "kv_heads": 10, "d_expert": 2
 HEAD = {"softcap": 15.0, "gate_norm": None, "z_loss": None}
 
 STATED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "optimizers": (OptimConfig(), RATES | SCHEDULE | ADAMW | MOMENTUM),
-    "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | OF_RELEASE),
-    "iteration": (muon, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
+    "optimizers": (OptimConfig(), RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN),
+    "optimizers of the release": (RELEASE, RATES | SCHEDULE | ADAMW | MOMENTUM | PLAIN | OF_RELEASE),
+    "iteration": (orthogonal, {"COEFFICIENTS": (3.4445, -4.7750, 2.0315), "EPS": 1e-7}),
     "expert threshold": (
         ExpertThreshold(),
         EXPERTS | {"decay": 0.999, "warmup_steps": 4000, "capacity_slack": 0.5, "pool": "global", "debias": True},

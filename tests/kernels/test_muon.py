@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from expert_threshold.kernels.cpu import library
 from expert_threshold.kernels.cpu import muon as kernels
-from expert_threshold.optim import Muon
-from expert_threshold.optim import muon as module
+from expert_threshold.optim import Muon, orthogonal
 from rounding import assert_rounded
 
 pytestmark = pytest.mark.skipif(
@@ -113,7 +112,7 @@ def test_constants_of_the_iteration_are_those_of_the_optimizer(
     name: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = moved(torch.bfloat16)
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(orthogonal, name, value)
     found, exact = moved(torch.bfloat16), moved(torch.float32)
     for f, e, u in zip(found[: len(SHAPES) - 1], exact, usual, strict=False):
         assert_rounded(f, e, ROUNDINGS)

@@ -14,8 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from expert_threshold.optim import RELEASE, AdamW, Muon, OptimConfig, Optimizers, make_optimizers, moves_matrices
-from expert_threshold.optim.groups import GROUPS, OPTIMIZERS, SCHEDULES, Kind, Row, momentum_at, warmup
+from expert_threshold.optim import (
+    NANOCHAT,
+    RELEASE,
+    AdamW,
+    Muon,
+    OptimConfig,
+    Optimizers,
+    make_optimizers,
+    moves_matrices,
+)
+from expert_threshold.optim.groups import GROUPS, OPTIMIZERS, Kind, Row
+from expert_threshold.optim.schedules import SCHEDULES, momentum_at, warmup, warmup_stable_decay, weight_decay_at
 
 SHAPES = {
     "embed.weight": (12, 8),
@@ -111,26 +121,53 @@ def test_learning_rates_at_the_papers_points() -> None:
 
 def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
     schedule = SCHEDULES["warmup_stable_decay"]
-    assert [schedule(step, 1000, 0.0) for step in (0, 400, 800, 900, 1000)] == pytest.approx([1, 1, 1, 0.5, 0])
+    places = (0, 400, 800, 900, 1000)
+    assert [schedule(place, 1000, 0.0, RELEASE.cooldown) for place in places] == pytest.approx([1, 1, 1, 0.5, 0])
 
 
 def test_momentum_rises_in_a_straight_line_over_300_steps() -> None:
     config = OptimConfig()
-    momenta = [momentum_at(step, config) for step in (0, 150, 300, 10_000)]
-    assert momenta == pytest.approx([0.85, 0.90, 0.95, 0.95])
-    assert momentum_at(300, config) == 0.95
-    assert momentum_at(0, OptimConfig(momentum_warmup_steps=0)) == 0.95
+    momenta = [momentum_at(step, step, 20_000, config) for step in (0, 150, 300, 10_000, 20_000)]
+    assert momenta == pytest.approx([0.85, 0.90, 0.95, 0.95, 0.95])
+    assert momentum_at(300, 300, 20_000, config) == 0.95
+    assert momentum_at(0, 0, 20_000, OptimConfig(momentum_warmup_steps=0)) == 0.95
 
 
-@given(name=st.sampled_from(sorted(SCHEDULES)), steps=st.integers(1, 50_000), end=st.floats(0, 1), data=st.data())
+def test_nanochats_momentum_rises_over_400_steps_and_falls_with_the_learning_rates() -> None:
+    """As its training script says for 2,000 steps, of which the last 1,300 are the cooldown."""
+    momenta = [momentum_at(step, step, 2000, NANOCHAT) for step in (0, 200, 400, 700, 1350, 2000)]
+    assert momenta == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
+    assert momentum_at(400, 1350, 2000, NANOCHAT) == pytest.approx(0.935), "the fall is by the place, not by the step"
+
+
+def test_the_weight_decay_is_constant_or_follows_half_a_cosine_to_zero() -> None:
+    decays = [weight_decay_at(place, 1000, NANOCHAT) for place in (0, 250, 500, 1000)]
+    assert decays == pytest.approx([0.28, 0.14 * (1 + 0.5**0.5), 0.14, 0.0])
+    assert weight_decay_at(900, 1000, OptimConfig(weight_decay=0.1)) == 0.1
+    assert weight_decay_at(900, 1000, OptimConfig()) == 0
+
+
+def test_the_release_falls_in_the_same_bits_as_five_times_what_is_left() -> None:
+    for place in range(1001):
+        assert warmup_stable_decay(place, 1000, 0.0) == min(1.0, 5 * (1000 - place) / 1000)
+
+
+@given(
+    name=st.sampled_from(sorted(SCHEDULES)),
+    steps=st.integers(1, 50_000),
+    end=st.floats(0, 1),
+    cooldown=st.floats(0.01, 1),
+    data=st.data(),
+)
 def test_every_schedule_starts_at_the_peak_never_rises_and_ends_at_its_end(
-    name: str, steps: int, end: float, data: st.DataObject
+    name: str, steps: int, end: float, cooldown: float, data: st.DataObject
 ) -> None:
     schedule = SCHEDULES[name]
     step = data.draw(st.integers(0, steps - 1))
-    assert schedule(0, steps, end) == pytest.approx(1)
-    assert schedule(steps, steps, end) == pytest.approx(end)
-    assert end - 1e-9 <= schedule(step + 1, steps, end) <= schedule(step, steps, end) + 1e-9
+    assert schedule(0, steps, end, cooldown) == pytest.approx(1)
+    assert schedule(steps, steps, end, cooldown) == pytest.approx(end)
+    after, before = (schedule(place, steps, end, cooldown) for place in (step + 1, step))
+    assert end - 1e-9 <= after <= before + 1e-9
 
 
 @given(step=st.integers(0, 10_000), warmup_steps=st.integers(0, 1000))
@@ -170,8 +207,18 @@ def test_a_loss_falls() -> None:
     assert losses[-1] < 0.05 * losses[0]
 
 
-def test_ten_steps_equal_five_saved_loaded_and_five_more_in_every_byte() -> None:
-    config = dataclasses.replace(SHORT, router_optimizer="adamw", clip=1.0)
+RESUMED: dict[str, dict[str, Any]] = {
+    "router under AdamW": {"router_optimizer": "adamw", "clip": 1.0},
+    "polar express": {"orthogonalizer": "polar_express", "equilibrate": "columns", "renormalize": "matrix"},
+    **{f"normuon of {side}": {"normuon": side} for side in ("rows", "columns", "longer")},
+    "weight decay": {"weight_decay": 0.1, "weight_decay_schedule": "cosine", "cautious_weight_decay": True},
+    "betas": {"embed_betas": (0.8, 0.995), "head_betas": (0, 0.96), "muon_warmup_steps": 3, "momentum_end": 0.5},
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_ten_steps_equal_five_saved_loaded_and_five_more_in_every_byte(options: dict[str, Any]) -> None:
+    config = dataclasses.replace(SHORT, **options)
     straight = model()
     through = optimizers(straight, config)
     train(straight, through, 0, 10)
@@ -196,6 +243,28 @@ def test_ten_steps_equal_five_saved_loaded_and_five_more_in_every_byte() -> None
     assert through.state_dict().counters == second.state_dict().counters
     theirs = second.state_dict().tensors
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in through.state_dict().tensors.items())
+
+
+@pytest.mark.parametrize("options", list(RESUMED.values())[1:], ids=list(RESUMED)[1:])
+def test_every_option_changes_the_weights(options: dict[str, Any]) -> None:
+    """So that the comparisons here can fail."""
+    usual, changed = model(), model()
+    train(usual, optimizers(usual), 0, 3)
+    train(changed, optimizers(changed, dataclasses.replace(SHORT, **options)), 0, 3)
+    assert any(not torch.equal(usual[name], changed[name]) for name in SHAPES)
+
+
+def test_embedding_and_head_can_have_betas_of_their_own() -> None:
+    config = dataclasses.replace(SHORT, router_optimizer="adamw", embed_betas=(0.8, 0.995), head_betas=(0, 0.96))
+    groups = optimizers(model(), config).groups
+    found = {name: groups[name].optimizers[0].param_groups[0]["betas"] for name in ("embed", "head", "router")}
+    assert found == {"embed": (0.8, 0.995), "head": (0.0, 0.96), "router": (0.9, 0.95)}
+
+
+def test_muon_can_have_a_warmup_and_no_lambda() -> None:
+    config = OptimConfig(muon_warmup_steps=4, scale_muon=False, adamw_warmup_steps=0, min_lr_ratio=1.0)
+    rates = optimizers(model(), config, d_model=192).learning_rates(0, 10)
+    assert rates == pytest.approx({"matrix": 0.005, "router": 0.005, "embed": 0.4, "head": 0.008})
 
 
 def test_the_state_is_flat_and_named_after_the_parameters() -> None:
@@ -298,7 +367,7 @@ def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch)
         whole_matrices=False,
         scaled=lambda config: False,
         warmup_steps=lambda config: 2,
-        options=lambda step, config: {"momentum": 0.5 + step / 100},
+        options=lambda step, place, steps, config: {"momentum": 0.5 + step / 100},
     )
     monkeypatch.setitem(OPTIMIZERS, "signs", kind)
     row = Row(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
@@ -331,7 +400,7 @@ def test_parameters_are_told_of_once_and_quick_optimizers_first() -> None:
     assert set(told[:2]) == {"embed.weight", "head.weight"}
 
 
-@pytest.mark.parametrize("config", [OptimConfig(), RELEASE])
+@pytest.mark.parametrize("config", [OptimConfig(), RELEASE, NANOCHAT])
 def test_a_config_survives_json(config: OptimConfig) -> None:
     assert OptimConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
@@ -354,6 +423,20 @@ def test_a_config_survives_json(config: OptimConfig) -> None:
         {"ns_steps": 0},
         {"ns_dtype": "float16"},
         {"schedule": "cosine"},
+        {"cooldown": 0.0},
+        {"cooldown": 1.5},
+        {"embed_betas": (0.9, 1.0)},
+        {"head_betas": (0.9,)},
+        {"muon_warmup_steps": -1},
+        {"momentum_end": 1.0},
+        {"orthogonalizer": "svd"},
+        {"equilibrate": "matrix"},
+        {"renormalize": "longer"},
+        {"normuon": "matrix"},
+        {"normuon_beta": 1.0},
+        {"weight_decay": -0.1},
+        {"weight_decay": float("nan")},
+        {"weight_decay_schedule": "linear"},
         {"min_lr_ratio": 1.5},
         {"clip": 0.0},
     ],

@@ -299,7 +299,22 @@ def test_a_vector_is_refused_with_its_shape_and_a_remedy(named: bool) -> None:
     assert [group["params"] for group in muon.param_groups] == [[matrix]]
 
 
-@pytest.mark.parametrize("option", [{"lr": -1.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"ns_steps": 0}], ids=str)
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"lr": -1.0},
+        {"lr": float("nan")},
+        {"momentum": 1.0},
+        {"ns_steps": 0},
+        {"orthogonalizer": "svd"},
+        {"equilibrate": "matrix"},
+        {"renormalize": "longer"},
+        {"normuon": "matrix"},
+        {"normuon_beta": 1.0},
+        {"weight_decay": -0.1},
+    ],
+    ids=str,
+)
 def test_options_that_cannot_train_are_refused_with_value_and_remedy(option: dict[str, float]) -> None:
     [(name, value)] = option.items()
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}") + ".*: use "):

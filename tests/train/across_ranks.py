@@ -26,6 +26,15 @@ from train.conftest import tiny
 STEPS = 20
 # Newton-Schulz in bfloat16, and a division by the size of gradients next to 0, would make much of rounding.
 OPTIM = OptimConfig(ns_dtype="float32", eps=1e-3, adamw_warmup_steps=5, momentum_warmup_steps=5)
+ADDITIONS = replace(
+    OPTIM,
+    orthogonalizer="polar_express",
+    equilibrate="rows",
+    renormalize="matrix",
+    normuon="longer",
+    weight_decay=0.1,
+    cautious_weight_decay=True,
+)
 CONFIG = TrainConfig(
     steps=STEPS, batch_size=4, accumulation=2, log_every=1, eval_every=10, checkpoint_every=None, threads=1,
     dtype="float32", timeout=60,
@@ -64,14 +73,20 @@ def text() -> str:
 
 
 def run(
-    path: Path, corpus: Path, rule: Rule | None, config: TrainConfig, rendezvous: Rendezvous | None, **options: Any
+    path: Path,
+    corpus: Path,
+    rule: Rule | None,
+    config: TrainConfig,
+    rendezvous: Rendezvous | None,
+    optim: OptimConfig = OPTIM,
+    **options: Any,
 ) -> RunFolder:
     """Train there from the beginning or, if it exists, from its last checkpoint."""
     folder = RunFolder(path)
     resume = (path / "config.json").exists()
     if rendezvous is None or rendezvous.rank == 0:
         path.mkdir(exist_ok=True)
-    train(folder, tiny(rule), DataConfig(str(corpus)), OPTIM, config, resume=resume, rendezvous=rendezvous, **options)
+    train(folder, tiny(rule), DataConfig(str(corpus)), optim, config, resume=resume, rendezvous=rendezvous, **options)
     return folder
 
 
@@ -111,7 +126,10 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 
 
 def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
-    """A run that goes on in another layout every few steps has the losses of one that never stopped."""
+    """A run that goes on in another layout every few steps has the losses of one that never stopped.
+
+    With all of Muon's additions, since they have state, and read weights, that layouts split.
+    """
     rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
     config = replace(CONFIG, steps=24, eval_every=None, checkpoint_every=7)
     turns = FileStore(str(folder / "turns"), 4)
@@ -125,12 +143,12 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
             store = FileStore(str(folder / f"layout{number}"), ranks)
             rendezvous = Rendezvous(store, rank, ranks, rank, ranks) if ranks > 1 else None
             here = replace(config, sample_every=last if last < config.steps else None, **options)
-            run(folder / "layouts", corpus, rule, here, rendezvous, sample=stop)
+            run(folder / "layouts", corpus, rule, here, rendezvous, ADDITIONS, sample=stop)
         if rank == 0:
             turns.set(str(number), "")
         turns.wait([str(number)])
     if rank == 0:
-        one = run(folder / "layouts_alone", corpus, rule, config, None)
+        one = run(folder / "layouts_alone", corpus, rule, config, None, ADDITIONS)
         assert_same(RunFolder(folder / "layouts"), one, 1e-5)
 
 

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_threshold.optim.groups import SCHEDULES
+from expert_threshold.optim.schedules import linear
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import loop
 from expert_threshold.train.budget import AIM, SHARE_OF_STEPS, TOLERANCE, Between, Budget
@@ -91,8 +91,8 @@ def test_a_steady_speed_measured_right_changes_the_schedule_next_to_nothing() ->
     assert len(changed) == 1
     assert changed[0].seconds <= 0.06 * SECONDS
     for step in range(steps):
-        linear, straight = SCHEDULES["linear"](budget.place(step), budget.scheduled, 0.1), 1 - 0.9 * step / steps
-        assert abs(linear - straight) < 0.01
+        factor, straight = linear(budget.place(step), budget.scheduled, 0.1), 1 - 0.9 * step / steps
+        assert abs(factor - straight) < 0.01
 
 
 @pytest.mark.parametrize("name", PACES)

@@ -20,7 +20,7 @@ from torch import Tensor
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT, GPTConfig, Output, gpt
-from expert_threshold.optim import OptimConfig
+from expert_threshold.optim import NANOCHAT, OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult, loop
@@ -63,7 +63,8 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "optim"), [(2, OptimConfig()), (1, OptimConfig(clip=0.5, router_optimizer="adamw"))]
+    ("accumulation", "optim"),
+    [(2, OptimConfig()), (1, OptimConfig(clip=0.5, router_optimizer="adamw")), (1, NANOCHAT)],
 )
 @pytest.mark.parametrize("name", RULES)
 def test_a_resumed_run_equals_one_that_never_stopped(

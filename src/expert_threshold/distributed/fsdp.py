@@ -8,7 +8,7 @@ it there, `world_size` times.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 import torch
@@ -48,11 +48,13 @@ class _Matrices:
     """Matrices of one shape; rank i % ranks owns the i-th.
 
     updates: (matrices, out, in), of those owned here. Optimizers step these zeros in place of the weights, so that
-    afterwards they hold the update.
+    afterwards they hold the update. with_weights: they read the weights, so these are gathered, too, and the steps
+    taken from them.
     """
 
-    def __init__(self, shards: list[Shard]) -> None:
+    def __init__(self, shards: list[Shard], with_weights: bool) -> None:
         self.shards = shards
+        self.with_weights = with_weights
         self.group = shards[0].group
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rows = _rows(shards[0].slice.shape[0], self.ranks)
@@ -65,8 +67,14 @@ class _Matrices:
 
     def gather(self) -> Tensor:
         """Returns the full gradients of the matrices owned here, (matrices, out, in)."""
+        if self.with_weights:
+            self.updates.copy_(self._gather(lambda shard: shard.weight))
+        return self._gather(Shard.gradient)
+
+    def _gather(self, part: Callable[[Shard], Tensor]) -> Tensor:
+        """Returns full matrices from the part of each that every rank has."""
         own = self.rows[self.rank]
-        sent = [torch.stack([shard.gradient() for shard in shards]) if shards else None for shards in self.by_owner()]
+        sent = [torch.stack([part(shard) for shard in shards]) if shards else None for shards in self.by_owner()]
         columns = self.updates.shape[-1]
         sizes = [own * columns * len(shards) for shards in self.by_owner()]
         flat = torch.cat([part.flatten() for part in sent if part is not None])
@@ -85,7 +93,10 @@ class _Matrices:
         back = self._exchange(torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts], received)
         for shards, part in zip(self.by_owner(), back, strict=True):
             for shard, update in zip(shards, part.view(len(shards), own, columns), strict=True):
-                shard.weight.add_(update)
+                if self.with_weights:
+                    shard.weight.copy_(update)
+                else:
+                    shard.weight.add_(update)
         self.updates.zero_()
 
     def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> list[Tensor]:
@@ -101,9 +112,12 @@ def _rows(count: int, ranks: int) -> list[int]:
 
 
 class FSDP:
-    """Optimizer shards for ranks that each hold a part of every parameter."""
+    """Optimizer shards for ranks that each hold a part of every parameter.
 
-    def __init__(self, shards: Iterable[Shard]) -> None:
+    with_weights: an update of a matrix depends on its weights, not on its gradients alone.
+    """
+
+    def __init__(self, shards: Iterable[Shard], with_weights: bool = False) -> None:
         self._shards = {shard.name: shard for shard in shards}
         self.parameters: dict[str, Tensor] = {}
         self.slices: dict[str, Slice] = {}
@@ -113,7 +127,7 @@ class FSDP:
                 self.parameters[name], self.slices[name] = shard.weight, shard.slice
             else:
                 by_shape.setdefault((shard.slice.shape, shard.group), []).append(shard)
-        self._matrices = [_Matrices(shards) for shards in by_shape.values()]
+        self._matrices = [_Matrices(shards, with_weights) for shards in by_shape.values()]
         self._matrices_of: dict[str, _Matrices] = {}
         for matrices in self._matrices:
             for number, shard in enumerate(matrices.shards):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..model import GPT
 from ..moe.sharding import expert_parameters, shard_experts
-from ..optim import OptimConfig, moves_matrices
+from ..optim import OptimConfig, moves_matrices, reads_weights
 from .mesh import DP, Parallel
 from .optimizer_shards import OptimizerShards, Slice, Unsharded, full_slice
 from .zero1 import Replica, ZeRO1
@@ -53,10 +53,11 @@ def _fsdp(model: GPT, optim: OptimConfig, parallel: Parallel, split: Collection[
 
     rows = {name: len(parameter) for name, parameter in model.named_parameters()}
     _fully_shard(model, parallel)
-    return FSDP(
+    shards = [
         Shard(name, parameter, _by_row(name, parameter, optim), *_shard(parameter, rows[name], parallel, name in split))
         for name, parameter in model.named_parameters()
-    )
+    ]
+    return FSDP(shards, reads_weights(optim))
 
 
 def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:

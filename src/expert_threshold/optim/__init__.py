@@ -1,10 +1,13 @@
 """Optimizers: Muon for matrices, AdamW for the embedding and the head, and their schedules."""
 
 from .adamw import AdamW
-from .groups import RELEASE, Group, OptimConfig, Optimizers, OptimizerState, make_optimizers, moves_matrices
-from .muon import Muon, fast_dtype, newton_schulz
+from .config import NANOCHAT, RELEASE, OptimConfig
+from .groups import Group, Optimizers, OptimizerState, make_optimizers, moves_matrices, reads_weights
+from .muon import Muon, fast_dtype
+from .orthogonal import newton_schulz, polar_express
 
 __all__ = [
+    "NANOCHAT",
     "RELEASE",
     "AdamW",
     "Group",
@@ -16,4 +19,6 @@ __all__ = [
     "make_optimizers",
     "moves_matrices",
     "newton_schulz",
+    "polar_express",
+    "reads_weights",
 ]

@@ -8,115 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from ..option import option
 from .adamw import AdamW
+from .config import OptimConfig
 from .muon import Muon
+from .schedules import falling, momentum_at, warmup, weight_decay_at
 
-
-def linear(step: float, steps: int, end: float) -> float:
-    """Returns the fraction of the peak at `step` of `steps`: a straight line from 1 to `end`."""
-    return 1 + (end - 1) * step / steps
-
-
-def warmup_stable_decay(step: float, steps: int, end: float) -> float:
-    """Returns the fraction of the peak at `step` of `steps`: 1, then a straight line to `end` over the last fifth."""
-    return end + (1 - end) * min(1.0, 5 * (steps - step) / steps)
-
-
-def warmup(step: int, warmup_steps: int) -> float:
-    """Returns (step + 1) / warmup_steps, at most 1; the first step is not zero."""
-    return min(1.0, (step + 1) / max(1, warmup_steps))
-
-
-SCHEDULES: dict[str, Callable[[float, int, float], float]] = {
-    "linear": linear,
-    "warmup_stable_decay": warmup_stable_decay,
-}
-LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
 NS_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    """Optimizers and schedules; the defaults are the paper's. Learning rates are peaks at d_model 768.
-
-    Warmups are counts of steps and are not scaled to the length of a run: short runs set shorter ones.
-    """
-
-    matrix_lr: float = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
-    embed_lr: float = option(0.2, "Learning rate of the embedding.")
-    head_lr: float = option(0.004, "Learning rate of the head.")
-    router_lr: float | None = option(None, "Learning rate of the routers; none is the matrices'.")
-    router_optimizer: Literal["muon", "adamw"] = option("muon", "Optimizer of the routers.")
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
-    eps: float = option(1e-10, "AdamW's epsilon.")
-    adamw_warmup_steps: int = option(
-        250, "Steps over which AdamW's learning rates rise from 0 (Muon's start at the peak)."
-    )
-    momentum: float = option(0.95, "Muon's momentum.")
-    momentum_start: float = option(0.85, "Muon's momentum at the first step.")
-    momentum_warmup_steps: int = option(300, "Steps over which Muon's momentum goes from its start to its value.")
-    ns_steps: int = option(5, "Newton-Schulz iterations in each Muon step.")
-    ns_dtype: Literal["auto", "bfloat16", "float32"] = option(
-        "auto", "Type of the Newton-Schulz products; auto is bfloat16 where the hardware has it."
-    )
-    schedule: Literal["linear", "warmup_stable_decay"] = option(
-        "linear", "Course of the learning rates: a straight line down, or constant until the last fifth."
-    )
-    min_lr_ratio: float = option(0.1, "Where the schedule ends, as a fraction of the peak.")
-    clip: float | None = option(
-        None, "Largest global norm of the gradients, above which they are scaled down; none is off."
-    )
-    scale_muon: bool = option(
-        True, "Scale Muon's learning rates by λ = (d_model / 768)^(−1/2) too, as AdamW's always are."
-    )
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a value that cannot train."""
-        object.__setattr__(self, "betas", tuple(self.betas))  # JSON has lists only
-        for name in ("matrix_lr", "embed_lr", "head_lr", "router_lr", "eps", "clip"):
-            value = vars(self)[name]
-            if value is None and name in ("router_lr", "clip"):
-                continue
-            _require(0 < value < LARGEST, name, value, f"use a positive number below {LARGEST:g}")
-        for name in ("momentum", "momentum_start"):
-            value = vars(self)[name]
-            _require(0 <= value < 1, name, value, "use a number from 0 to below 1")
-        _require(
-            len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas),
-            "betas",
-            self.betas,
-            "use two numbers from 0 to below 1",
-        )
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a number from 0 to 1")
-        for name in ("adamw_warmup_steps", "momentum_warmup_steps"):
-            _require(vars(self)[name] >= 0, name, vars(self)[name], "use 0 (off) or more")
-        _require(self.ns_steps >= 1, "ns_steps", self.ns_steps, "use 1 or more; the paper has 5")
-        choices: dict[str, Iterable[str]] = {
-            "router_optimizer": OPTIMIZERS,
-            "ns_dtype": NS_DTYPES,
-            "schedule": SCHEDULES,
-        }
-        for name, names in choices.items():
-            _require(vars(self)[name] in names, name, vars(self)[name], f"use one of {', '.join(names)}")
-
-
-def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{option}={value!r} is not possible: {remedy}")
-
-
-def momentum_at(step: int, config: OptimConfig) -> float:
-    """Returns Muon's momentum at `step`: linear from momentum_start at 0 to momentum at momentum_warmup_steps."""
-    risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
-    return (1 - risen) * config.momentum_start + risen * config.momentum
 
 
 class Optimizer(Protocol):
@@ -131,7 +34,8 @@ class Optimizer(Protocol):
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's state before its first step.
 
-        Its tensors are scalars or of the parameter's shape; the latter are sharded over ranks like the parameter.
+        Its tensors are scalars, or of the parameter's shape but for size 1 in some dimensions, and are sharded over
+        ranks like the parameter.
         """
 
 
@@ -142,7 +46,8 @@ class Kind(NamedTuple):
     whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
-    options: Callable[[int, OptimConfig], dict[str, Any]]  # options of its parameter groups at a step
+    # Options of its parameter groups at a step, a place on the schedule, and a number of steps.
+    options: Callable[[int, float, int, OptimConfig], dict[str, Any]]
 
 
 OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are communicated while slow ones compute
@@ -151,14 +56,27 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
         whole_matrices=False,
         scaled=lambda config: True,
         warmup_steps=lambda config: config.adamw_warmup_steps,
-        options=lambda step, config: {},
+        options=lambda step, place, steps, config: {},
     ),
     "muon": Kind(
-        lambda params, config: Muon(params, ns_steps=config.ns_steps, ns_dtype=NS_DTYPES[config.ns_dtype]),
+        lambda params, config: Muon(
+            params,
+            ns_steps=config.ns_steps,
+            ns_dtype=NS_DTYPES[config.ns_dtype],
+            orthogonalizer=config.orthogonalizer,
+            equilibrate=config.equilibrate,
+            renormalize=config.renormalize,
+            normuon=config.normuon,
+            normuon_beta=config.normuon_beta,
+            cautious=config.cautious_weight_decay,
+        ),
         whole_matrices=True,
         scaled=lambda config: config.scale_muon,
-        warmup_steps=lambda config: 0,
-        options=lambda step, config: {"momentum": momentum_at(step, config)},
+        warmup_steps=lambda config: config.muon_warmup_steps,
+        options=lambda step, place, steps, config: {
+            "momentum": momentum_at(step, place, steps, config),
+            "weight_decay": weight_decay_at(place, steps, config),
+        },
     ),
 }
 
@@ -169,15 +87,22 @@ class Row(NamedTuple):
     takes: Callable[[str, Tensor], bool]
     optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
+    options: Callable[[OptimConfig], dict[str, Any]] = lambda config: {}  # of its parameter groups, where they differ
 
 
 GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes it
     "matrix": Row(lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr),
     "embed": Row(
-        lambda name, parameter: "embed" in name.split("."), lambda config: "adamw", lambda config: config.embed_lr
+        lambda name, parameter: "embed" in name.split("."),
+        lambda config: "adamw",
+        lambda config: config.embed_lr,
+        lambda config: {"betas": tuple(map(float, config.embed_betas or config.betas))},
     ),
     "head": Row(
-        lambda name, parameter: "head" in name.split("."), lambda config: "adamw", lambda config: config.head_lr
+        lambda name, parameter: "head" in name.split("."),
+        lambda config: "adamw",
+        lambda config: config.head_lr,
+        lambda config: {"betas": tuple(map(float, config.head_betas or config.betas))},
     ),
     "router": Row(
         lambda name, parameter: "router" in name.split("."),
@@ -185,19 +110,6 @@ GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes i
         lambda config: config.matrix_lr if config.router_lr is None else config.router_lr,
     ),
 }
-
-
-# The optimizer of the authors' release, which differs from the paper's tables. Routers are in the head's group.
-RELEASE = OptimConfig(
-    router_lr=0.004,
-    router_optimizer="adamw",
-    betas=(0.8, 0.95),
-    adamw_warmup_steps=0,
-    schedule="warmup_stable_decay",
-    min_lr_ratio=0.0,
-    clip=1.0,
-    scale_muon=False,
-)
 
 
 class Group(NamedTuple):
@@ -239,7 +151,7 @@ class Optimizers:
         """
         place = step if place is None else place
         assert 0 <= place <= steps
-        factor = SCHEDULES[self.config.schedule](place, steps, self.config.min_lr_ratio)
+        factor = falling(place, steps, self.config.min_lr_ratio, self.config)
         return {
             name: group.peak * factor * warmup(step, OPTIMIZERS[group.kind].warmup_steps(self.config))
             for name, group in self.groups.items()
@@ -263,7 +175,7 @@ class Optimizers:
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
         learning_rates = self.learning_rates(step, steps, place)
         for kind, row in OPTIMIZERS.items():
-            options = row.options(step, self.config)
+            options = row.options(step, step if place is None else place, steps, self.config)
             for name, group in self.groups.items():
                 for optimizer in group.optimizers if group.kind == kind else ():
                     for param_group in optimizer.param_groups:
@@ -345,13 +257,19 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
         by_shape.setdefault(parameter.shape[-2:], []).append((name, parameter))
-    optimizers = [row.make(alike, config) for alike in by_shape.values()]
+    own = GROUPS[group].options(config)
+    optimizers = [row.make([{"params": alike, **own}], config) for alike in by_shape.values()]
     return Group(kind, GROUPS[group].peak(config) * scale, parameters, optimizers)
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
     """Returns True if the parameter's optimizer needs full matrices, as Muon does; AdamW is elementwise."""
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
+
+
+def reads_weights(config: OptimConfig) -> bool:
+    """Returns True if an update depends on the weights themselves, so that a rank that makes it needs them."""
+    return config.weight_decay > 0
 
 
 def _group_of(name: str, parameter: Tensor) -> str:

@@ -1,11 +1,11 @@
-"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices."""
+"""Muon: momentum orthogonalized by a Newton-Schulz iteration, for the model's matrices, with later additions to it."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..kernels.cpu import muon as kernels
+from . import orthogonal
+from .orthogonal import ORTHOGONALIZERS, Lines, OrthogonalizerName, Parts, Side, normalize, normuon, second_moment_shape
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-EPS = 1e-7
-# Elements of a Newton-Schulz batch: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
+# Elements of a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
 # read from memory for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
+PARTS = {"equilibrate": get_args(Lines), "renormalize": get_args(Parts), "normuon": get_args(Side)}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -34,47 +35,26 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-@torch.no_grad()
-def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X `steps` times from X = M / ‖M‖: all singular values become about 1.
-
-    matrices: (…, rows, columns), each normalised by its own Frobenius norm; a zero matrix stays zero. The products run
-    in `dtype`, which is also the result's. Iteration and coefficients: Jordan et al., Muon (2024).
-    """
-    a, b, c = COEFFICIENTS
-    rows, columns = matrices.shape[-2:]
-    norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp_(min=EPS)
-    x = torch.div(matrices, norm, out=torch.empty_like(matrices, dtype=dtype)).reshape(-1, rows, columns)
-    # The polynomial multiplies from the smaller side: X (a + b XᵀX + …) is the same matrix.
-    wide = rows <= columns
-    gram = x.new_empty(len(x), min(rows, columns), min(rows, columns))
-    polynomial, new = torch.empty_like(gram), torch.empty_like(x)
-    for _ in range(steps):
-        torch.bmm(*((x, x.mT) if wide else (x.mT, x)), out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        # a X is added outside the product: with a on the polynomial's diagonal, bfloat16's error would double.
-        torch.baddbmm(x, *((polynomial, x) if wide else (x, polynomial)), beta=a, out=new)
-        x, new = new, x
-    return x.view(matrices.shape)
-
-
 class _Piece(NamedTuple):
     """Some of a parameter's matrices with their gradients and momenta, each (matrices, rows, columns).
 
-    All are views, except for gradients with other strides, which are copied.
+    All are views, except for gradients with other strides, which are copied. second_moment: of NorMuon, (matrices,
+    rows, 1) or (matrices, 1, columns); None without it.
     """
 
     weight: Tensor
     grad: Tensor
     momentum: Tensor
+    second_moment: Tensor | None
 
 
 class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
 
-    params: each (…, out, in); leading dimensions stack matrices, such as experts'. Each matrix is updated as by
-    `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the Newton-Schulz products;
-    None is `fast_dtype`. Raises ValueError for a vector.
+    params: each (…, out, in); leading dimensions stack matrices, such as experts'. By default each matrix is updated as
+    by `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the iteration's products;
+    None is `fast_dtype`. The options behind it are those of `OptimConfig` and off by default. Raises ValueError for a
+    vector.
     """
 
     def __init__(
@@ -85,6 +65,14 @@ class Muon(Optimizer):
         nesterov: bool = True,
         ns_steps: int = 5,
         ns_dtype: torch.dtype | None = None,
+        *,
+        orthogonalizer: OrthogonalizerName = "newton_schulz",
+        equilibrate: Lines | None = None,
+        renormalize: Parts | None = None,
+        normuon: Side | None = None,
+        normuon_beta: float = 0.95,
+        weight_decay: float = 0.0,
+        cautious: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -92,6 +80,13 @@ class Muon(Optimizer):
             "nesterov": nesterov,
             "ns_steps": ns_steps,
             "ns_dtype": ns_dtype,
+            "orthogonalizer": orthogonalizer,
+            "equilibrate": equilibrate,
+            "renormalize": renormalize,
+            "normuon": normuon,
+            "normuon_beta": normuon_beta,
+            "weight_decay": weight_decay,
+            "cautious": cautious,
         }
         super().__init__(params, defaults)
 
@@ -106,13 +101,18 @@ class Muon(Optimizer):
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's state before its first step."""
-        return {"momentum": torch.zeros_like(parameter)}
+        state = {"momentum": torch.zeros_like(parameter)}
+        side = next(group["normuon"] for group in self.param_groups if any(p is parameter for p in group["params"]))
+        if side is not None:
+            state["second_moment"] = parameter.new_zeros(second_moment_shape(parameter.shape, side))
+        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
 
-        closure: recomputes the loss and the gradients; its loss is returned.
+        Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
+        W. closure: recomputes the loss and the gradients; its loss is returned.
         """
         loss = None
         if closure is not None:
@@ -139,7 +139,13 @@ class Muon(Optimizer):
         if not state:
             state.update(self.initial_state(weight))
         shape = -1, *weight.shape[-2:]
-        return _Piece(weight.view(shape), weight.grad.reshape(shape), state["momentum"].view(shape))
+        second = state.get("second_moment")
+        return _Piece(
+            weight.view(shape),
+            weight.grad.reshape(shape),
+            state["momentum"].view(shape),
+            None if second is None else second.view(-1, *second.shape[-2:]),
+        )
 
 
 def _require_movable(group: Mapping[str, Any]) -> None:
@@ -147,6 +153,10 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         ("lr", group["lr"] >= 0, "0 or more"),
         ("momentum", 0 <= group["momentum"] < 1, "a number from 0 to below 1"),
         ("ns_steps", group["ns_steps"] >= 1, "1 or more"),
+        ("normuon_beta", 0 <= group["normuon_beta"] < 1, "a number from 0 to below 1"),
+        ("weight_decay", group["weight_decay"] >= 0, "0 or more"),
+        ("orthogonalizer", group["orthogonalizer"] in ORTHOGONALIZERS, f"one of {', '.join(ORTHOGONALIZERS)}"),
+        *((name, group[name] in (None, *known), f"None or one of {', '.join(known)}") for name, known in PARTS.items()),
     ):
         if not holds:
             raise ValueError(f"{option}={group[option]!r} is not possible: use {remedy}")
@@ -164,17 +174,21 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
     rate = float(group["lr"]) * math.sqrt(max(1.0, rows / columns))
+    plain = _is_plain(group)
     native: list[_Piece] = []
     others: list[_Piece] = []
     for piece in pieces:
-        by_kernel = group["nesterov"] and kernels.applies(piece.weight, piece.momentum, ns_dtype)
+        by_kernel = plain and kernels.applies(piece.weight, piece.momentum, ns_dtype)
         (native if by_kernel else others).append(piece)
     if native:
+        weights, grads, momenta, _ = zip(*native, strict=True)
         kernels.step(
-            *zip(*native, strict=True),
+            weights,
+            grads,
+            momenta,
             ns_steps=ns_steps,
-            coefficients=COEFFICIENTS,
-            eps=EPS,
+            coefficients=orthogonal.COEFFICIENTS,
+            eps=orthogonal.EPS,
             momentum=momentum,
             rate=rate,
         )
@@ -184,16 +198,41 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
         for piece, place in zip(batch, directions.split(sizes), strict=True):
             piece.momentum.lerp_(piece.grad, 1 - momentum)
             torch.lerp(piece.grad, piece.momentum, momentum if group["nesterov"] else 1.0, out=place)
-        update = newton_schulz(directions, ns_steps, ns_dtype)
+        if group["equilibrate"]:
+            directions = normalize(directions, group["equilibrate"])
+        update = ORTHOGONALIZERS[group["orthogonalizer"]](directions, ns_steps, ns_dtype)
+        if group["renormalize"]:
+            update = normalize(update.to(directions.dtype), group["renormalize"])
         for piece, part in zip(batch, update.split(sizes), strict=True):
+            if piece.second_moment is not None:
+                part = normuon(part.to(directions.dtype), piece.second_moment, group["normuon_beta"])
+            if group["weight_decay"]:
+                _decay(piece.weight, part, float(group["lr"]) * group["weight_decay"], group["cautious"])
             piece.weight.add_(part, alpha=-rate)
+
+
+def _is_plain(group: Mapping[str, Any]) -> bool:
+    """Returns True if the parameter group has the paper's update, which is that of the kernel."""
+    extras = any(group[name] for name in ("equilibrate", "renormalize", "normuon", "weight_decay"))
+    return group["nesterov"] and group["orthogonalizer"] == "newton_schulz" and not extras
+
+
+def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
+    """Updates W ← W − amount · W, or, if cautious, only where U · W ≥ 0: where the update too goes towards 0.
+
+    Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). The
+    amount does not depend on the matrix's shape, as in `torch.optim.Muon`; in nanochat it has Muon's √max(1, out/in).
+    """
+    weight.sub_(weight * (update * weight >= 0) if cautious else weight, alpha=amount)
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
     """Yields batches of pieces of one matrix shape; a piece larger than a batch is split."""
     pieces: list[_Piece] = []
     for whole in wholes:
-        pieces.extend(map(_Piece, *(stack.split(_batch_size(whole.weight)) for stack in whole)))
+        size = _batch_size(whole.weight)
+        stacks = (itertools.repeat(None) if stack is None else stack.split(size) for stack in whole)
+        pieces.extend(map(_Piece, *stacks))
     batch: list[_Piece] = []
     for piece in sorted(pieces, key=lambda piece: len(piece.weight)):  # so that single matrices share a batch
         if batch and sum(len(other.weight) for other in [*batch, piece]) > _batch_size(piece.weight):

@@ -129,7 +129,7 @@ class TrainState:
         interval = {} if self._sums is None else self._sums.tensors()
         interval |= {f"{_STEPS}{name}": value for name, value in self._values.items()}
         moments = _parts(
-            {name: (tensor, self.shards.slices[parameter_of(name)]) for name, tensor in optimizer.tensors.items()}
+            {name: (tensor, self._moment_slice(name, tensor)) for name, tensor in optimizer.tensors.items()}
         )
         common: dict[str, Mapping[str, Tensor | Part]] = {
             # Some tensors share memory, as loss and cross-entropy of a single micro-batch do; safetensors refuses that.
@@ -191,10 +191,17 @@ class TrainState:
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
         """Returns this rank's slice of a full moment; mismatches pass through and are rejected on load."""
-        where: Slice | None = self.shards.slices.get(parameter_of(name))
-        if where is None or tuple(saved.shape) != where.shape or name not in moments:
+        if name not in moments:
             return saved
-        return where.of(saved).reshape(moments[name].shape)
+        where = self._moment_slice(name, moments[name])
+        return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
+
+    def _moment_slice(self, name: str, moment: Tensor) -> Slice:
+        """Returns the place of this rank's moment in the full one: its parameter's, where their shapes agree."""
+        parameter, where = self.shards.parameters[parameter_of(name)], self.shards.slices[parameter_of(name)]
+        sizes = zip(reversed(where.shape), reversed(parameter.shape), reversed(moment.shape), strict=False)
+        shape = tuple(full if mine == its else its for full, mine, its in sizes)[::-1]
+        return Slice(where.start, shape[0] if where.is_full else where.stop, shape)
 
 
 def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
