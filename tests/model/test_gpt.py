@@ -220,6 +220,33 @@ def test_the_same_generator_draws_the_same_weights_and_leaves_the_global_one_alo
         assert torch.equal(found, expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_nanochats_initialisation_is_uniform_and_smaller_where_a_feed_forward_begins(
+    activation: Literal["relu2", "swiglu"],
+) -> None:
+    """As its init_weights says; embedding and head are normal, the router the paper's."""
+    torch.manual_seed(0)
+    sizes = {"layers": 2, "d_model": 96, "heads": 4, "kv_heads": 1, "d_expert": 48, "vocab_size": 999}
+    model = GPT(GPTConfig(**sizes, activation=activation, initialization="nanochat"))
+    bound = 3**0.5 * 96**-0.5
+    ends = {"query": bound, "key": bound, "value": bound, "up": 0.4 * bound, "gate": 0.4 * bound}
+    spread = {"embed": 0.8, "head": 0.001, "router": 96**-0.5, "output": 0.0, "down": 0.0}
+    for name, weight in model.named_parameters():
+        part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+        if part in spread:
+            assert float(weight.std(correction=0)) == pytest.approx(spread[part], rel=0.06), name
+        else:
+            assert float(weight.abs().max()) == pytest.approx(ends[part], rel=0.02), name
+            assert float(weight.abs().max()) <= ends[part] * (1 + 1e-6), name
+            assert float(weight.std(correction=0)) == pytest.approx(ends[part] / 3**0.5, rel=0.06), name
+
+
+def test_an_unknown_initialisation_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match="initialization='he' must be one of paper, nanochat"):
+        GPTConfig(initialization="he")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 def test_every_weight_starts_as_the_papers_table_says(activation: Literal["relu2", "swiglu"]) -> None:
     """std = d_in^-1/2 · min(1, (d_out / d_in)^1/2) but for embeddings (1), router (d_in^-1/2) and outputs (0)."""

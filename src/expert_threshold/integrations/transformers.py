@@ -82,6 +82,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     gate_norm: str | None = None
     activation: str = "relu2"
     z_loss: float | None = None
+    initialization: str = "paper"
     dispatch: str = "auto"
     use_cache: bool = True
     tie_word_embeddings: bool = False

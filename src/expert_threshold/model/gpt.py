@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from .attention import Attention, Cache, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS
 
+Initialization = Literal["paper", "nanochat"]
+
 
 @dataclass(frozen=True)
 class GPTConfig:
@@ -54,6 +56,9 @@ class GPTConfig:
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
     activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
     z_loss: float | None = option(None, "Strength of the router z-loss; none is off.")
+    initialization: Initialization = option(
+        "paper", "Distribution of the initial weights; has no effect on a trained model."
+    )
     dispatch: DispatchName = option(
         "auto",
         "Backend of the experts; auto is static if the rule bounds loads, in bfloat16 on a Hopper GPU or newer, cpu if "
@@ -72,6 +77,8 @@ class GPTConfig:
             raise ValueError(f"dense_layers={self.dense_layers!r} must be whole, from 0 to layers={self.layers}")
         if self.softcap is not None and not (type(self.softcap) in (int, float) and 0 < self.softcap <= 60):
             raise ValueError(f"softcap={self.softcap!r} must lie above 0 and at most 60; None switches it off")
+        if self.initialization not in get_args(Initialization):
+            raise ValueError(f"initialization={self.initialization!r} must be one of paper, nanochat")
         if self.rule is not None:
             require_rule(self.rule)
         check_options(
@@ -155,6 +162,39 @@ class Block(nn.Module):
         return x + y, routing
 
 
+def _as_the_paper(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
+    """Draw a weight as in the paper's Appendix C, Eq. 8 and Table 6."""
+    d_out, d_in = weight.shape[-2:]
+    if part in ("head", "output", "down"):
+        weight.zero_()
+    elif part == "embed":
+        weight.normal_(0, 1, generator=generator)
+    elif part == "router":
+        weight.normal_(0, d_in**-0.5, generator=generator)
+    else:
+        weight.normal_(0, d_in**-0.5 * min(1, (d_out / d_in) ** 0.5), generator=generator)
+
+
+def _as_nanochat(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
+    """Draw a weight as in nanochat at 92d63d4 (July 2026); a router, which it lacks, as in the paper.
+
+    Uniform weights have the standard deviation d_in^(−1/2), 0.4 of it where a feed-forward begins.
+    """
+    bound = (3 / weight.shape[-1]) ** 0.5
+    if part in ("output", "down"):
+        weight.zero_()
+    elif part == "head":
+        weight.normal_(0, 0.001, generator=generator)
+    elif part == "embed":
+        weight.normal_(0, 0.8, generator=generator)
+    elif part == "router":
+        _as_the_paper(part, weight, generator)
+    elif part in ("up", "gate"):
+        weight.uniform_(-0.4 * bound, 0.4 * bound, generator=generator)
+    else:
+        weight.uniform_(-bound, bound, generator=generator)
+
+
 class GPT(nn.Module):
     """Rotary positions, RMSNorm without parameters, QK norm, untied embeddings, softcapped logits.
 
@@ -177,18 +217,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Apply the paper's initialisation (Appendix C, Eq. 8 and Table 6), rule states included."""
+        """Apply the configured initialisation, rule states included."""
+        initialize = {"paper": _as_the_paper, "nanochat": _as_nanochat}[self.config.initialization]
         for name, weight in self.named_parameters():
-            d_out, d_in = weight.shape[-2:]
-            part = name.removesuffix(".weight").rsplit(".", 1)[-1]
-            if part in ("head", "output", "down"):
-                weight.zero_()
-            elif part == "embed":
-                weight.normal_(0, 1, generator=generator)
-            elif part == "router":
-                weight.normal_(0, d_in**-0.5, generator=generator)
-            else:
-                weight.normal_(0, d_in**-0.5 * min(1, (d_out / d_in) ** 0.5), generator=generator)
+            initialize(name.removesuffix(".weight").rsplit(".", 1)[-1], weight, generator)
         for _, moe in self.moe_layers():
             moe.router.reset_state()
 
