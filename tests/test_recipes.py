@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_threshold.cli import main
 from expert_threshold.cli.run_options import parse_run, resolve_run
-from expert_threshold.config import RUNS, RunConfig, resolve
+from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
 from expert_threshold.model import parameter_counts
-from expert_threshold.optim import RELEASE
+from expert_threshold.optim import NANOCHAT, RELEASE, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
@@ -67,6 +69,8 @@ def test_the_rules_are_those_of_the_tables() -> None:
         "d20_expert_choice_256k": ExpertChoice(pool="global"),
         "d20_expert_threshold": ExpertThreshold(),
         "release": ExpertThreshold(decay=0.99, capacity_slack=None),
+        "better_rates": ExpertThreshold(),
+        "nanochat": ExpertThreshold(),
     }
     assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
     for name in RECIPES:
@@ -101,6 +105,24 @@ def test_without_the_shared_expert_as_much_is_active() -> None:
         parameter_counts(of_paper(f"expert_threshold_no_warmup{end}").model)["active"] for end in ("", "_no_shared")
     )
     assert with_shared == without
+
+
+def test_better_rates_are_nanochats_under_the_papers_optimizers_at_any_width() -> None:
+    """At d_model 128, λ makes 0.3 and 0.008 of AdamW 0.73 and 0.0196; Muon's 0.02 has no λ."""
+    optim = resolve("quickstart", "dense", recipe="better_rates").optim
+    rates = {"matrix_lr": 0.02, "embed_lr": 0.3, "head_lr": 0.008, "scale_muon": False}
+    given = rates | {"betas": (0.8, 0.95), "adamw_warmup_steps": 0}
+    assert optim == replace(scaled_optim(1200), **given)
+    model = [("embed.weight", torch.zeros(2, 2)), ("head.weight", torch.zeros(2, 2)), ("up.weight", torch.zeros(2, 2))]
+    found = make_optimizers(model, optim, 128).learning_rates(0, 1200)
+    assert found == pytest.approx({"matrix": 0.02, "embed": 0.7348, "head": 0.0196}, rel=1e-3)
+
+
+def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> None:
+    assert of_paper("nanochat").optim == NANOCHAT
+    assert of_paper("nanochat").model.initialization == "nanochat"
+    short = resolve("quickstart", recipe="nanochat", changes={"train": {"steps": 100}}).optim
+    assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=10)
 
 
 def test_the_release_keeps_its_own_settings() -> None:

@@ -213,11 +213,10 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
-    """Return what a recipe changes in a preset; the data too if the preset is the paper's."""
+    """Return what a recipe changes in a preset but for rule and optimizer; the data too if the preset is its own."""
     base = RUNS[preset].train
     return {
         "model": recipe.model,
-        "optim": recipe.optim,
         "train": recipe.options_of_batch(base["batch_size"], base.get("accumulation", 1)),
         "data": {"source": FINEWEB_EDU} if preset == recipe.preset else {},
     }
@@ -287,6 +286,7 @@ def resolve(
     in_file = dict(given["model"].pop("rule", {}))
     sizes = scaled_model(PRESETS[preset], given["model"])
     train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=made_by is not None)
+    of_recipe = {} if made_by is None else made_by.options_of_optim(train.steps)
     if made_by is not None and not in_file:
         in_file = dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
     name_in_file = in_file.pop("name", None)
@@ -300,6 +300,6 @@ def resolve(
     return RunConfig(
         model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {})))),
         data=DataConfig(**given["data"]),
-        optim=scaled_optim(train.steps, **(dict(base.optim) | given["optim"])),
+        optim=scaled_optim(train.steps, **(dict(base.optim) | of_recipe | given["optim"])),
         train=train,
     )

@@ -1,4 +1,4 @@
-"""The runs of the paper's tables and ablations as records, with their reported results."""
+"""Runs as records: those of the paper's tables and ablations, with their reported results, and some of others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from .optim import RELEASE, OptimConfig
+from .optim import NANOCHAT, RELEASE, OptimConfig
 from .routing import PAPER_STEPS, RULES, scaled_decay
 
 Options = Mapping[str, Any]
@@ -75,7 +75,7 @@ class Reported(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run of the paper. Options not given are those of its preset.
+    """One run of the paper, or of others' settings. Options not given are those of its preset.
 
     rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the sequences
     whose tokens compete for an expert or over which load is measured; None is a whole micro-batch, on all ranks.
@@ -100,6 +100,13 @@ class Recipe:
         if not self.balances_by_loss or self.pool is None or whole % min(self.pool, whole):
             return {}
         return {"batch_size": min(self.pool, whole), "accumulation": whole // min(self.pool, whole)}
+
+    def options_of_optim(self, steps: int) -> dict[str, Any]:
+        """Return the optimizer's options for a run of `steps`; warmups are at most a tenth of it."""
+        return {
+            name: min(value, steps // 10) if name.endswith("warmup_steps") else value
+            for name, value in self.optim.items()
+        }
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
         """Return the rule's record for `batch_size` sequences of `context` tokens per micro-batch and `steps` steps."""
@@ -128,6 +135,12 @@ def intervals(steps: int, tokens_per_step: int) -> dict[str, int]:
     every = in_proportion({"eval_every": EVAL_EVERY, "checkpoint_every": CHECKPOINT_EVERY}, steps, PAPER_STEPS)
     eval_tokens = round(EVAL_TOKENS * steps * tokens_per_step / PAPER_TOKENS)
     return every | {"eval_tokens": max(eval_tokens, tokens_per_step)}
+
+
+def _changes(config: OptimConfig) -> Options:
+    """Return the options that differ from the paper's."""
+    paper = asdict(OptimConfig())
+    return {name: value for name, value in asdict(config).items() if value != paper[name]}
 
 
 def _rule(method: str, **options: Any) -> Options:
@@ -201,6 +214,26 @@ RECIPES: dict[str, Recipe] = {
         "expert threshold as the authors' code has it by default",
         {**ET, "decay": 0.99, "capacity_slack": None},
         Reported("the authors' release"),
-        optim={name: value for name, value in asdict(RELEASE).items() if value != asdict(OptimConfig())[name]},
+        optim=_changes(RELEASE),
+    ),
+    "better_rates": Recipe(
+        "expert threshold with nanochat's rates under the paper's optimizers",
+        _rule("expert_threshold"),
+        Reported("nanochat 92d63d4"),
+        optim={
+            "embed_lr": NANOCHAT.embed_lr,
+            "head_lr": NANOCHAT.head_lr,
+            "matrix_lr": NANOCHAT.matrix_lr,
+            "scale_muon": False,
+            "betas": (0.8, 0.95),
+            "adamw_warmup_steps": 0,
+        },
+    ),
+    "nanochat": Recipe(
+        "expert threshold with nanochat's optimizer and initialisation",
+        _rule("expert_threshold"),
+        Reported("nanochat 92d63d4"),
+        model={"initialization": "nanochat"},
+        optim={**_changes(NANOCHAT), "matrix_lr": NANOCHAT.matrix_lr},  # a preset may have another
     ),
 }
