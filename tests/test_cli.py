@@ -280,6 +280,8 @@ def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> No
         (Literal["batch", "global"] | int, "global", "global"),
         (Literal["batch", "global"] | int, "64", 64),
         (tuple[float, float], "0.8,0.9", (0.8, 0.9)),
+        (tuple[float, float] | None, "0.8,0.9", (0.8, 0.9)),
+        (tuple[float, float] | None, "none", None),
         (str, "none", "none"),
         (str | None, "none", None),
         (str | None, "some", "some"),

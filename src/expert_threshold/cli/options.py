@@ -186,7 +186,8 @@ def parse_value(kind: Any, text: str) -> Any:
                 return text.lower() == "true"
         elif get_origin(alternative) is tuple:
             kinds, texts = get_args(alternative), text.split(",")
-            return tuple(parse_value(k, t) for k, t in zip(kinds, texts, strict=True))
+            with contextlib.suppress(ValueError):
+                return tuple(parse_value(k, t) for k, t in zip(kinds, texts, strict=True))
         else:
             with contextlib.suppress(ValueError):
                 value = alternative(text)

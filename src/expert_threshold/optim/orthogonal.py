@@ -90,7 +90,7 @@ def normalize(matrices: Tensor, parts: Parts) -> Tensor:
     al., Muon+ (2026), which has rows or columns of norm 1; nanochat renormalises the whole matrix.
     """
     dim = {"rows": -1, "columns": -2, "matrix": (-2, -1)}[parts]
-    norm = torch.linalg.vector_norm(matrices, dim=dim, keepdim=True).clamp_(min=EPS)
+    norm: Tensor = torch.linalg.vector_norm(matrices, dim=dim, keepdim=True).clamp_(min=EPS)
     count = norm.shape[-2] * norm.shape[-1]
     return matrices * (math.sqrt(min(matrices.shape[-2:]) / count) / norm)
 
