@@ -310,18 +310,18 @@ def test_expert_threshold_routes_in_a_batch_as_it_routes_one_by_one(
     model = make_model(tokenizer, RULES["expert_threshold"])
     forward = model.forward
     rows: list[tuple[list[int], torch.Tensor]] = []  # sequences, and where the last of their tokens went
-    prefixes: list[tuple[list[int], torch.Tensor]] = []  # sequences, and the keys of their first layer
+    prefixes: list[tuple[list[int], torch.Tensor]] = []  # sequences, and the past of their first layer
 
     def record(tokens: torch.Tensor, targets: Any = None, *, cache: Any = None) -> Any:
-        past = 0 if cache is None else cache.length
+        past = 0 if cache is None else cache.lengths[0]
         output = forward(tokens, targets, cache=cache, record=True)
         assert output.routings is not None
         for i, (row, assignment) in enumerate(zip(tokens.tolist(), output.routings[0].assignment, strict=True)):
-            begun = [known for known, keys in prefixes if past and torch.equal(keys, cache.keys[0, i, :, :past])]
+            begun = [known for known, held in prefixes if past and torch.equal(held, cache.held[0, i, :past])]
             assert bool(begun) == bool(past)
             rows.append(([*begun[0], *row] if past else row, assignment))
             if cache is not None and not past:
-                prefixes.append((row, cache.keys[0, i].clone()))
+                prefixes.append((row, cache.held[0, i].clone()))
         if past:
             prefixes.clear()
         return output

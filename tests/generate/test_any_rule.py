@@ -100,6 +100,10 @@ def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) ->
     cache = model.new_cache(2, 24)
     pieces = [model(part, cache=cache).logits for part in (tokens[:, :9], tokens[:, 9:10], tokens[:, 10:])]
     torch.testing.assert_close(torch.cat(pieces, 1), expected)
+    copies = model.new_cache(2, 9)
+    model(tokens[:, :9], cache=copies)
+    rest = model(tokens[[1, 0, 1], 9:], cache=copies.copies([1, 0, 1], 24)).logits
+    torch.testing.assert_close(rest, expected[[1, 0, 1], 9:])
     decoder = Decoder(model, 3, 24)
     for row in (0, 2):  # the row between them is open and has no token
         decoder.open(row)

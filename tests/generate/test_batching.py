@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate import generate
-from expert_threshold.generate.decoder import Routed
 from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
 from expert_threshold.model import GPT
-from expert_threshold.routing import ExpertChoice, Rule
+from expert_threshold.moe import Router
+from expert_threshold.routing import ExpertChoice, Routing, Rule, observe
 from small_run import RULES, small_model
 
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -117,13 +116,16 @@ def test_with_pools_instead_of_cutoffs_the_same_test_fails(tokenizer: Tokenizer)
     assert same_bits(model, tokenizer)
     pools: dict[object, torch.Tensor] = {}
 
-    def by_pool(self: Any, x: torch.Tensor, rows: object) -> tuple[Routed, None]:
-        scores = self.moe.router(x[None]).scores[0]
-        pools[self] = torch.cat((pools.get(self, torch.zeros(8, 4)), scores))[-max(8, len(x)) :]
-        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
-        return Routed(scores, assignment[-len(x) :], scores.sigmoid()), None
+    def by_pool(self: Router, scores: torch.Tensor, pasts: object) -> Routing:
+        new = scores.flatten(0, 1)
+        pools[self] = torch.cat((pools.get(self, torch.zeros(8, 4)), new))[-max(8, len(new)) :]
+        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0, -len(new) :]
+        assignment = assignment.view(scores.shape)
+        return Routing(
+            scores=scores, gates=scores.sigmoid(), assignment=assignment, observation=observe(scores, assignment)
+        )
 
-    with mock.patch.object(decoder_module.Layer, "route", by_pool):
+    with mock.patch.object(Router, "infer", by_pool):
         assert not same_bits(model, tokenizer)
 
 
@@ -151,7 +153,7 @@ def test_requests_wait_for_a_row_in_order_and_a_cancelled_one_frees_its_row_at_o
         engine.step()
     assert len(second.steps) == len(fourth.steps) == 20
     assert not third.steps
-    assert engine.decoder.lengths == [0, 0]
+    assert engine.decoder.cache.lengths == [0, 0]
 
 
 def test_a_long_prompt_does_not_hold_up_those_that_write(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import LEGEND, Step, TokenRouting, decoder, engine, generate, printable, render_routing
-from expert_threshold.generate.decoder import Decoded
-from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.generate.accelerator import Decoded
+from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 CONTEXT = 48
@@ -77,7 +77,7 @@ class Script:
 
     def read(self, *_: object, **__: object) -> Decoded:
         logits = torch.nn.functional.one_hot(torch.tensor([next(self.tokens, 0)]), self.vocab_size)
-        return Decoded.of(logits.float(), [])
+        return Decoded.of(Output(logits.float(), None, None, None, (), ()), 0)
 
     step = read
 
@@ -106,7 +106,7 @@ def test_decoding_with_the_cache_equals_the_full_forward(
     for pieces in ([CONTEXT], [1] * CONTEXT, [13, 1, 1, 20, 1, 12]):
         cache = model.new_cache(3, CONTEXT)
         outputs = [model(piece, cache=cache, record=True) for piece in tokens.split(pieces, 1)]
-        assert cache.length == CONTEXT
+        assert cache.lengths == [CONTEXT] * 3
         torch.testing.assert_close(torch.cat([o.logits for o in outputs], 1), full.logits, rtol=1e-4, atol=1e-4)
         for layer, routing in enumerate(full.routings):
             assignment = torch.cat([o.routings[layer].assignment for o in outputs], 1)

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from expert_threshold.generate import kernel
-from expert_threshold.generate.decoder import Decoded, Decoder
+from expert_threshold.generate.accelerator import Decoded
+from expert_threshold.generate.decoder import Decoder
 from expert_threshold.generate.engine import Sampler
 from expert_threshold.kernels import cpu
 from expert_threshold.model import GPT
@@ -48,9 +49,9 @@ def steps(decoder: Decoder, rows: range = range(ROWS), count: int = 4) -> list[D
 def same(a: Decoded, b: Decoded, compare: Callable[..., None]) -> None:
     compare(a.logits, b.logits)
     compare(torch.tensor(a.peaks), torch.tensor(b.peaks))
-    compare(a.routed.scores, b.routed.scores)
-    assert torch.equal(a.routed.assignment, b.routed.assignment)
-    assert a.assigned == b.assigned == b.routed.assignment.sum()
+    compare(a.scores, b.scores)
+    assert torch.equal(a.assignment, b.assignment)
+    assert a.assigned == b.assigned == b.assignment.sum()
 
 
 def bits(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -80,7 +81,7 @@ def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
     for _, moe in model.moe_layers():
         moe.router.weight[:] = moe.router.weight[0].clone()
     (decoded,) = steps(filled(model), count=1)
-    assert decoded.routed.assignment.tolist() == [[[True, True, False, False]] * ROWS] * 2
+    assert decoded.assignment.tolist() == [[[True, True, False, False]] * ROWS] * 2
 
 
 @needs_kernel
@@ -100,9 +101,9 @@ def test_keys_and_values_are_rounded_to_the_nearest() -> None:
     model = small_model()
     for weight in model.parameters():
         weight.copy_(weight.bfloat16())
-    exact = filled(model).cache
+    exact = filled(model).cache.held
     model.compute_dtype = torch.bfloat16
-    bits(filled(model).cache[0], exact[0].bfloat16())
+    bits(filled(model).cache.held[0], exact[0].bfloat16())
 
 
 @needs_kernel
@@ -122,7 +123,7 @@ def test_the_company_and_the_number_of_threads_change_no_bit(
         of_row = range(row, row + 1)
         for decoded, alone in zip(together, steps(filled(model, of_row), of_row), strict=True):
             bits(decoded.logits[row : row + 1], alone.logits)
-            bits(decoded.routed.assignment[:, row : row + 1], alone.routed.assignment)
+            bits(decoded.assignment[:, row : row + 1], alone.assignment)
 
 
 @needs_kernel
@@ -135,7 +136,7 @@ def test_a_prompt_has_the_same_bits_in_pieces_of_any_length() -> None:
     ends = [0, 1, 8, 12, 13, 30]
     parts = [pieces.read(1, prompt[a:b], every=True).logits for a, b in pairwise(ends)]
     bits(torch.cat(parts), logits)
-    whole.lengths[1] = 0
+    whole.cache.lengths[1] = 0
     bits(whole.read(1, prompt).logits, logits[-1:])
 
 
@@ -156,7 +157,7 @@ def test_a_sequence_of_nan_leaves_the_others_as_they_are() -> None:
     decoded = filled(model, range(3)).step({0: 1, 1: 2, 2: 3})
     assert decoded.logits[1].isnan().all()
     assert torch.tensor(decoded.peaks[1][1:]).isnan().all()
-    assert not decoded.routed.assignment[:, 1].any()
+    assert not decoded.assignment[:, 1].any()
     bits(decoded.logits[::2], expected[::2])
 
 
@@ -204,4 +205,4 @@ def test_without_a_compiler_there_is_no_kernel_and_nothing_is_said(
 def test_other_dtypes_are_decoded_by_operations() -> None:
     model = small_model(ExpertThreshold(4, 1))
     model.compute_dtype = torch.float64
-    assert Decoder(model, 1, 4).kernel is None
+    assert Decoder(model, 1, 4).accelerator is None

@@ -15,6 +15,7 @@ from expert_threshold.model.attention import (
     QUERIES_PER_BLOCK,
     Attention,
     Cache,
+    Span,
     attend,
     norm,
     rotary,
@@ -143,8 +144,33 @@ def test_a_cache_hands_back_what_it_was_given_layer_by_layer() -> None:
     assert cache.capacity == 6
     keys, values = torch.randn(2, 3, 2, 6, 4), torch.randn(2, 3, 2, 6, 4)
     for start, end in ((0, 2), (2, 3), (3, 6)):
+        span = Span(cache, end - start)
+        assert span.end == end
         for layer in (0, 1):
-            k, v = cache.append(layer, keys[layer, :, :, start:end], values[layer, :, :, start:end])
+            k, v = span.append(layer, keys[layer, :, :, start:end], values[layer, :, :, start:end])
             assert torch.equal(k, keys[layer, :, :, :end])
             assert torch.equal(v, values[layer, :, :, :end])
-        cache.length = end
+        cache.advance(end - start)
+
+
+@pytest.mark.parametrize("rows", [[1], [0, 1], [3, 0], [0, 2, 3], []])
+def test_what_is_appended_to_some_rows_is_in_these_alone_at_the_end_of_each(rows: list[int]) -> None:
+    cache = Cache(1, 4, 2, 9, 4, torch.float32, torch.device("cpu"))
+    cache.held.normal_()
+    cache.lengths = [5, 2, 0, 6]
+    before, selected = cache.held.clone(), cache.select(rows)
+    keys, values = torch.randn(2, len(rows), 2, 3, 4)
+    span = Span(selected, 3)
+    k, v = span.append(0, keys, values)
+    selected.advance(3)
+    assert cache.lengths == [n + 3 if row in rows else n for row, n in enumerate([5, 2, 0, 6])]
+    for i, row in enumerate(rows):
+        start, end = cache.lengths[row] - 3, cache.lengths[row]
+        assert torch.equal(span.positions[i], torch.arange(start, end))
+        expected = before[0, row].clone()
+        expected[start:end] = torch.stack((keys[i].transpose(0, 1), values[i].transpose(0, 1)), 1)
+        assert torch.equal(cache.held[0, row], expected)
+        assert torch.equal(k[i].transpose(0, 1), expected[: span.end, 0])
+        assert torch.equal(v[i].transpose(0, 1), expected[: span.end, 1])
+    others = [row for row in range(4) if row not in rows]
+    assert torch.equal(cache.held[:, others], before[:, others])

@@ -362,11 +362,74 @@ def test_cached_decoding_equals_the_full_forward(rule: Rule | None, kv_heads: in
     full = model(tokens, record=True)
     cache = model.new_cache(3, CONTEXT)
     outputs = [model(piece, cache=cache, record=True) for piece in tokens.split(lengths, 1)]
-    assert cache.length == CONTEXT
+    assert cache.lengths == [CONTEXT] * 3
     torch.testing.assert_close(torch.cat([output.logits for output in outputs], 1), full.logits, atol=1e-4, rtol=1e-4)
     for layer, routing in enumerate(full.routings):
         chosen = torch.cat([output.routings[layer].assignment for output in outputs], 1)
         assert torch.equal(chosen, routing.assignment)
+
+
+@rules
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@torch.no_grad()
+def test_sequences_of_their_own_lengths_share_a_cache_and_a_forward(rule: Rule | None, kv_heads: int) -> None:
+    model = lively(rule, kv_heads=kv_heads).eval()
+    tokens = tokens_of(4, CONTEXT)
+    full = model(tokens, record=True)
+    cache = model.new_cache(4, CONTEXT)
+    lengths = [0] * 4
+    for rows, time in (([2], 5), ([1, 2], 3), ([0, 3], 1), ([0, 1, 2, 3], 1), ([3, 1, 0], 4), ([0, 1, 2, 3], 1)):
+        pieces = torch.stack([tokens[row, lengths[row] : lengths[row] + time] for row in rows])
+        output = model(pieces, cache=cache.select(rows), record=True)
+        for i, row in enumerate(rows):
+            place = slice(lengths[row], lengths[row] + time)
+            lengths[row] += time
+            torch.testing.assert_close(output.logits[i], full.logits[row, place], atol=1e-4, rtol=1e-4)
+            for found, expected in zip(output.routings, full.routings, strict=True):
+                assert torch.equal(found.assignment[i], expected.assignment[row, place])
+        assert cache.lengths == lengths
+
+
+@torch.no_grad()
+def test_each_row_of_a_cache_is_routed_at_its_own_rate() -> None:
+    model = lively(RULES["expert threshold"])
+    for _ in range(2):
+        model.update_rules(model(tokens_of(4, CONTEXT)).observations)
+    model.eval()
+    tokens, cache = tokens_of(1, CONTEXT).expand(3, -1), model.new_cache(3, CONTEXT)
+    for row, rate in enumerate((0, None, 4)):
+        states = {} if rate is None else {layer: moe.router.state_at(rate) for layer, moe in model.moe_layers()}
+        cache.begin(row, states)
+    found = model(tokens, cache=cache, record=True)
+    for row, rate in enumerate((0, None, 4)):
+        model.set_rate(rate)
+        expected = model(tokens[:1], record=True)
+        torch.testing.assert_close(found.logits[row], expected.logits[0], atol=1e-4, rtol=1e-4)
+        for one, other in zip(found.routings, expected.routings, strict=True):
+            assert torch.equal(one.assignment[row], other.assignment[0])
+
+
+@torch.no_grad()
+def test_the_last_logits_alone_are_those_of_all() -> None:
+    model = lively(RULES["expert threshold"]).eval()
+    tokens = tokens_of(2, CONTEXT)
+    torch.testing.assert_close(model(tokens, last=True).logits, model(tokens).logits[:, -1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_a_snapshot_computes_the_same_bits_in_evaluation_whatever_the_mode_of_its_model(dtype: torch.dtype) -> None:
+    model = lively(RULES["expert threshold"])
+    model.compute_dtype = dtype
+    expected = model.eval()(tokens_of(2, CONTEXT)).logits
+    snapshot = model.train().snapshot()
+    assert model.training
+    assert not any(module.training for module in snapshot.modules())
+    assert torch.equal(snapshot(tokens_of(2, CONTEXT)).logits, expected)
+    assert snapshot.embed.weight.data_ptr() == model.embed.weight.data_ptr()
+    assert snapshot.head.weight.dtype == dtype
+    model.eval().set_rate(0 if dtype == torch.float32 else None)
+    assert torch.equal(model.snapshot()(tokens_of(2, CONTEXT)).logits, model(tokens_of(2, CONTEXT)).logits)
 
 
 @torch.no_grad()
@@ -384,7 +447,7 @@ def test_the_cache_has_the_compute_dtype() -> None:
     torch.manual_seed(0)
     model = GPT(small(None, layers=1), torch.bfloat16).eval()
     cache = model.new_cache(1, 4)
-    assert cache.keys.dtype == torch.bfloat16
+    assert cache.held.dtype == torch.bfloat16
     assert model(tokens_of(1, 2), cache=cache).logits.dtype == torch.float32
 
 
@@ -398,7 +461,7 @@ def test_more_tokens_than_context_or_cache_are_refused_and_leave_the_cache_alone
         model(tokens_of(1, 4), cache=cache)
         with pytest.raises(ValueError, match=f"is longer than the context of {limit}; shorten it"):
             model(tokens_of(1, limit - 3), cache=cache)
-        assert cache.length == 4
+        assert cache.lengths == [4]
 
 
 def test_a_cache_is_refused_where_gradients_are_recorded() -> None:

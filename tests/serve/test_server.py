@@ -30,10 +30,11 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed:
 from expert_threshold.cli import main  # noqa: E402
 from expert_threshold.cli.serve import is_local  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
-from expert_threshold.generate import decoder, generate, kernel  # noqa: E402
+from expert_threshold.generate import generate, kernel  # noqa: E402
 from expert_threshold.install import install  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
-from expert_threshold.routing import ExpertChoice, Rule  # noqa: E402
+from expert_threshold.moe import Router  # noqa: E402
+from expert_threshold.routing import ExpertChoice, Routing, Rule, observe  # noqa: E402
 from expert_threshold.serve.hosts import bind, url  # noqa: E402
 from expert_threshold.serve.independence import require_independent  # noqa: E402
 from expert_threshold.serve.limits import Limits  # noqa: E402
@@ -285,11 +286,14 @@ def pooled(rule: Any, size: int) -> Any:
     """A layer's routing by the best tokens of the last `size` that came, whose ever they are."""
     pools: dict[object, torch.Tensor] = {}
 
-    def route(self: Any, x: torch.Tensor, rows: object) -> tuple[decoder.Routed, None]:
-        scores = self.moe.router(x[None]).scores[0]
-        pools[self] = torch.cat((pools.get(self, torch.zeros(size, rule.num_experts)), scores))[-max(size, len(x)) :]
-        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0]
-        return decoder.Routed(scores, assignment[-len(x) :], scores.sigmoid()), None
+    def route(self: Router, scores: torch.Tensor, pasts: object) -> Routing:
+        new = scores.flatten(0, 1)
+        pools[self] = torch.cat((pools.get(self, torch.zeros(size, rule.num_experts)), new))[-max(size, len(new)) :]
+        assignment = rule.route(pools[self][None], rule.init(), training=True).assignment[0, -len(new) :]
+        assignment = assignment.view(scores.shape)
+        return Routing(
+            scores=scores, gates=scores.sigmoid(), assignment=assignment, observation=observe(scores, assignment)
+        )
 
     return route
 
@@ -298,7 +302,7 @@ def test_with_pools_instead_of_cutoffs_the_text_depends_on_the_company(monkeypat
     monkeypatch.setattr(kernel, "library", lambda: None)  # which would route by itself
     rule = ExpertChoice(4, 1, pool="batch")
     model = small_model(rule)
-    with mock.patch.object(decoder.Layer, "route", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
+    with mock.patch.object(Router, "infer", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:
         alone, together = choices(server, together=False), choices(server, together=True)
     assert [choice["text"] for choice in alone] != [choice["text"] for choice in together]
 
@@ -411,9 +415,7 @@ def test_a_request_that_takes_too_long_ends_with_503_and_frees_its_row() -> None
 
 UNFINISHED = [b"", b"POST /v1/completions HTTP/1.1\r\nHost: small\r\n", b"GET /health HT"]
 WHOLE = b"GET /health HTTP/1.1\r\nHost: small\r\n\r\n"
-BODY = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: small\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
-)
+BODY = b"POST /v1/completions HTTP/1.1\r\nHost: small\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n{"
 
 
 def begin(server: Served, data: bytes) -> socket.socket:

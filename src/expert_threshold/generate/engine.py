@@ -15,7 +15,8 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..model import GPT
 from . import decoder
-from .decoder import Decoded, Decoder, Peak, Routed
+from .accelerator import Decoded, Peak
+from .decoder import Decoder
 from .kernel import sample
 
 Finish = Literal["stop", "length"]
@@ -218,7 +219,7 @@ class Counts:
     assignments: int = 0
 
     def add_routing(self, decoded: Decoded) -> None:
-        layers, tokens, _ = decoded.routed.assignment.shape
+        layers, tokens, _ = decoded.assignment.shape
         self.routed += layers * tokens
         self.assignments += decoded.assigned
 
@@ -301,7 +302,7 @@ class Engine:
             for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded), strict=True)):
                 ready[row].next = follows
                 if ready[row].request.record:
-                    made[row] = made[row]._replace(routing=_routing(decoded.routed, i))
+                    made[row] = made[row]._replace(routing=_routing(decoded, i))
         self.counts.written += len(ready)
         for row, writing in ready.items():
             writing.steps.append(made[row])
@@ -331,7 +332,7 @@ class Engine:
         if request.echo:
             before = [writing.echoed, *follows[:-1]]
             for i, (token, known) in enumerate(zip(piece, before, strict=True)):
-                writing.prompt.append(self._echo(writing, token, known, decoded.routed, i))
+                writing.prompt.append(self._echo(writing, token, known, decoded, i))
             writing.echoed = follows[-1]
         writing.read += len(piece)
         if writing.read == len(request.prompt):
@@ -340,12 +341,12 @@ class Engine:
                 writing.finished = True
                 self._free(row)
 
-    def _echo(self, writing: Writing, token: int, known: Next | None, routed: Routed, i: int) -> Step:
+    def _echo(self, writing: Writing, token: int, known: Next | None, decoded: Decoded, i: int) -> Step:
         request = writing.request
         content = b"" if token == self.tokenizer.bos else self.tokenizer.decode_bytes([token])
         text, _ = writing.prompt_text.push(content, final=len(writing.prompt) + 1 == len(request.prompt))
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
-        return Step(token, text, logprob, None, _routing(routed, i) if request.record else None, top)
+        return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)
 
 
 def largest_rate(model: GPT) -> float | None:
@@ -357,11 +358,11 @@ def largest_rate(model: GPT) -> float | None:
     return None if model.config.rule is None else model.config.rule.num_experts
 
 
-def _routing(routed: Routed, row: int) -> tuple[TokenRouting, ...]:
+def _routing(decoded: Decoded, row: int) -> tuple[TokenRouting, ...]:
     found = []
-    for layer, (scores, assignment) in enumerate(zip(routed.scores, routed.assignment, strict=True)):
+    for layer, (scores, assignment) in enumerate(zip(decoded.scores, decoded.assignment, strict=True)):
         # One token at a time, since the last bit of σ may depend on how many are computed at once.
-        gates = scores[row].sigmoid() if routed.gates is None else routed.gates[layer, row]
+        gates = scores[row].sigmoid() if decoded.gates is None else decoded.gates[layer, row]
         found.append(_of_token(scores[row], gates, assignment[row]))
     return tuple(found)
 

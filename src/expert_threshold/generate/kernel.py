@@ -1,20 +1,21 @@
-"""The decoder's forward pass in C++ (`kernels/cpu/decode.cpp`), all in one call."""
+"""A step of decoding in C++ (`kernels/cpu/decode.cpp`), all in one call."""
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..kernels import cpu
-
-if TYPE_CHECKING:
-    from .decoder import Decoder, FeedForward, Layer
-
+from ..model import GPT, Cache
+from ..model.attention import rotary
+from ..model.gpt import Block
+from ..moe import Router
+from .accelerator import Accelerator, Decoded, Peak
 
 SHARED = 2**19
 """Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
@@ -37,7 +38,7 @@ class _Model(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("bfloat16", "layers", "d_model", "heads", "kv_heads", "head_dim", "vocab")),
         *((name, c_int64) for name in ("rows", "capacity")),
-        *((name, c_void_p) for name in ("embed", "head", "turns", "cache")),
+        *((name, c_void_p) for name in ("embed", "head", "cos", "sin", "cache")),
         *((name, c_float) for name in ("eps", "softcap")),
         ("layer", POINTER(_Layer)),
     )
@@ -57,117 +58,120 @@ class _Results(Structure):
     )
 
 
-class Results:
-    """Buffers for the fields of `Decoded`: `count` tokens, of which `asked` have logits."""
-
-    def __init__(self, asked: int, vocab: int, layers: int, count: int, experts: int) -> None:
-        self.logits = torch.empty(asked, vocab, dtype=torch.float32, device="cpu")
-        self.scores = torch.empty(layers, count, experts, dtype=torch.float32, device="cpu")
-        self.assignment = torch.empty(layers, count, experts, dtype=torch.bool, device="cpu")
-        self.likeliest, self.highest, self.logsumexp = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
-        self.assigned = 0
-
-
 class Kernel:
-    """Holds the addresses of the decoder's weights, cutoffs and cache."""
+    """Holds the addresses of a model's weights, of the thresholds of each row, and of a cache."""
 
-    def __init__(self, decoder: Decoder, kernels: ctypes.CDLL) -> None:
+    most = 64
+
+    def __init__(self, model: GPT, cache: Cache, kernels: ctypes.CDLL) -> None:
+        config = model.config
         self._scratch_of, self._run = kernels.decode_scratch, kernels.decode_forward
         self._kept: list[object] = []  # keeps the tensors behind the addresses alive
-        self._vocab = decoder.head.shape[1]
-        routed = [layer for layer in decoder.layers if layer.moe is not None]
-        self._routed, self._experts = len(routed), len(routed[0].experts) if routed else 0
-        self._layers = (_Layer * len(decoder.layers))(*map(self._layer, decoder.layers))
+        self._vocab, self._rows = config.vocab_size, len(cache.lengths)
+        self._moes = [moe for _, moe in model.moe_layers()]
+        self._thresholds: list[Tensor | None] = []  # (rows, experts) of each MoE layer
+        self._experts = 0 if config.rule is None else config.rule.num_experts
+        self._work = config.vocab_size * config.d_model  # multiplications for a token that goes to one expert
+        layers = (_Layer * config.layers)(*map(self._layer, model.blocks))
+        cos, sin = rotary(torch.arange(cache.capacity, dtype=torch.float32, device="cpu"), cache.held.shape[-1])
         self._model = _Model(
-            decoder.dtype == torch.bfloat16,
-            len(decoder.layers),
-            decoder.embed.shape[1],
-            decoder.heads,
-            decoder.kv_heads,
-            decoder.cache.shape[-1],
-            self._vocab,
-            decoder.rows,
-            decoder.capacity,
-            self._address(decoder.embed.float()),
-            self._address(decoder.head.T),
-            self._address(torch.view_as_real(decoder.turns)),
-            self._address(decoder.cache),
-            float(decoder.eps),
-            decoder.softcap or 0,
-            self._layers,
+            cache.held.dtype == torch.bfloat16,
+            config.layers,
+            config.d_model,
+            config.heads,
+            config.kv_heads,
+            cache.held.shape[-1],
+            config.vocab_size,
+            self._rows,
+            cache.capacity,
+            self._address(model.embed.weight.float()),
+            self._address(model.head.weight),
+            self._address(cos),
+            self._address(sin),
+            self._address(cache.held),
+            torch.finfo(torch.float32).eps,
+            config.softcap or 0,
+            layers,
         )
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-        weights = [w for layer in decoder.layers for w in layer.of_a_token()]
-        self._work = sum(weight.numel() for weight in weights) + decoder.head.numel()
 
-    def __call__(self, ids: Sequence[int], rows: Sequence[int], places: Sequence[int], first: int = 0) -> Results:
-        """Run tokens at the given rows and places of the cache, those of one row in order; logits from `first` on.
+    def begin(self, row: int, rate: float | None) -> None:
+        for moe, thresholds in zip(self._moes, self._thresholds, strict=True):
+            if thresholds is not None:
+                thresholds[row] = moe.router.thresholds(rate)
 
-        Raises IndexError if an id is not in the vocabulary.
-        """
-        count = len(ids)
-        if not 0 <= min(ids) <= max(ids) < self._vocab:
-            raise IndexError(f"token ids {min(ids)} to {max(ids)} must lie from 0 to {self._vocab - 1}")
-        results = Results(count - first, self._vocab, self._routed, count, self._experts)
+    def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
+        count, asked = len(tokens), len(tokens) - first
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
+        logits = torch.empty(asked, self._vocab, dtype=torch.float32, device="cpu")
+        scores = torch.empty(len(self._moes), count, self._experts, dtype=torch.float32, device="cpu")
+        assignment = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
+        peaks = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
+        results = _Results(logits.data_ptr(), *map(addressof, peaks), scores.data_ptr(), assignment.data_ptr())
         needed = self._scratch_of(byref(self._model), c_int64(count))
         if self._scratch.numel() < needed:
             self._scratch = self._scratch.new_empty(needed)
-        columns = [(c_int64 * count)(*column) for column in (ids, rows, places)]
-        tokens = _Tokens(count, first, *(addressof(column) for column in columns))
-        into = _Results(
-            results.logits.data_ptr(),
-            *(addressof(column) for column in (results.likeliest, results.highest, results.logsumexp)),
-            results.scores.data_ptr(),
-            results.assignment.data_ptr(),
-        )
+        columns = [(c_int64 * count)(*column) for column in (tokens, rows, places)]
+        given = _Tokens(count, first, *map(addressof, columns))
         threads = torch.get_num_threads() if count * self._work >= SHARED else 1
         scratch = c_void_p(self._scratch.data_ptr())
-        self._run(byref(self._model), byref(tokens), byref(into), c_int64(threads), scratch)
-        results.assigned = into.assigned
-        return results
+        self._run(byref(self._model), byref(given), byref(results), c_int64(threads), scratch)
+        return Decoded(logits, list(map(Peak, *peaks)), scores, assignment, None, results.assigned)
 
-    def _address(self, tensor: Tensor) -> int:
+    def _address(self, tensor: Tensor | None) -> int | None:
+        if tensor is None:
+            return None
         tensor = tensor.contiguous()
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _feed_forward(self, weights: FeedForward | None) -> _FeedForward:
-        if weights is None:
-            return _FeedForward()
-        up, *gate = (self._address(weight.mT) for weight in weights.ups)
-        return _FeedForward(up, gate[0] if gate else None, self._address(weights.down.mT), weights.down.shape[-2])
+    def _feed_forward(self, up: Tensor, gate: Tensor | None, down: Tensor) -> _FeedForward:
+        self._work += sum(math.prod(weight.shape[-2:]) for weight in (up, gate, down) if weight is not None)
+        return _FeedForward(self._address(up), self._address(gate), self._address(down), down.shape[-1])
 
-    def _layer(self, layer: Layer) -> _Layer:
-        dense, expert = self._feed_forward(layer.dense), self._feed_forward(layer.stacked)
-        record = _Layer(self._address(layer.qkv.mT), self._address(layer.output.mT), dense, expert)
-        if layer.moe is not None:
-            router = layer.moe.router
-            record.router = self._address(router.weight.detach().float())
-            record.experts, record.divide_by_fanout = len(layer.experts), layer.moe.gate_norm == "fanout"
-            if layer.cutoffs is not None:
-                record.cutoffs = self._address(layer.cutoffs)
+    def _layer(self, block: nn.Module) -> _Layer:
+        assert isinstance(block, Block)
+        attention, moe = block.attention, block.moe
+        qkv = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
+        self._work += qkv.numel() + attention.output.weight.numel()
+        layer = _Layer(self._address(qkv), self._address(attention.output.weight))
+        dense = block.feed_forward if moe is None else moe.shared
+        if dense is not None:
+            gate = None if dense.gate is None else dense.gate.weight
+            layer.dense = self._feed_forward(dense.up.weight, gate, dense.down.weight)
+        if moe is not None:
+            experts, router = moe.experts, moe.router
+            layer.expert = self._feed_forward(experts.up, experts.gate, experts.down)
+            layer.router = self._address(router.weight.float())
+            layer.experts, layer.divide_by_fanout = self._experts, moe.gate_norm == "fanout"
+            thresholds, top = router.thresholds(), router.rule.biased_top_k(router.state)
+            if thresholds is not None:
+                of_rows = torch.full_like(thresholds, torch.inf).repeat(self._rows, 1)
+                self._thresholds.append(of_rows)
+                layer.cutoffs = self._address(of_rows)
             else:
-                chosen = router.rule.biased_top_k(router.state)
-                assert chosen is not None, "see kernel_of"
-                record.bias, record.chosen = self._address(chosen[0]), chosen[1]
-        return record
+                assert top is not None, "see kernel_of"
+                self._thresholds.append(None)
+                layer.bias, layer.chosen = self._address(top[0]), top[1]
+        return layer
 
 
-def kernel_of(decoder: Decoder) -> Kernel | None:
-    """Return the kernel, or None where it does not apply: on another device or dtype, without a compiler, or under a
-    rule whose inference is more than a comparison with thresholds or a top k, with σ(scores) as gates.
+def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
+    """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
+    a compiler, or under a rule whose inference is more than a comparison with thresholds or a top k, with σ(scores) as
+    gates.
     """
-    if decoder.device.type != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
+    if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = library()
-    return Kernel(decoder, kernels) if kernels is not None and all(map(_knows, decoder.layers)) else None
+    known = all(_knows(moe.router) for _, moe in model.moe_layers())
+    return Kernel(model, cache, kernels) if kernels is not None and known else None
 
 
-def _knows(layer: Layer) -> bool:
-    if layer.moe is None or layer.cutoffs is not None:
-        return True
-    router = layer.moe.router
-    return router.rule.sigmoid_gates and router.rule.biased_top_k(router.state) is not None
+def _knows(router: Router) -> bool:
+    decides = router.thresholds() is not None or router.rule.biased_top_k(router.state) is not None
+    return router.rule.sigmoid_gates and decides
 
 
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:

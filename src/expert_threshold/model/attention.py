@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -11,59 +13,113 @@ from torch import Tensor, nn
 
 from ..kernels.autograd import refuse_second_derivative
 from ..kernels.cpu import attention as kernels
-from ..moe import Linear
+from ..moe import Linear, Past
 
 
 class Cache:
-    """Keys and values of the tokens so far, one pair per layer, (batch, kv_heads, capacity, head_dim).
+    """The past of sequences, one in each row: keys and values of every layer, and what routing needs of it.
 
-    `length` counts the tokens held; `GPT` advances it. If a rule looks at more than a token's own scores, the cache
-    also holds the scores of the tokens so far.
+    Rows have lengths of their own. A forward appends its i-th sequence to the i-th of the selected rows, which are all
+    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout.
     """
 
     def __init__(
         self,
         layers: int,
-        batch: int,
+        rows: int,
         kv_heads: int,
         capacity: int,
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (layers, batch, kv_heads, capacity, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
-        self.length = 0
-        self._scores: dict[int, Tensor] = {}
+        self.held = torch.zeros(layers, rows, capacity, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self.lengths = [0] * rows
+        self.rows: Sequence[int] = range(rows)
+        self._pasts: list[dict[int, Past]] = [{} for _ in range(rows)]  # by layer
 
     @property
     def capacity(self) -> int:
-        """The maximum number of tokens."""
-        return self.keys.shape[3]
+        """The maximum number of tokens in a row."""
+        return self.held.shape[2]
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (batch, kv_heads, time, head_dim) to what `layer` holds; return all of it."""
-        end = self.length + keys.shape[2]
-        self.keys[layer, :, :, self.length : end] = keys
-        self.values[layer, :, :, self.length : end] = values
-        return self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+    def select(self, rows: Sequence[int]) -> Cache:
+        """Return this cache with other rows selected; what is appended to one is appended to both."""
+        selected = copy(self)
+        selected.rows = rows
+        return selected
 
-    def scores(self, layer: int) -> Tensor | None:
-        """Return the router scores of the tokens held, (batch, length, num_scores); None if none are kept."""
-        held = self._scores.get(layer)
-        return None if held is None else held[:, : self.length]
+    def begin(self, row: int, states: Mapping[int, Any] | None = None) -> None:
+        """Begin an empty sequence in a row. states: each layer's state of the rule for it; None is the router's."""
+        self.lengths[row] = 0
+        self._pasts[row] = {layer: Past(state) for layer, state in (states or {}).items()}
+
+    def copies(self, rows: Sequence[int], capacity: int) -> Cache:
+        """Return a cache of another capacity whose i-th row holds a copy of the sequence in rows[i]."""
+        layers, _, _, _, kv_heads, head_dim = self.held.shape
+        other = Cache(layers, len(rows), kv_heads, capacity, head_dim, self.held.dtype, self.held.device)
+        other.lengths = [self.lengths[row] for row in rows]
+        longest = max(other.lengths, default=0)
+        other.held[:, :, :longest] = self.held[:, torch.tensor(rows, device=self.held.device), :longest]
+        other._pasts = [dict(self._pasts[row]) for row in rows]
+        return other
+
+    def pasts(self, layer: int) -> list[Past]:
+        """Return what the selected rows' next tokens are routed by in a layer."""
+        return [self._pasts[row].get(layer, Past()) for row in self.rows]
 
     def append_scores(self, layer: int, scores: Tensor) -> None:
-        """Append scores (batch, time, num_scores) to those held."""
-        held = self.scores(layer)
-        self._scores[layer] = scores if held is None else torch.cat((held, scores), 1)
+        """Append router scores (rows, time, num_scores) to those of the selected rows."""
+        for row, past, new in zip(self.rows, self.pasts(layer), scores, strict=True):
+            self._pasts[row][layer] = past._replace(
+                scores=new if past.scores is None else torch.cat((past.scores, new))
+            )
+
+    def advance(self, time: int) -> None:
+        """Count `time` more tokens in the selected rows."""
+        for row in self.rows:
+            self.lengths[row] += time
+
+
+class Span:
+    """The places in a cache where one forward appends `time` tokens to each selected row.
+
+    positions: (rows, time) in the sequences; end: the length of the longest of them afterwards; mask: added to the
+    attention scores, or None if every token attends to all keys up to its own.
+    """
+
+    def __init__(self, cache: Cache, time: int) -> None:
+        starts = [cache.lengths[row] for row in cache.rows]
+        device = cache.held.device
+        rows = torch.tensor(cache.rows, dtype=torch.int64, device=device)
+        self.cache = cache
+        self.end = max(starts, default=0) + time
+        self.positions = torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + torch.arange(
+            time, device=device
+        )
+        self.mask: Tensor | None = None
+        alike = len(set(starts)) < 2
+        if not alike or 1 < time < self.end:
+            later = torch.arange(self.end, device=device) > self.positions[: 1 if alike else None, None, :, None]
+            self.mask = torch.zeros(later.shape, dtype=cache.held.dtype, device=device).masked_fill_(later, -math.inf)
+        self._places = (rows[:, None] * cache.capacity + self.positions).flatten()
+        first, last = min(cache.rows, default=0), max(cache.rows, default=-1)
+        neighbours = list(cache.rows) == list(range(first, last + 1))
+        self._rows = slice(first, last + 1) if neighbours else rows  # a slice is not copied
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row."""
+        held = self.cache.held[layer]
+        new = torch.stack((keys.transpose(1, 2), values.transpose(1, 2)), 2).flatten(0, 1)
+        held.view(-1, *held.shape[2:]).index_copy_(0, self._places, new)
+        k, v = held[self._rows, : self.end].permute(2, 0, 3, 1, 4)
+        return k, v
 
 
 def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (time, head_dim / 2) float32, for positions (time,)."""
+    """Return cosines and sines, (…, time, head_dim / 2) float32, for positions (…, time)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
-    angles = positions[:, None] * frequencies
+    angles = positions[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -180,20 +236,17 @@ class _CausalAttention(torch.autograd.Function):
         return torch.cat(dq, 1), dk, dv
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return causal attention (batch, heads, time, head_dim); k and v may have fewer heads, and earlier keys of a
-    cache.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask it is causal, and a
+    single query attends to every key.
     """
-    time, seen = q.shape[2], k.shape[2]
-    if q.is_cpu and q.dtype == torch.bfloat16 and 1 < time == seen:
+    causal = mask is None and q.shape[2] > 1
+    if q.is_cpu and q.dtype == torch.bfloat16 and causal:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)))
         return y.view(q.shape)
-    mask = None
-    if 1 < time < seen:
-        mask = torch.ones(time, seen, dtype=torch.bool, device=q.device).tril(seen - time)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=1 < time == seen, enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
@@ -208,19 +261,25 @@ class Attention(nn.Module):
         self.value = Linear(d_model, kv_heads * self.head_dim)
         self.output = Linear(heads * self.head_dim, d_model)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, layer: int) -> Tensor:
-        """Return the attention of x (batch, time, d_model), which follows the cache; cos, sin: its rotary table."""
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, layer: int) -> Tensor:
+        """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
+        rotary table.
+        """
         weights = [projection.weight for projection in (self.query, self.key, self.value)]
-        projected = F.linear(x, torch.cat(weights).to(x.dtype)).unflatten(-1, (-1, self.head_dim))
+        if span is None:
+            projected = F.linear(x, torch.cat(weights).to(x.dtype))
+        else:  # for a few tokens, three products cost less than copying the weights
+            projected = torch.cat([F.linear(x, weight.to(x.dtype)) for weight in weights], -1)
+        projected = projected.unflatten(-1, (-1, self.head_dim))
         kv_heads = len(weights[2]) // self.head_dim
         output: Tensor
-        if cache is None and kernels.applies(projected, self.head_dim):
+        if span is None and kernels.applies(projected, self.head_dim):
             output = self.output(kernels.attention(projected, cos, sin, kv_heads).flatten(2))
             return output
         heads = projected.transpose(1, 2)
         straight, v = heads.split((heads.shape[1] - kv_heads, kv_heads), 1)
         q, k = rotary_norm(straight, cos, sin).split((straight.shape[1] - kv_heads, kv_heads), 1)
-        if cache is not None:
-            k, v = cache.append(layer, k, v)
-        output = self.output(attend(q, k, v).transpose(1, 2).flatten(2))
+        if span is not None:
+            k, v = span.append(layer, k, v)
+        output = self.output(attend(q, k, v, None if span is None else span.mask).transpose(1, 2).flatten(2))
         return output

@@ -26,7 +26,7 @@ from ..moe import (
     rule_to_dict,
 )
 from ..option import option
-from .attention import Attention, Cache, norm, rotary
+from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS
 
@@ -151,14 +151,14 @@ class Block(nn.Module):
                 z_loss=config.z_loss,
             )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(norm(x), cos, sin, cache, self.layer)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(norm(x), cos, sin, span, self.layer)
         if self.moe is None:
             assert self.feed_forward is not None
             return x + self.feed_forward(norm(x)), None
-        y, routing = self.moe(norm(x), None if cache is None else cache.scores(self.layer), record=True)
-        if cache is not None and self.moe.router.rule.scope(training=False) != "token":
-            cache.append_scores(self.layer, routing.scores)
+        y, routing = self.moe(norm(x), None if span is None else span.cache.pasts(self.layer), record=True)
+        if span is not None and self.moe.router.rule.scope(training=False) != "token":
+            span.cache.append_scores(self.layer, routing.scores)
         return x + y, routing
 
 
@@ -229,44 +229,53 @@ class GPT(nn.Module):
         return [(i, block.moe) for i, block in enumerate(self.blocks) if block.moe is not None]  # type: ignore[misc]
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None, record: bool = False
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cache: Cache | None = None,
+        record: bool = False,
+        last: bool = False,
     ) -> Output:
         """Return the output for tokens and targets (batch, time) int64; targets of -1 are ignored.
 
-        With a cache, in inference only, the tokens follow those it holds and are added to it. The compute dtype is the
-        model's own, even under autocast. Raises ValueError beyond the context.
+        With a cache, in inference only, each row of tokens follows the sequence in its row of the cache and is appended
+        to it. last: of the logits, compute only the last token's. The compute dtype is the model's own, even under
+        autocast. Raises ValueError beyond the context.
         """
         with torch.autocast(tokens.device.type, enabled=False):
-            return self._forward(tokens, targets, cache, record)
+            return self._forward(tokens, targets, cache, record, last)
 
-    def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool) -> Output:
-        if cache is not None and torch.is_grad_enabled():
-            raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
-        past = 0 if cache is None else cache.length
-        end = past + tokens.shape[1]
-        limit = self.config.context if cache is None else min(self.config.context, cache.capacity)
+    def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool, last: bool) -> Output:
+        time, limit, span = tokens.shape[1], self.config.context, None
+        if cache is not None:
+            if torch.is_grad_enabled():
+                raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
+            span, limit = Span(cache, time), min(limit, cache.capacity)
+        end = time if span is None else span.end
         if end > limit:
             raise ValueError(f"sequence of {end} tokens is longer than the context of {limit}; shorten it")
-        positions = torch.arange(past, end, device=tokens.device, dtype=torch.float32)
-        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions, self.config.d_model // self.config.heads))
+        positions = torch.arange(time, device=tokens.device) if span is None else span.positions[:, None]
+        head_dim = self.config.d_model // self.config.heads
+        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions.float(), head_dim))
 
         x = norm(self.embed(tokens).to(self.compute_dtype))
         routings: list[Routing] = []
         for block in self.blocks:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x, routing = checkpoint(block, x, cos, sin, cache, use_reentrant=False)
+                x, routing = checkpoint(block, x, cos, sin, span, use_reentrant=False)
             else:
-                x, routing = block(x, cos, sin, cache)
+                x, routing = block(x, cos, sin, span)
             if routing is not None:
                 routings.append(routing)
         x = norm(x)
         if cache is not None:
-            cache.length = end
+            cache.advance(time)
 
         observations = tuple(routing.observation for routing in routings)
         recorded = tuple(routings) if record else None
         if targets is None:
-            logits = softcap_logits(self.head(x), self.config.softcap)
+            logits = softcap_logits(self.head(x[:, -1:] if last else x), self.config.softcap)
             return Output(logits, None, None, None, observations, recorded)
         mean, token_losses = linear_cross_entropy(
             x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.softcap
@@ -297,8 +306,24 @@ class GPT(nn.Module):
         for (_, moe), observation in zip(self.moe_layers(), observations, strict=True):
             moe.router.update(observation)
 
+    def snapshot(self) -> GPT:
+        """Return a copy for inference, its matrices in the compute dtype; what needs no cast is shared with this model.
+
+        The embedding and the routers stay as they are, since their casts are not of weights to the compute dtype.
+        """
+        with torch.device("meta"):
+            other = GPT(self.config, self.compute_dtype)
+        weights = self.state_dict()
+        for name, weight in weights.items():
+            if name != "embed.weight" and ".router." not in name:
+                weights[name] = weight.to(self.compute_dtype)
+        other.load_state_dict(weights, assign=True)
+        for (_, its), (_, own) in zip(other.moe_layers(), self.moe_layers(), strict=True):
+            its.router.rate = own.router.rate
+        return other.eval().requires_grad_(False)
+
     def new_cache(self, batch: int, length: int) -> Cache:
-        """Return an empty key-value cache for `batch` sequences of up to `length` tokens."""
+        """Return an empty cache for `batch` sequences of up to `length` tokens."""
         head_dim = self.config.d_model // self.config.heads
         weight = self.embed.weight
         return Cache(

@@ -150,12 +150,7 @@ def _compute_once(model: GPT, batch: Sequence[_Bundle], shared: int, room: int) 
     prefix = _stack(model, [bundle.rows[0][2].tokens[:shared] for bundle in batch], 0)
     once = model.new_cache(len(batch), shared)
     model(prefix, torch.full_like(prefix, _IGNORED), cache=once)  # without targets no logits are computed
-    of_row = torch.tensor([i for i, bundle in enumerate(batch) for _ in bundle.rows], device=prefix.device)
-    cache = model.new_cache(len(of_row), shared + room)
-    cache.keys[:, :, :, :shared] = once.keys[:, of_row]
-    cache.values[:, :, :, :shared] = once.values[:, of_row]
-    cache.length = shared
-    return cache
+    return once.copies([i for i, bundle in enumerate(batch) for _ in bundle.rows], shared + room)
 
 
 def _stack(model: GPT, rows: Sequence[list[int]], padding: int) -> Tensor:

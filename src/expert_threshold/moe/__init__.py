@@ -17,7 +17,7 @@ from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, check_options, require_rule
-from .router import Router
+from .router import Past, Router
 
 __all__ = [
     "BACKENDS",
@@ -32,6 +32,7 @@ __all__ = [
     "Linear",
     "MoE",
     "Observation",
+    "Past",
     "Router",
     "Routing",
     "Rule",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -13,7 +14,7 @@ from ..kernels.activation import ActivationName, activation_named
 from ..routing import Observation, Routing, Rule
 from .backends import backend_named
 from .experts import Experts, FeedForward
-from .router import Router
+from .router import Past, Router
 
 GateNorm = Literal["fanout"]
 
@@ -81,14 +82,14 @@ class MoE(nn.Module):
         self.shared = FeedForward(d_model, shared_experts * d_expert, activation) if shared_experts else None
 
     def forward(
-        self, x: Tensor, earlier: Tensor | None = None, *, record: bool = False
+        self, x: Tensor, pasts: Sequence[Past] | None = None, *, record: bool = False
     ) -> tuple[Tensor, Observation | Routing]:
         """Return y, of the shape (batch, time, d_model) and dtype of x, and the observation.
 
-        earlier: in inference, the scores of the tokens that precede x, (batch, past, num_scores). record: return the
-        whole routing in place of the observation.
+        pasts: in inference, the past of each sequence that x continues. record: return the whole routing in place of
+        the observation.
         """
-        routing = self.router(x, earlier)
+        routing = self.router(x, pasts)
         return self.compute(x, routing), routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:

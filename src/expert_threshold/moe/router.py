@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,17 @@ class _Scores(torch.autograd.Function):
         return dscores.to(x.dtype) @ weight.to(x.dtype), dweight.to(weight.dtype)
 
 
+class Past(NamedTuple):
+    """The part of a sequence's past by which its next tokens are routed in inference.
+
+    state: the rule's state for this sequence, None is the router's own. scores: those of its tokens so far, (past,
+    num_scores), None if there are none or the rule looks only at a token's own.
+    """
+
+    state: Any = None
+    scores: Tensor | None = None
+
+
 class Router(nn.Module):
     """Computes r = W_r x (paper, Eq. 1) in float32, whatever the dtype of x, and routes by the rule.
 
@@ -51,15 +64,15 @@ class Router(nn.Module):
         for name, value in rule.init()._asdict().items():
             self.register_buffer(f"state_{name}", value.to(self.weight.device))
 
-    def forward(self, x: Tensor, earlier: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
-        earlier: in inference, the scores of the tokens that precede x, (batch, past, num_scores).
+        pasts: in inference, the past of each sequence that x continues.
         """
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
             scores: Tensor = _Scores.apply(x, self.weight)
         if not self.training:
-            return route_behind(self.rule, scores, self.state_at(self.rate), earlier)
+            return self.infer(scores, pasts)
         routing = self.rule.route(scores, self.state, training=True, group=self.group)
         if self.z_loss is not None:
             tokens = scores[..., 0].numel()
@@ -67,6 +80,36 @@ class Router(nn.Module):
             loss = z_loss if routing.loss is None else routing.loss + z_loss
             routing = Routing(**{**routing._asdict(), "loss": loss})  # torch 2.11 cannot trace a record's _replace
         return routing
+
+    def infer(self, scores: Tensor, pasts: Sequence[Past] | None) -> Routing:
+        """Return the inference routing of scores (batch, time, num_scores), at once where the sequences are alike."""
+        first = pasts[0] if pasts else Past()
+        if not pasts or all(past.scores is None and past.state is first.state for past in pasts):
+            return self._route_after(scores, first)
+        routings = [self._route_after(of_row[None], past) for of_row, past in zip(scores, pasts, strict=True)]
+        passed = [routing.passthrough for routing in routings if routing.passthrough is not None]
+        return Routing(
+            scores=scores,
+            gates=torch.cat([routing.gates for routing in routings]),
+            assignment=torch.cat([routing.assignment for routing in routings]),
+            observation=functools.reduce(operator.add, [routing.observation for routing in routings]),
+            passthrough=torch.cat(passed) if passed else None,
+        )
+
+    def _route_after(self, scores: Tensor, past: Past) -> Routing:
+        state = self.state_at(self.rate) if past.state is None else past.state
+        if past.scores is None:
+            return self.rule.route(scores, state, training=False)
+        whole = self.rule.route(torch.cat((past.scores[None], scores), 1), state, training=False)
+        begun = len(past.scores)
+        gates, assignment = whole.gates[:, begun:], whole.assignment[:, begun:]
+        return Routing(
+            scores=scores,
+            gates=gates,
+            assignment=assignment,
+            observation=observe(scores, assignment, gates),
+            passthrough=None if whole.passthrough is None else whole.passthrough[:, begun:],
+        )
 
     @property
     def state(self) -> Any:
@@ -124,22 +167,3 @@ class Router(nn.Module):
             source = first if old.is_meta and device.type != "meta" else old
             setattr(self, f"state_{name}", source.to(device))
         return self
-
-
-def route_behind(rule: Rule, scores: Tensor, state: Any, earlier: Tensor | None) -> Routing:
-    """Return the inference routing of scores (batch, time, num_scores) that follow earlier tokens of the sequences.
-
-    earlier: (batch, past, num_scores), or None if there are none or the rule looks only at a token's own scores.
-    """
-    if earlier is None or earlier.shape[1] == 0:
-        return rule.route(scores, state, training=False)
-    whole = rule.route(torch.cat((earlier, scores), 1), state, training=False)
-    past = earlier.shape[1]
-    gates, assignment = whole.gates[:, past:], whole.assignment[:, past:]
-    return Routing(
-        scores=scores,
-        gates=gates,
-        assignment=assignment,
-        observation=observe(scores, assignment, gates),
-        passthrough=None if whole.passthrough is None else whole.passthrough[:, past:],
-    )

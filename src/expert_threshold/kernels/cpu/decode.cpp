@@ -26,7 +26,7 @@ struct FeedForward {
 };
 
 struct Layer {
-  const void *qkv, *output;  // in queries and keys the two numbers mixed by a rotation are adjacent
+  const void *qkv, *output;
   FeedForward dense, expert;
   const float* router;   // (experts, d_model)
   const float* cutoffs;  // (rows, experts); null if every token takes `chosen` experts
@@ -38,7 +38,7 @@ struct Model {
   int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, capacity;
   const float* embed;  // (vocab, d_model)
   const void* head;    // (vocab, d_model)
-  const float* turns;  // (capacity, head_dim / 2) complex
+  const float *cos, *sin;  // (capacity, head_dim / 2)
   void* cache;         // (layers, rows, capacity, 2, kv_heads, head_dim)
   float eps, softcap;  // 0: none
   const Layer* layer;
@@ -296,14 +296,14 @@ struct Pass {
   }
 
   void turn(float* head, int64_t place) const {
-    int64_t length = model.head_dim;
-    const float* by = model.turns + place * length;
-    for (int64_t i = 0; i < length; i += 2) {
-      float a = head[i], b = head[i + 1];
-      head[i] = a * by[i] - b * by[i + 1];
-      head[i + 1] = a * by[i + 1] + b * by[i];
+    int64_t half = model.head_dim / 2;
+    const float *cos = model.cos + place * half, *sin = model.sin + place * half;
+    for (int64_t i = 0; i < half; i++) {
+      float a = head[i], b = head[i + half];
+      head[i] = a * cos[i] + b * sin[i];
+      head[i + half] = b * cos[i] - a * sin[i];
     }
-    normalise(head, length, model.eps, head);
+    normalise(head, model.head_dim, model.eps, head);
   }
 
   // Rotates the queries and the key of one key-value head of a token, and writes key and value to the cache.

@@ -19,6 +19,7 @@ from .backend import Backend
 
 # The maximum of computed rows over needed rows at which experts of unequal loads share a batched product.
 PADDING = 1.25
+FEW = 16  # tokens for which packing costs more than it saves
 
 
 class Grouped(Backend):
@@ -35,6 +36,8 @@ class Grouped(Backend):
         if torch.compiler.is_compiling():
             slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
             y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
+        elif len(x) <= FEW and not torch.is_grad_enabled():
+            y = _sum_few(x, gates, assignment, experts.activation, weights)
         else:
             y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
         return y
@@ -186,6 +189,22 @@ def _backward(
     dgates = torch.zeros(gates.numel(), dtype=gates.dtype, device=gates.device)
     dgates[packing.pair] = dgate[packing.slot]
     return [dx, dgates.view_as(gates), ddown, *dups]
+
+
+def _sum_few(x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, weights: Sequence[Tensor]) -> Tensor:
+    """Return y without packing, one pair of products an expert; no backward."""
+    down, *ups = weights
+    taken = assignment.T
+    loads = taken.sum(1).tolist()
+    hit = [expert for expert, load in enumerate(loads) if load]
+    y = torch.zeros_like(x)
+    if hit:
+        token = taken.nonzero()[:, 1]
+        parts = x[token].split([loads[expert] for expert in hit])
+        kept = [activation.keep(up_project(xs, tuple(up[i] for up in ups))) for i, xs in zip(hit, parts, strict=True)]
+        ys = torch.cat([activation.value(keep) @ down[i].T for i, keep in zip(hit, kept, strict=True)])
+        y.index_add_(0, token, ys.mul_(gates.T[taken][:, None]))
+    return y
 
 
 class _Grouped(torch.autograd.Function):
