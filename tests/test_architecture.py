@@ -229,3 +229,13 @@ def test_nothing_is_read_or_written_with_pickle() -> None:
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.Attribute) and ast.unparse(node) in {"torch.load", "torch.save"}), path
+
+
+def test_a_token_is_decoded_by_the_model_itself() -> None:
+    """A second model stood in generate/, and every change to the first had to be made there, too."""
+    products = {"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "scaled_dot_product_attention"}
+    for path in [path for path in MODULES if path.relative_to(SOURCE).parts[0] in ("generate", "serve")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+            assert called not in products, path
+            assert not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)), path

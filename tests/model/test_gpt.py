@@ -398,8 +398,7 @@ def test_each_row_of_a_cache_is_routed_at_its_own_rate() -> None:
     model.eval()
     tokens, cache = tokens_of(1, CONTEXT).expand(3, -1), model.new_cache(3, CONTEXT)
     for row, rate in enumerate((0, None, 4)):
-        states = {} if rate is None else {layer: moe.router.state_at(rate) for layer, moe in model.moe_layers()}
-        cache.begin(row, states)
+        cache.begin(row, {layer: moe.router.past(rate) for layer, moe in model.moe_layers()})
     found = model(tokens, cache=cache, record=True)
     for row, rate in enumerate((0, None, 4)):
         model.set_rate(rate)

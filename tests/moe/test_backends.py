@@ -26,7 +26,7 @@ from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
-from expert_threshold.moe.backends.grouped import PADDING, form_groups, pack, sum_rows
+from expert_threshold.moe.backends.grouped import FEW, PADDING, form_groups, pack, sum_rows
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
 NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
@@ -93,6 +93,24 @@ def test_a_backend_equals_the_reference_for_any_assignment(name: str, data: st.D
     given_case = case(assignment, data.draw(st.sampled_from(ACTIVATIONS)))
     expected = outputs_and_gradients(BACKENDS["reference"], given_case)
     assert_same(outputs_and_gradients(BACKENDS[name], given_case), expected)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("assignment", [*ASSIGNMENTS.values(), fanout(2 * FEW, EXPERTS, 2)], ids=[*ASSIGNMENTS, "more"])
+@pytest.mark.parametrize("name", FAST)
+@torch.no_grad()
+def test_without_gradients_a_backend_equals_the_reference_and_reads_nothing_idle(
+    name: str, assignment: Tensor, dtype: torch.dtype, activation: ActivationName
+) -> None:
+    given_case = case(assignment, activation, dtype)
+    x = given_case.x.masked_fill(~assignment.any(-1, keepdim=True), torch.nan)
+    gates = given_case.gates.masked_fill(~assignment, torch.nan)
+    expected = BACKENDS["reference"](*given_case[:4])
+    found = BACKENDS[name](x, gates, assignment, given_case.experts)
+    assert found.dtype == dtype
+    bound = {} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
+    torch.testing.assert_close(found, expected, **bound)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..model import Output
+from ..moe import Past
 
 
 class Peak(NamedTuple):
@@ -43,7 +44,7 @@ class Decoded(NamedTuple):
         highest, likeliest = logits.max(-1)
         peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
         if not output.routings:
-            nothing = logits.new_empty(0, 0, 0)
+            nothing = logits.new_empty(0, len(logits), 0)
             return cls(logits, peaks, nothing, nothing.bool(), nothing, 0)
         scores, assignment, gates = (
             torch.stack([getattr(routing, name).flatten(0, 1) for routing in output.routings])
@@ -74,8 +75,8 @@ class Accelerator(Protocol):
     most: int
     """Up to this many tokens of one row, it is faster than matrix products."""
 
-    def begin(self, row: int, rate: float | None) -> None:
-        """Begin a sequence in a row. rate: routed experts per token; None is the model's."""
+    def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+        """Begin an empty sequence in a row; arguments as in `Cache.begin`."""
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
         """Compute each token at its place in a row of the cache, those of one row in order; logits from `first` on.

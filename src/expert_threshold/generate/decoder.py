@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -29,21 +27,17 @@ class Decoder:
         self.rows, self.capacity, self.strict = rows, capacity, strict
         self.cache = self.model.new_cache(rows, capacity)
         self.accelerator = kernel_of(self.model, self.cache)
-        # Rows of one rate share its state, by which they are routed together.
-        self._states_at = functools.lru_cache(rows)(self._compute_states)
-
-    def _compute_states(self, rate: float) -> Mapping[int, Any]:
-        return {layer: moe.router.state_at(rate) for layer, moe in self.model.moe_layers()}
 
     def open(self, row: int, rate: float | None = None) -> None:
         """Begin an empty sequence in a row. rate: routed experts per token for this row; None is the model's rate."""
-        self.cache.begin(row, None if rate is None else self._states_at(rate))
+        pasts = {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
+        self.cache.begin(row, pasts)
         if self.accelerator is not None:
-            self.accelerator.begin(row, rate)
+            self.accelerator.begin(row, pasts)
 
     def close(self, row: int) -> None:
         """End a row's sequence."""
-        self.cache.begin(row)
+        self.cache.begin(row, {})
 
     def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
         """Append up to PREFILL tokens to a row's sequence; returns the logits of the last token, or of every one."""
@@ -52,11 +46,7 @@ class Decoder:
         self._require_room([row], count)
         if self.accelerator is not None and count <= self.accelerator.most:
             start = self.cache.lengths[row]
-            decoded = self.accelerator.append(
-                [row] * count, tokens, range(start, start + count), 0 if every else count - 1
-            )
-            self.cache.lengths[row] += count
-            return decoded
+            return self._accelerate([row] * count, tokens, range(start, start + count), 0 if every else count - 1)
         return self._forward([row], [tokens], last=not every)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
@@ -65,11 +55,16 @@ class Decoder:
         self._require_room(rows, 1)
         if self.accelerator is not None:
             lengths = self.cache.lengths
-            decoded = self.accelerator.append(rows, [tokens[row] for row in rows], [lengths[row] for row in rows])
-            self.cache.select(rows).advance(1)
-            return decoded
+            return self._accelerate(rows, [tokens[row] for row in rows], [lengths[row] for row in rows])
         together = [[row] for row in rows] if self.strict else [rows]
         return Decoded.join([self._forward(some, [[tokens[row]] for row in some]) for some in together])
+
+    def _accelerate(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
+        assert self.accelerator is not None
+        decoded = self.accelerator.append(rows, tokens, places, first)
+        for row in rows:
+            self.cache.lengths[row] += 1
+        return decoded
 
     def _require_room(self, rows: Sequence[int], count: int) -> None:
         longest = max(self.cache.lengths[row] for row in rows) + count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
 
 import torch
@@ -14,7 +14,7 @@ from ..kernels import cpu
 from ..model import GPT, Cache
 from ..model.attention import rotary
 from ..model.gpt import Block
-from ..moe import Router
+from ..moe import Past, Router
 from .accelerator import Accelerator, Decoded, Peak
 
 SHARED = 2**19
@@ -68,8 +68,8 @@ class Kernel:
         self._scratch_of, self._run = kernels.decode_scratch, kernels.decode_forward
         self._kept: list[object] = []  # keeps the tensors behind the addresses alive
         self._vocab, self._rows = config.vocab_size, len(cache.lengths)
-        self._moes = [moe for _, moe in model.moe_layers()]
-        self._thresholds: list[Tensor | None] = []  # (rows, experts) of each MoE layer
+        self._moes = len(model.moe_layers())
+        self._thresholds: dict[int, Tensor] = {}  # (rows, experts), by layer
         self._experts = 0 if config.rule is None else config.rule.num_experts
         self._work = config.vocab_size * config.d_model  # multiplications for a token that goes to one expert
         layers = (_Layer * config.layers)(*map(self._layer, model.blocks))
@@ -95,17 +95,18 @@ class Kernel:
         )
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def begin(self, row: int, rate: float | None) -> None:
-        for moe, thresholds in zip(self._moes, self._thresholds, strict=True):
-            if thresholds is not None:
-                thresholds[row] = moe.router.thresholds(rate)
+    def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+        for layer, thresholds in self._thresholds.items():
+            past = pasts[layer].thresholds
+            assert past is not None
+            thresholds[row] = past
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
         count, asked = len(tokens), len(tokens) - first
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
             raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
         logits = torch.empty(asked, self._vocab, dtype=torch.float32, device="cpu")
-        scores = torch.empty(len(self._moes), count, self._experts, dtype=torch.float32, device="cpu")
+        scores = torch.empty(self._moes, count, self._experts, dtype=torch.float32, device="cpu")
         assignment = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
         peaks = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
         results = _Results(logits.data_ptr(), *map(addressof, peaks), scores.data_ptr(), assignment.data_ptr())
@@ -147,12 +148,10 @@ class Kernel:
             layer.experts, layer.divide_by_fanout = self._experts, moe.gate_norm == "fanout"
             thresholds, top = router.thresholds(), router.rule.biased_top_k(router.state)
             if thresholds is not None:
-                of_rows = torch.full_like(thresholds, torch.inf).repeat(self._rows, 1)
-                self._thresholds.append(of_rows)
-                layer.cutoffs = self._address(of_rows)
+                self._thresholds[block.layer] = torch.full_like(thresholds, torch.inf).repeat(self._rows, 1)
+                layer.cutoffs = self._address(self._thresholds[block.layer])
             else:
                 assert top is not None, "see kernel_of"
-                self._thresholds.append(None)
                 layer.bias, layer.chosen = self._address(top[0]), top[1]
         return layer
 

@@ -49,10 +49,10 @@ class Cache:
         selected.rows = rows
         return selected
 
-    def begin(self, row: int, states: Mapping[int, Any] | None = None) -> None:
-        """Begin an empty sequence in a row. states: each layer's state of the rule for it; None is the router's."""
+    def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+        """Begin an empty sequence in a row. pasts: from `Router.past` of layers with a rate of its own."""
         self.lengths[row] = 0
-        self._pasts[row] = {layer: Past(state) for layer, state in (states or {}).items()}
+        self._pasts[row] = dict(pasts)
 
     def copies(self, rows: Sequence[int], capacity: int) -> Cache:
         """Return a cache of another capacity whose i-th row holds a copy of the sequence in rows[i]."""

@@ -35,11 +35,13 @@ class _Scores(torch.autograd.Function):
 class Past(NamedTuple):
     """The part of a sequence's past by which its next tokens are routed in inference.
 
-    state: the rule's state for this sequence, None is the router's own. scores: those of its tokens so far, (past,
-    num_scores), None if there are none or the rule looks only at a token's own.
+    state: the rule's state for this sequence, None is the router's own. thresholds: (experts,), given if routing is
+    exactly scores > thresholds with gates σ(scores). scores: those of the tokens so far, (past, num_scores), None if
+    there are none or the rule looks only at a token's own.
     """
 
     state: Any = None
+    thresholds: Tensor | None = None
     scores: Tensor | None = None
 
 
@@ -81,11 +83,23 @@ class Router(nn.Module):
             routing = Routing(**{**routing._asdict(), "loss": loss})  # torch 2.11 cannot trace a record's _replace
         return routing
 
+    def past(self, rate: float | None = None) -> Past:
+        """Return the past of an empty sequence that is routed at `rate`; None is the router's own rate.
+
+        Raises ValueError as `state_at` does.
+        """
+        state = None if rate is None else self.state_at(rate)
+        return Past(state, self.thresholds(rate) if self.rule.sigmoid_gates else None)
+
     def infer(self, scores: Tensor, pasts: Sequence[Past] | None) -> Routing:
-        """Return the inference routing of scores (batch, time, num_scores), at once where the sequences are alike."""
-        first = pasts[0] if pasts else Past()
-        if not pasts or all(past.scores is None and past.state is first.state for past in pasts):
-            return self._route_after(scores, first)
+        """Return the inference routing of scores (batch, time, num_scores)."""
+        if not pasts or all(field is None for past in pasts for field in past):
+            return self._route_after(scores, Past())
+        thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
+        if len(thresholds) == len(pasts):
+            gates, assignment = scores.sigmoid(), scores > torch.stack(thresholds)[:, None]
+            observation = observe(scores, assignment, gates)
+            return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
         routings = [self._route_after(of_row[None], past) for of_row, past in zip(scores, pasts, strict=True)]
         passed = [routing.passthrough for routing in routings if routing.passthrough is not None]
         return Routing(
