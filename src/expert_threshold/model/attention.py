@@ -105,7 +105,7 @@ class Span:
         self._places = (rows[:, None] * cache.capacity + self.positions).flatten()
         first, last = min(cache.rows, default=0), max(cache.rows, default=-1)
         neighbours = list(cache.rows) == list(range(first, last + 1))
-        self._rows = slice(first, last + 1) if neighbours else rows  # a slice is not copied
+        self._rows: slice | Tensor = slice(first, last + 1) if neighbours else rows  # a slice is not copied
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row."""

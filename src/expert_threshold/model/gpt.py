@@ -247,7 +247,8 @@ class GPT(nn.Module):
             return self._forward(tokens, targets, cache, record, last)
 
     def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool, last: bool) -> Output:
-        time, limit, span = tokens.shape[1], self.config.context, None
+        time, limit = tokens.shape[1], self.config.context
+        span: Span | None = None
         if cache is not None:
             if torch.is_grad_enabled():
                 raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
