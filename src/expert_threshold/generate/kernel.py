@@ -134,7 +134,7 @@ class Kernel:
     def _layer(self, block: nn.Module) -> _Layer:
         assert isinstance(block, Block)
         attention, moe = block.attention, block.moe
-        qkv = torch.cat([attention.query.weight, attention.key.weight, attention.value.weight])
+        qkv = attention.joined()
         self._work += qkv.numel() + attention.output.weight.numel()
         layer = _Layer(self._address(qkv), self._address(attention.output.weight))
         dense = block.feed_forward if moe is None else moe.shared

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.autograd import refuse_second_derivative
+from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import attention as kernels
 from ..moe import Linear, Past
 
@@ -184,7 +184,7 @@ def norm(x: Tensor) -> Tensor:
         return (wide * (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt()).to(x.dtype)
     if kernels.applies(x, x.shape[-1]):
         return kernels.norm(x)
-    y: Tensor = _Norm.apply(x)
+    y: Tensor = apply(_Norm, x)
     return y
 
 
@@ -193,7 +193,7 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         a, b = x.chunk(2, -1)
         return norm(torch.cat((a * cos + b * sin, b * cos - a * sin), -1))
-    y: Tensor = _RotaryNorm.apply(x, cos, sin)
+    y: Tensor = apply(_RotaryNorm, x, cos, sin)
     return y
 
 
@@ -260,18 +260,25 @@ class Attention(nn.Module):
         self.key = Linear(d_model, kv_heads * self.head_dim)
         self.value = Linear(d_model, kv_heads * self.head_dim)
         self.output = Linear(heads * self.head_dim, d_model)
+        self._joined: Tensor | None = None
+
+    def joined(self, *, keep: bool = False) -> Tensor:
+        """Return the weights of queries, keys and values as one matrix. keep: later calls return it, without gradients;
+        for weights that no longer change.
+        """
+        if self._joined is not None:
+            return self._joined
+        weights = torch.cat([projection.weight for projection in (self.query, self.key, self.value)])
+        if keep:
+            self._joined = weights.detach()
+        return weights
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, layer: int) -> Tensor:
         """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
         rotary table.
         """
-        weights = [projection.weight for projection in (self.query, self.key, self.value)]
-        if span is None:
-            projected = F.linear(x, torch.cat(weights).to(x.dtype))
-        else:  # for a few tokens, three products cost less than copying the weights
-            projected = torch.cat([F.linear(x, weight.to(x.dtype)) for weight in weights], -1)
-        projected = projected.unflatten(-1, (-1, self.head_dim))
-        kv_heads = len(weights[2]) // self.head_dim
+        projected = F.linear(x, self.joined().to(x.dtype)).unflatten(-1, (-1, self.head_dim))
+        kv_heads = len(self.key.weight) // self.head_dim
         output: Tensor
         if span is None and kernels.applies(projected, self.head_dim):
             output = self.output(kernels.attention(projected, cos, sin, kv_heads).flatten(2))

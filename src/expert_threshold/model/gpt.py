@@ -319,8 +319,10 @@ class GPT(nn.Module):
             if name != "embed.weight" and ".router." not in name:
                 weights[name] = weight.to(self.compute_dtype)
         other.load_state_dict(weights, assign=True)
-        for (_, its), (_, own) in zip(other.moe_layers(), self.moe_layers(), strict=True):
-            its.router.rate = own.router.rate
+        for its, own in zip(other.blocks, self.blocks, strict=True):
+            its.attention.joined(keep=True)
+            if its.moe is not None:
+                its.moe.router.rate = own.moe.router.rate
         return other.eval().requires_grad_(False)
 
     def new_cache(self, batch: int, length: int) -> Cache:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activation import Activation, ActivationName, activation_named
-from ..kernels.autograd import refuse_second_derivative
+from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
 
 
@@ -31,7 +31,8 @@ class _FeedForwardFunction(torch.autograd.Function):
     @staticmethod
     def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
         """Split x into blocks whose intermediates stay in cache; at most 16, since each rounds the weight gradients."""
-        blocks: tuple[Tensor, ...] = x.split(max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1))
+        rows = max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1)
+        blocks: tuple[Tensor, ...] = x.split(rows) if len(x) > rows else (x,)
         return blocks
 
     @staticmethod
@@ -111,7 +112,7 @@ class FeedForward(nn.Module):
             a = hidden[0].relu().square() if len(ups) == 1 else F.silu(hidden[0]) * hidden[1]
             return F.linear(a, self.down.weight.to(x.dtype))
         flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = _FeedForwardFunction.apply(flat, self.activation, self.down.weight.to(x.dtype), *ups)
+        y: Tensor = apply(_FeedForwardFunction, flat, self.activation, self.down.weight.to(x.dtype), *ups)
         return y.view(x.shape)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.autograd import refuse_second_derivative
+from ..kernels.autograd import apply, refuse_second_derivative
 from ..routing import Observation, Routing, Rule, all_finite, observe
 
 
@@ -72,7 +72,7 @@ class Router(nn.Module):
         pasts: in inference, the past of each sequence that x continues.
         """
         with torch.autocast(x.device.type, enabled=False):  # it would round the scores
-            scores: Tensor = _Scores.apply(x, self.weight)
+            scores: Tensor = apply(_Scores, x, self.weight)
         if not self.training:
             return self.infer(scores, pasts)
         routing = self.rule.route(scores, self.state, training=True, group=self.group)
