@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -113,3 +114,17 @@ def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) ->
     for place in range(9, 24):
         decoded = decoder.step({0: int(tokens[0, place]), 2: int(tokens[1, place])})
     torch.testing.assert_close(decoded.logits, expected[:, -1])
+
+
+@torch.no_grad()
+def test_a_forward_that_fails_leaves_no_scores_behind() -> None:
+    model = small_model(LooksBack())
+    tokens = torch.randint(270, (2, 12), generator=torch.Generator().manual_seed(1))
+    cache = model.new_cache(2, 12)
+    model(tokens[:, :5], cache=cache)
+    with (
+        pytest.raises(RuntimeError),
+        mock.patch.object(model.blocks[-1].attention, "forward", side_effect=RuntimeError),
+    ):
+        model(tokens[:, :3], cache=cache)
+    torch.testing.assert_close(model(tokens[:, 5:], cache=cache).logits, model(tokens).logits[:, 5:])

@@ -66,14 +66,15 @@ class Cache:
 
     def pasts(self, layer: int) -> list[Past]:
         """Return what the selected rows' next tokens are routed by in a layer."""
-        return [self._pasts[row].get(layer, Past()) for row in self.rows]
+        pasts = [(row, self._pasts[row].get(layer, Past())) for row in self.rows]
+        # A forward that failed may have appended scores of tokens that were never counted.
+        return [p if p.scores is None else p._replace(scores=p.scores[: self.lengths[row]]) for row, p in pasts]
 
     def append_scores(self, layer: int, scores: Tensor) -> None:
         """Append router scores (rows, time, num_scores) to those of the selected rows."""
         for row, past, new in zip(self.rows, self.pasts(layer), scores, strict=True):
-            self._pasts[row][layer] = past._replace(
-                scores=new if past.scores is None else torch.cat((past.scores, new))
-            )
+            so_far = new if past.scores is None else torch.cat((past.scores, new))
+            self._pasts[row][layer] = past._replace(scores=so_far)
 
     def advance(self, time: int) -> None:
         """Count `time` more tokens in the selected rows."""
@@ -91,12 +92,10 @@ class Span:
     def __init__(self, cache: Cache, time: int) -> None:
         starts = [cache.lengths[row] for row in cache.rows]
         device = cache.held.device
-        rows = torch.tensor(cache.rows, dtype=torch.int64, device=device)
+        rows, begun = torch.tensor([cache.rows, starts], dtype=torch.int64, device=device)
         self.cache = cache
         self.end = max(starts, default=0) + time
-        self.positions = torch.tensor(starts, dtype=torch.int64, device=device)[:, None] + torch.arange(
-            time, device=device
-        )
+        self.positions = begun[:, None] + torch.arange(time, device=device)
         self.mask: Tensor | None = None
         alike = len(set(starts)) < 2
         if not alike or 1 < time < self.end:
