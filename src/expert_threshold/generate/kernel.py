@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, addressof, byref, c_double, c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,7 @@ class Kernel:
         logits = torch.empty(asked, self._vocab, dtype=torch.float32, device="cpu")
         scores = torch.empty(self._moes, count, self._experts, dtype=torch.float32, device="cpu")
         assignment = torch.empty(scores.shape, dtype=torch.bool, device="cpu")
-        peaks = (c_int64 * asked)(), (c_float * asked)(), (c_float * asked)()
+        peaks: tuple[Any, ...] = ((c_int64 * asked)(), (c_float * asked)(), (c_float * asked)())
         results = _Results(logits.data_ptr(), *map(addressof, peaks), scores.data_ptr(), assignment.data_ptr())
         needed = self._scratch_of(byref(self._model), c_int64(count))
         if self._scratch.numel() < needed:

@@ -310,7 +310,7 @@ class GPT(nn.Module):
     def snapshot(self) -> GPT:
         """Return a copy for inference, its matrices in the compute dtype; what needs no cast is shared with this model.
 
-        The embedding and the routers stay as they are, since their casts are not of weights to the compute dtype.
+        Embedding and routers keep their dtype, since a forward does not cast them to the compute dtype.
         """
         with torch.device("meta"):
             other = GPT(self.config, self.compute_dtype)
@@ -319,10 +319,11 @@ class GPT(nn.Module):
             if name != "embed.weight" and ".router." not in name:
                 weights[name] = weight.to(self.compute_dtype)
         other.load_state_dict(weights, assign=True)
-        for its, own in zip(other.blocks, self.blocks, strict=True):
-            its.attention.joined(keep=True)
-            if its.moe is not None:
-                its.moe.router.rate = own.moe.router.rate
+        for block in other.blocks:
+            assert isinstance(block, Block)
+            block.attention.joined(keep=True)
+        for (_, its), (_, own) in zip(other.moe_layers(), self.moe_layers(), strict=True):
+            its.router.rate = own.router.rate
         return other.eval().requires_grad_(False)
 
     def new_cache(self, batch: int, length: int) -> Cache:
