@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"runs", "model", "moe", "routing", "generate"},
     "recipes": {"optim", "routing"},
     "testing": {"moe", "routing"},
-    "plan": {"config", "routing", "model", "optim"},
+    "plan": {"config", "kernels", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {
         "recipes", "routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "serve",

@@ -16,10 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.kernels import cpu, off
-from expert_threshold.kernels.activation import ACTIVATIONS
-from expert_threshold.kernels.cpu import experts
-from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.model.memory import Step
+from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 
@@ -121,24 +118,6 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     with nullcontext() if kernels else off():
         planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
-
-
-@pytest.mark.parametrize("is_off", [False, True])
-def test_it_takes_kernels_to_compute_what_they_do(is_off: bool) -> None:
-    sizes = [(rows, width, hidden) for rows in (63, 64) for width in (32, 48) for hidden in (16, 64, 2**18, 2**18 + 32)]
-    taken = set()
-    with off() if is_off else nullcontext():
-        for rows, width, hidden in sizes:
-            for activation in ACTIVATIONS:
-                config = GPTConfig.preset("tiny", context=rows, d_model=width, heads=1, kv_heads=1)
-                config = replace(config, activation=activation)  # type: ignore[arg-type]
-                x = torch.empty(rows, width, dtype=torch.bfloat16)
-                said = Step(config, 1, 2, gpu=False).native_feed_forward(hidden)
-                assert said == experts.applies(x, hidden, activation), (rows, width, hidden, activation)
-                assert not Step(config, 1, 4, gpu=False).native_feed_forward(hidden)
-                assert not Step(config, 1, 2, gpu=True).native_feed_forward(hidden)
-                taken.add(said)
-    assert taken == ({True, False} if cpu.library() is not None and not is_off else {False})
 
 
 def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from .config import RunConfig
-from .model import GPT, flops_per_token, parameter_counts
-from .model.memory import FLOAT32, Memory, Step
+from .kernels.planned import Planned, planned
+from .model import GPT, GPTConfig, flops_per_token, parameter_counts
+from .model.memory import LiveBytes, Memory
 from .optim import make_optimizers
 from .optim.muon import BATCH_ELEMENTS
 from .routing import Window, rule_name
 
+FLOAT32 = 4  # bytes
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 """Layouts: each GPU holds all weights and its share of the optimizer's state; a share of everything; a share of the
 experts, at least one."""
@@ -93,9 +99,13 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
 
 
 def dispatch(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool) -> str | None:
-    """Return the backend that `auto` will choose; None for a dense model."""
-    step = Step(config.model, share_out(config, machine)[0], itemsize, gpu, machine.gpus)
-    return None if config.model.rule is None else step.dispatch
+    """Return the backend that `auto` will choose; None for a model without experts."""
+    model = _without_data(config.model, itemsize)
+    x = torch.empty(share_out(config, machine)[0] * config.model.context, config.model.d_model, device="meta")
+    with _assumed(config, machine, gpu=gpu):
+        for _, moe in model.moe_layers():
+            return moe.dispatch.chosen(x.to(model.compute_dtype), moe.experts, moe.max_pairs(len(x))).name
+    return None
 
 
 def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layout: str) -> dict[str, int]:
@@ -103,37 +113,84 @@ def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, lay
 
     itemsize: bytes per number in the compute dtype. gpu: False for a CPU.
     """
-    micro_batch, accumulation = share_out(config, machine)
-    step = Step(config.model, micro_batch, itemsize, gpu, machine.gpus)
-    with torch.device("meta"):
-        model = GPT(config.model)
+    return memory_by_layout(config, machine, itemsize, gpu=gpu, layouts=[layout])[layout]
+
+
+def memory_by_layout(
+    config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layouts: Sequence[str]
+) -> dict[str, dict[str, int]]:
+    """Return `memory` in each layout."""
+    model = _without_data(config.model, itemsize)
     whole = _parameters(model)
-    held = [_held(part, layout, machine.gpus, config) for part in whole]
-    gradients = [FLOAT32 * count for count in held]
-    moment = step.peak(gradients, accumulated=accumulation > 1, checkpointing=config.train.activation_checkpointing)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
-    state = sum(tensor.nbytes for tensor in optimizers.tensors().values())
-    state //= machine.gpus
+    state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // machine.gpus
     # The batch that Muon works on: the momentum's lookahead, two iterates and their Gram matrices.
     muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)
-    if sum(gradients) + muon > moment.total:
-        moment, state = Memory(gradients=sum(gradients)), state + muon
-    elif machine.gpus > 1:
-        moment = moment + _beside(step, moment, whole, held, layout)
-    parts = {"weights": FLOAT32 * sum(held), "optimizer": state, **moment._asdict()}
-    return parts | {"peak": sum(parts.values())}
+    moments = _measured(model, config, machine, gpu=gpu)
+    found = {}
+    for layout in layouts:
+        held = [_held(part, layout, machine.gpus, config) for part in whole]
+        at_update = Memory(gradients=FLOAT32 * sum(held))
+        here = (_laid_out(moment, whole, held, layout, config, machine, itemsize) for moment in moments)
+        in_step = max(here, key=sum)
+        moment, optimizer = (in_step, state) if in_step.total >= at_update.total + muon else (at_update, state + muon)
+        parts = {"weights": FLOAT32 * sum(held), "optimizer": optimizer, **moment._asdict()}
+        found[layout] = parts | {"peak": sum(parts.values())}
+    return found
 
 
-def _beside(step: Step, moment: Memory, whole: list[tuple[int, int]], held: list[int], layout: str) -> Memory:
-    """Return the difference in memory between a layout and one with all weights."""
+def _without_data(config: GPTConfig, itemsize: int) -> GPT:
+    if config.dispatch == "triton":  # need not be installed here, and keeps as many rows
+        config = replace(config, dispatch="static")
+    with torch.device("meta"):
+        return GPT(config, torch.float32 if itemsize == FLOAT32 else torch.bfloat16)
+
+
+def _assumed(config: RunConfig, machine: Machine, *, gpu: bool) -> AbstractContextManager[None]:
+    rule = config.model.rule
+    return planned(Planned(cpu=not gpu, fanout=0 if rule is None else rule.experts_per_token, ranks=machine.gpus))
+
+
+def _measured(model: GPT, config: RunConfig, machine: Machine, *, gpu: bool) -> list[Memory]:
+    """Return the memory after each operator of a step's last forward and backward, with all weights on one device."""
+    model.activation_checkpointing = config.train.activation_checkpointing
+    micro_batch, accumulation = share_out(config, machine)
+    if accumulation > 1:
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+    kinds: dict[nn.Module | str, str] = {"expert_threshold::cross_entropy": "logits"}
+    for _, moe in model.moe_layers():
+        kinds |= {moe: "dispatch"} if moe.shared is None else {moe: "dispatch", moe.shared: "activations"}
+    tokens = torch.empty(micro_batch, config.model.context, dtype=torch.int64, device="meta")
+    with _assumed(config, machine, gpu=gpu), LiveBytes(model, kinds) as live:
+        output = model(tokens, tokens)
+        assert output.loss is not None
+        output.loss.backward()
+    return live.moments
+
+
+def _laid_out(
+    moment: Memory,
+    whole: list[tuple[int, int]],
+    held: list[int],
+    layout: str,
+    config: RunConfig,
+    machine: Machine,
+    itemsize: int,
+) -> Memory:
+    """Return a moment with all weights as it is in a layout."""
+    moment = moment._replace(gradients=moment.gradients * sum(held) // sum(map(sum, whole)))
+    if machine.gpus == 1:
+        return moment
     if layout == "shard":  # two blocks are gathered at a time, and the gradients of one are whole
         largest = max(map(sum, whole[1:]))
-        return Memory(casts=2 * largest * step.itemsize - moment.casts, gradients=largest * FLOAT32)
-    if layout == "expert_parallel" and step.config.rule is not None:  # tokens are sent, received, and sent back
-        there = sum(map(sum, whole[1:]))
-        rows = 2 * step.slots * step.config.d_model * step.itemsize
-        return Memory(casts=moment.casts * sum(held[1:]) // there - moment.casts, dispatch=rows)
-    return Memory()
+        return moment._replace(casts=2 * largest * itemsize, gradients=moment.gradients + largest * FLOAT32)
+    if layout == "expert_parallel" and config.model.rule is not None:  # tokens are sent, received, and sent back
+        tokens, rule = share_out(config, machine)[0] * config.model.context, config.model.rule
+        rows = rule.max_pairs(tokens, training=True, ranks=machine.gpus) or round(tokens * rule.experts_per_token)
+        casts = moment.casts * sum(held[1:]) // sum(map(sum, whole[1:]))
+        return moment._replace(casts=casts, dispatch=moment.dispatch + 2 * rows * config.model.d_model * itemsize)
+    return moment
 
 
 def _parameters(model: GPT) -> list[tuple[int, int]]:

@@ -400,8 +400,7 @@ def test_experts_of_like_load_share_a_product_and_those_of_unlike_load_do_not() 
 def test_rows_packed_and_summed_back_are_the_fanout_times_themselves(assignment: int) -> None:
     mask = torch.tensor([assignment >> bit & 1 for bit in range(24)], dtype=torch.bool).view(6, 4)
     x = torch.arange(12.0).view(6, 2)
-    loads = mask.sum(0)
-    packing = pack(mask, loads, form_groups(loads.tolist(), 1))
+    packing = pack(mask, form_groups(mask.sum(0).tolist(), 1))
     packed = sum_rows(x, packing.token, packing.of_slot)
     assert torch.equal(packed[packing.slot], x[packing.token])
     assert packed.sum() == packed[packing.slot].sum()  # padding is zero

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
+from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory_by_layout, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock
@@ -73,7 +73,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
-        "memory": {name: memory(config, machine, itemsize, gpu=not on_cpu, layout=name) for name in layouts},
+        "memory": memory_by_layout(config, machine, itemsize, gpu=not on_cpu, layouts=layouts),
         **duration(config, machine),
         "kernels_off": off,
     }

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import attention as kernels
+from ..kernels.planned import on_cpu
 from ..moe import Linear, Past
 
 
@@ -240,10 +241,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
     single query attends to every key.
     """
     causal = mask is None and q.shape[2] > 1
-    if q.is_cpu and q.dtype == torch.bfloat16 and causal:
+    if on_cpu(q) and q.dtype == torch.bfloat16 and causal:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)))
         return y.view(q.shape)
+    if q.is_meta:  # for which torch would take the definition, and make the probabilities
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )

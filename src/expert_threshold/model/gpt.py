@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..kernels.planned import no_autocast
 from ..moe import (
     ActivationName,
     DispatchName,
@@ -243,7 +244,7 @@ class GPT(nn.Module):
         to it. last: of the logits, compute only the last token's. The compute dtype is the model's own, even under
         autocast. Raises ValueError beyond the context.
         """
-        with torch.autocast(tokens.device.type, enabled=False):
+        with no_autocast(tokens):
             return self._forward(tokens, targets, cache, record, last)
 
     def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool, last: bool) -> Output:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.activation import ActivationName, activation_named
+from ..kernels.planned import no_autocast, ranks_of
 from ..routing import Observation, Routing, Rule
 from .backends import backend_named
 from .experts import Experts, FeedForward
@@ -96,8 +95,7 @@ class MoE(nn.Module):
         """Return the rule's bound on the token-expert pairs of `tokens` in the current mode; None if only counting can
         tell.
         """
-        ranks = 1 if self.router.group is None else dist.get_world_size(self.router.group)
-        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
+        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks_of(self.router.group))
 
     def weights(self, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the factors of the experts' outputs: the gates (…, experts), normalised if `gate_norm` says so."""
@@ -109,7 +107,7 @@ class MoE(nn.Module):
         assignment = routing.assignment[..., :experts].flatten(0, 1)
         weights = self.weights(routing.gates[..., :experts].flatten(0, 1), assignment)
         flat = x.flatten(0, 1)
-        with torch.autocast(x.device.type, enabled=False):
+        with no_autocast(x):
             rows = self.max_pairs(len(flat))
             y = self.dispatch(flat, weights, assignment, self.experts, self.shared, rows=rows).view_as(x)
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

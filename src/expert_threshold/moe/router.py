@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.autograd import apply, refuse_second_derivative
+from ..kernels.planned import no_autocast
 from ..routing import Observation, Routing, Rule, all_finite, observe
 
 
@@ -71,7 +72,7 @@ class Router(nn.Module):
 
         pasts: in inference, the past of each sequence that x continues.
         """
-        with torch.autocast(x.device.type, enabled=False):  # it would round the scores
+        with no_autocast(x):  # it would round the scores
             scores: Tensor = apply(_Scores, x, self.weight)
         if not self.training:
             return self.infer(scores, pasts)

@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from ..autograd import refuse_second_derivative
+from ..planned import loads_of, on_cpu
+from ..scratch import scratch
 from . import FEWEST_ROWS, TILE, address, available, library
 
 MOST_WEIGHTS = 1 << 23  # in a matrix; each thread has room for two
+INT32 = 4  # bytes
 EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, or none
 
 
@@ -23,7 +26,7 @@ def computes(x: Tensor, hidden: int, activation: str) -> bool:
     """Return True if the kernels can compute rows like x (…, d_model)."""
     width = x.shape[-1]
     tiles = width % TILE == 0 == hidden % TILE and width * hidden <= MOST_WEIGHTS
-    return tiles and activation == "relu2" and x.is_cpu and x.dtype == torch.bfloat16 and available()
+    return tiles and activation == "relu2" and on_cpu(x) and x.dtype == torch.bfloat16 and available()
 
 
 def applies(x: Tensor, hidden: int, activation: str) -> bool:
@@ -163,8 +166,13 @@ def _forward(
 def _(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int) -> list[Tensor]:
     rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
     if assignment is not None:
-        rows[0] = room
+        rows[0] = sum(loads_of(assignment)) if room == EXACT else room
     return [x.new_empty(x.shape), *(x.new_empty(n, up.shape[1]) for n, up in zip(rows, weights[::2], strict=True))]
+
+
+@scratch("expert_threshold::experts_forward")
+def _(x: Tensor, gates: Tensor | None, assignment: Tensor | None, weights: list[Tensor], room: int) -> int:
+    return 0 if assignment is None else sum(loads_of(assignment)) * (x.shape[1] * x.itemsize + 2 * INT32)
 
 
 @torch.library.custom_op("expert_threshold::experts_backward", mutates_args=())
@@ -202,3 +210,22 @@ def _(
 ) -> list[Tensor]:
     given = [x, *([] if gates is None else [gates]), *weights]
     return [tensor.new_empty(tensor.shape) for tensor in given]
+
+
+@scratch("expert_threshold::experts_backward")
+def _(
+    dy: Tensor,
+    x: Tensor,
+    gates: Tensor | None,
+    assignment: Tensor | None,
+    weights: list[Tensor],
+    kept: list[Tensor],
+) -> int:
+    """Return the bytes of all parts' orders and rooms: a part's room is freed when the next one's is there."""
+    width, bytes_ = x.shape[1], 0
+    for up, assigned in zip(weights[::2], (assignment, None), strict=False):
+        loads = [len(x)] if assigned is None else loads_of(assigned)
+        padded = sum(-(-load // TILE) * TILE for load in loads)
+        bytes_ += 2 * padded * (up.shape[1] + width) * x.itemsize
+        bytes_ += 0 if assigned is None else sum(loads) * (width * x.itemsize + 2 * INT32)
+    return bytes_

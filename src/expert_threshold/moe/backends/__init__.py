@@ -24,6 +24,9 @@ class Auto(Backend):
 
     name = "auto"
 
+    def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
+        return next(backend for backend in reversed(BACKENDS.values()) if backend.pays(x, experts, rows))
+
     def __call__(
         self,
         x: Tensor,
@@ -34,10 +37,7 @@ class Auto(Backend):
         *,
         rows: int | None = None,
     ) -> Tensor:
-        for backend in reversed(BACKENDS.values()):
-            if backend.pays(x, experts, rows):
-                return backend(x, gates, assignment, experts, shared, rows=rows)
-        raise AssertionError("grouped pays anywhere")
+        return self.chosen(x, experts, rows)(x, gates, assignment, experts, shared, rows=rows)
 
 
 auto = Auto()

@@ -25,6 +25,10 @@ class Backend:
         """Return True if `auto` should choose this backend; arguments as in `__call__`."""
         return False
 
+    def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
+        """Return the backend that computes such a call, itself unless it delegates; arguments as in `__call__`."""
+        return self
+
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
         """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x; arguments as in `__call__`."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
+from ...kernels.planned import loads_of, pairs_of
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 from .backend import Backend
 
@@ -100,21 +101,21 @@ class Packing(NamedTuple):
     of_token: Tensor  # (tokens,) where in `by_token` the pairs of each token begin
 
 
-def pack(assignment: Tensor, loads: Tensor, groups: list[Group]) -> Packing:
-    """Return the packing of an assignment (tokens, experts) bool into slots. loads: its sum over tokens."""
-    expert, token = assignment.T.nonzero().unbind(1)
+def pack(assignment: Tensor, groups: list[Group]) -> Packing:
+    """Return the packing of an assignment (tokens, experts) bool into slots."""
+    expert, token = pairs_of(assignment)
+    loads = assignment.sum(0)
     first = loads.cumsum(0) - loads
-    slot, of_slot = [token[:0]], [token[:0]]
+    start, of_slot = first.new_zeros(len(loads)), [token[:0]]
     for group in groups:
         place = torch.arange(group.length, device=token.device)
-        held = loads[group.experts, None]
-        of_slot.append((first[group.experts, None] + place.minimum(held)).flatten())
-        slots = torch.arange(group.slots.start, group.slots.stop, device=token.device).view(-1, group.length)
-        slot.append(slots[place < held])
+        start[group.experts] = torch.arange(group.slots.start, group.slots.stop, group.length, device=token.device)
+        of_slot.append((first[group.experts, None] + place.minimum(loads[group.experts, None])).flatten())
+    slot = torch.arange(len(token), device=token.device) + (start - first)[expert]
     fanout = assignment.sum(1)
     pair = token * assignment.shape[1] + expert
     by_token = token.argsort(stable=True)
-    return Packing(pair, token, torch.cat(slot), torch.cat(of_slot), by_token, fanout.cumsum(0) - fanout)
+    return Packing(pair, token, slot, torch.cat(of_slot), by_token, fanout.cumsum(0) - fanout)
 
 
 def sum_rows(rows: Tensor, index: Tensor, begins: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -133,9 +134,8 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, assignment: Tensor, hidden: int) -> Plan:
-        loads = assignment.sum(0)
-        groups = form_groups(loads.tolist(), hidden)
-        return cls(groups, pack(assignment, loads, groups))
+        groups = form_groups(loads_of(assignment), hidden)
+        return cls(groups, pack(assignment, groups))
 
 
 def _forward(

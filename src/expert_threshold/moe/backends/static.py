@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...kernels.activation import Activation
 from ...kernels.autograd import refuse_second_derivative
+from ...kernels.planned import on_hopper
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
 from .backend import Backend
@@ -89,9 +90,7 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def is_native(rows: Tensor, *widths: int) -> bool:
     """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends."""
-    if not (rows.is_cuda and rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)):
-        return False
-    return torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths) and on_hopper(rows)
 
 
 class _Static(torch.autograd.Function):
