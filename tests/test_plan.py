@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
-from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels import cpu, off, scratch
 from expert_threshold.model import GPT
+from expert_threshold.model.gpt import Block
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 
@@ -118,6 +120,40 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     with nullcontext() if kernels else off():
         planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
+
+
+class KeepsACopy(torch.autograd.Function):
+    """The identity, which keeps a copy for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.clone())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def test_what_a_layer_keeps_and_what_an_operator_declares_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = resolve("tiny", "expert_threshold")
+
+    def planned() -> int:
+        return memory(config, Machine(), 4, gpu=False, layout="replicate")["peak"]  # while the loss is computed
+
+    before, forward = planned(), Block.forward
+
+    def keeping(*arguments: Any) -> Any:
+        y, routing = forward(*arguments)
+        return KeepsACopy.apply(y), routing
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "forward", keeping)
+        tokens = config.train.batch_size * config.model.context
+        assert planned() - before == config.model.layers * tokens * config.model.d_model * 4
+    declared = scratch._DECLARED["expert_threshold::cross_entropy"]
+    monkeypatch.setitem(scratch._DECLARED, "expert_threshold::cross_entropy", lambda *given: declared(*given) + 1000)
+    assert planned() - before == 1000
 
 
 def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
