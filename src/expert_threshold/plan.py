@@ -120,7 +120,9 @@ def memory_by_layout(
     config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layouts: Sequence[str]
 ) -> dict[str, dict[str, int]]:
     """Return `memory` in each layout."""
-    model = _without_data(config.model, itemsize)
+    # Triton need not be installed where a plan is made; its buffers have as many rows as those of static.
+    by_static = {"dispatch": "static"} if config.model.dispatch == "triton" else {}
+    model = _without_data(replace(config.model, **by_static), itemsize)
     whole = _parameters(model)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // machine.gpus
@@ -140,8 +142,6 @@ def memory_by_layout(
 
 
 def _without_data(config: GPTConfig, itemsize: int) -> GPT:
-    if config.dispatch == "triton":  # need not be installed here, and keeps as many rows
-        config = replace(config, dispatch="static")
     with torch.device("meta"):
         return GPT(config, torch.float32 if itemsize == FLOAT32 else torch.bfloat16)
 
@@ -178,7 +178,7 @@ def _laid_out(
     machine: Machine,
     itemsize: int,
 ) -> Memory:
-    """Return a moment with all weights as it is in a layout."""
+    """Return a moment, measured with all weights on one device, as it is in a layout."""
     moment = moment._replace(gradients=moment.gradients * sum(held) // sum(map(sum, whole)))
     if machine.gpus == 1:
         return moment
