@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
-from ..experts import Experts, FeedForward
+from ..experts import Experts
 from .backend import Backend
 from .cpu import cpu
 from .expert_parallel import expert_parallel
@@ -26,18 +26,6 @@ class Auto(Backend):
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
         return next(backend for backend in reversed(BACKENDS.values()) if backend.pays(x, experts, rows))
-
-    def __call__(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        assignment: Tensor,
-        experts: Experts,
-        shared: FeedForward | None = None,
-        *,
-        rows: int | None = None,
-    ) -> Tensor:
-        return self.chosen(x, experts, rows)(x, gates, assignment, experts, shared, rows=rows)
 
 
 auto = Auto()

@@ -29,6 +29,12 @@ class Backend:
         """Return the backend that computes such a call, itself unless it delegates; arguments as in `__call__`."""
         return self
 
+    def fused_sum(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
+    ) -> Tensor | None:
+        """Return the routed sum plus the shared experts' output if this backend computes both at once, else None."""
+        return None
+
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
         """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x; arguments as in `__call__`."""
         raise NotImplementedError
@@ -49,8 +55,11 @@ class Backend:
         assigned token-expert pairs; None if only counting can tell. Raises ValueError if the backend cannot compute
         this.
         """
-        y = self.routed_sum(x, gates, assignment, experts, rows)
-        return y if shared is None else y.add_(shared(x))
+        backend = self.chosen(x, experts, rows)
+        if shared is None:
+            return backend.routed_sum(x, gates, assignment, experts, rows)
+        y = backend.fused_sum(x, gates, assignment, experts, shared, rows)
+        return backend.routed_sum(x, gates, assignment, experts, rows).add_(shared(x)) if y is None else y
 
     def require(self, x: Tensor, experts: Experts) -> None:
         """Raise ValueError if this backend cannot compute rows like x (…, d_model)."""

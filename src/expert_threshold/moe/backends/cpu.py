@@ -40,25 +40,14 @@ class Cpu(Backend):
             return grouped.routed_sum(x, gates, assignment, experts, rows)
         return kernels.routed_sum(x, gates, assignment, (experts.up.to(x.dtype), experts.down.to(x.dtype)), rows=rows)
 
-    def __call__(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        assignment: Tensor,
-        experts: Experts,
-        shared: FeedForward | None = None,
-        *,
-        rows: int | None = None,
-    ) -> Tensor:
-        if shared is None or not self._fuses(x, experts, shared, rows):
-            return super().__call__(x, gates, assignment, experts, shared, rows=rows)
+    def fused_sum(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
+    ) -> Tensor | None:
+        fits = kernels.applies(x, shared.down.weight.shape[-1], experts.activation.name)
+        if not fits or shared.watched or not self.pays(x, experts, rows):
+            return None
         weights = (experts.up, experts.down, shared.up.weight, shared.down.weight)
         up, down, *alone = (weight.to(x.dtype) for weight in weights)
         return kernels.routed_sum(x, gates, assignment, (up, down), (alone[0], alone[1]), rows)
-
-    def _fuses(self, x: Tensor, experts: Experts, shared: FeedForward, rows: int | None) -> bool:
-        fits = kernels.applies(x, shared.down.weight.shape[-1], experts.activation.name)
-        return fits and not shared.watched and self.pays(x, experts, rows)
-
 
 cpu = Cpu()
