@@ -18,7 +18,7 @@ TERMS = {
     "slack": "The share of k by which a load may differ from it in training: from k(1 − slack) to k(1 + slack).",
     "saturation": "Tokens above the cutoff that the upper bound on the load drops, as a share.",
     "starvation": "Tokens below the cutoff that the lower bound on the load fills in, as a share.",
-    "warmup": "First steps that a rule routes differently: expert threshold as expert choice, while cutoffs settle.",
+    "warmup": "The first steps, routed differently: by expert threshold as by expert choice, while cutoffs settle.",
     "dial": "A choice of other cutoffs for a trained model, which sets its rate: routed experts per token, on average.",
     "sketch": "Quantiles of an expert's scores, kept beside its cutoff; the dial reads other cutoffs off it.",
     "observation": "The statistics of a forward pass that the rule, the metrics and the figures need, such as loads.",

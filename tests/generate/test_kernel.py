@@ -16,7 +16,7 @@ from expert_threshold.generate import kernel
 from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.generate.engine import Sampler
-from expert_threshold.kernels import cpu
+from expert_threshold.kernels import cpu, off
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from rounding import assert_rounded
@@ -72,6 +72,14 @@ def test_it_equals_torchs_operations_at_any_size(
     monkeypatch.setattr(kernel, "library", lambda: None)
     for a, b in zip(found, steps(filled(model)), strict=True):
         same(a, b, lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4))
+
+
+def test_switched_off_no_kernel_decodes() -> None:
+    """The switch reached training's kernels alone."""
+    model = small_model(RULES["expert_threshold"])
+    with off():
+        assert kernel.library() is None
+        assert Decoder(model, 1, 8).accelerator is None
 
 
 @pytest.mark.usefixtures("by")

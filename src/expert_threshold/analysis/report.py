@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
@@ -18,9 +17,6 @@ from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
 from .records import finite, series
 from .run import Run, read_run
 from .sentences import counted, short
-
-if TYPE_CHECKING:
-    pass
 
 
 def write_report(folder: RunFolder) -> Path:

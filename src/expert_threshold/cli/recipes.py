@@ -35,9 +35,7 @@ def run(arguments: Sequence[str]) -> None:
     else:
         console = Console()
         console.print(_table(rows, console.width >= WIDE))
-        console.print(
-            "et train --recipe NAME starts one; a PRESET and --tokens scale it down.", markup=False
-        )
+        console.print("et train --recipe NAME starts one; a PRESET and --tokens scale it down.", markup=False)
 
 
 def describe(name: str) -> dict[str, Any]:

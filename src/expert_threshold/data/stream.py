@@ -37,7 +37,7 @@ class Blocks(Protocol):
         """Return the number of blocks in that epoch."""
 
     def load(self, epoch: int, block: int) -> Tokens:
-        """Return a block, in any order; the one after the last loaded is quick."""
+        """Return a block; any may be requested, and the next one in order is prefetched."""
 
     def close(self) -> None:
         """Release resources; no more blocks may be loaded."""

@@ -70,7 +70,7 @@ class Decoded(NamedTuple):
 
 
 class Accelerator(Protocol):
-    """Appends a few tokens to sequences in a cache, as `GPT.forward` does, in the same bits whatever the company."""
+    """Appends a few tokens to sequences in a cache, as `GPT.forward` does; same bits whichever rows share a batch."""
 
     most: int
     """Up to this many tokens of one row, it is faster than matrix products."""

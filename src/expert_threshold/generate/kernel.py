@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels import cpu
+from ..kernels import cpu, switched_off
 from ..model import GPT, Cache
 from ..model.attention import rotary
 from ..model.gpt import Block
@@ -159,8 +159,7 @@ class Kernel:
 
 def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler, or under a rule whose inference is more than a comparison with thresholds or a top k, with σ(scores) as
-    gates.
+    a compiler or switched off, or unless the rule has sigmoid gates and either thresholds or a biased top k.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -191,7 +190,8 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
 
 
 def library() -> ctypes.CDLL | None:
-    kernels = cpu.decoder()
+    """Return the decoder's kernels; None if they are switched off or cannot be built."""
+    kernels = None if switched_off() else cpu.decoder()
     if kernels is not None:
         kernels.decode_scratch.restype = kernels.decode_sample.restype = c_int64
     return kernels

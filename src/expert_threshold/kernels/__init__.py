@@ -1,6 +1,6 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-This module alone decides whether the C++ kernels, which are used by default, are on.
+It holds the switch for the C++ kernels, which are on by default; each kernel's `applies` decides whether it can run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def switched_off() -> str | None:
 
 @contextmanager
 def off() -> Iterator[None]:
-    """Replace kernels by PyTorch's operations, for comparison; existing decoders keep their kernels."""
+    """Replace kernels by PyTorch's operations, for comparison; decoders made before keep their kernels."""
     global _off
     before, _off = _off, True
     try:

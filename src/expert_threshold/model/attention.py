@@ -51,7 +51,7 @@ class Cache:
         return selected
 
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
-        """Begin an empty sequence in a row. pasts: from `Router.past` of layers with a rate of its own."""
+        """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
         self._pasts[row] = dict(pasts)
 

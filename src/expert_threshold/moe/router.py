@@ -149,7 +149,7 @@ class Router(nn.Module):
         """Update the rule's state in place, once per optimizer step.
 
         An observation that is not finite changes nothing, since a cutoff of NaN would stay NaN. Reporting it here would
-        synchronize with the device; `scores_not_finite` does so elsewhere.
+        synchronize with the device; the caller does, with `scores_not_finite`.
         """
         finite = all_finite(observation.tensors().values())
         moved = self.rule.update(self.state, observation)

@@ -47,7 +47,9 @@ class OptimConfig:
     momentum_start: float = option(0.85, "Muon's momentum at the first step.")
     momentum_warmup_steps: int = option(300, "Steps over which Muon's momentum goes from its start to its value.")
     momentum_end: float | None = option(
-        None, "Muon's momentum at the last step, approached as the learning rates fall; none stays at its value."
+        None,
+        "Muon's momentum at the last step, approached as the learning rates decay; none keeps it constant after its "
+        "warmup.",
     )
     orthogonalizer: OrthogonalizerName = option(
         "newton_schulz", "Muon's iteration: the paper's quintic, or Polar Express, whose polynomial changes every step."

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
-    # Options of its parameter groups at a step, a place on the schedule, and a number of steps.
+    # (step, place on the schedule, total steps, config) → options of its parameter groups.
     options: Callable[[int, float, int, OptimConfig], dict[str, Any]]
 
 

@@ -254,7 +254,7 @@ async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
 
 
 class EventStream(Response):
-    """Server-sent events, each a JSON object, then `done`; errors that come too late for a status are events, too.
+    """Server-sent events, each a JSON object, then `done`; errors after the response has started are sent as events.
 
     The work ends when the client disconnects or the time is up, which also covers a client that does not read.
     """

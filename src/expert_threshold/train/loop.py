@@ -48,7 +48,9 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     """Make one optimizer step; returns False if it was skipped because a loss, a score or a gradient is not finite.
 
     A skipped step uses up its batch, leaves weights, optimizers and rules as they were, and says why in
-    `state.not_finite`. status: gives this rank's status; afterwards `state.status` is that of all ranks.
+    `state.not_finite`; `RunLog` gives up after ten in a row.
+
+    status: gives this rank's status; afterwards `state.status` is that of all ranks.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
@@ -69,7 +71,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The only place in a step that waits for the device, but that several ranks also read their status.
+    # The only synchronization with the device in a step; with several ranks, reading their status is a second.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.place(step))

@@ -18,7 +18,7 @@ class Study(NamedTuple):
     draw: takes the width in inches too. rows: the head and the rows of a table below the figure.
     """
 
-    name: str  # of its files
+    name: str  # base name of its files
     section: str
     title: str
     compute: Callable[[Material], Data]
