@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from common import call, machine, origin, over_seeds
+from bare import origin
+from common import call, machine, over_seeds
 from torch import Tensor
 
 from expert_threshold.analysis.figures.style import THEME, style

@@ -15,25 +15,13 @@ import statistics
 
 import torch
 from common import compute_dtype, machine, time_interleaved
+from peers_contestants import PlainFeedForward
 from torch import Tensor, nn
 
 from expert_threshold.moe import FeedForward, MoE
 from expert_threshold.routing import ExpertThreshold
 
 SETTLING = 25  # repetitions until memory is where it stays, as after a run's first dozens of steps
-
-
-class PlainFeedForward(nn.Module):
-    """down(relu(up x)²) as one would write it first."""
-
-    def __init__(self, d_model: int, d_hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(d_model, d_hidden, bias=False)
-        self.down = nn.Linear(d_hidden, d_model, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.up(x).relu().square())
-        return y
 
 
 def forward_backward(layer: nn.Module, x: Tensor, grad: Tensor) -> None:

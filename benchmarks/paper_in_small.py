@@ -21,7 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from common import call, machine, origin, over_seeds
+from bare import origin
+from common import call, machine, over_seeds
 
 from expert_threshold.data import open_source, pack
 from expert_threshold.recipes import RECIPES

@@ -18,29 +18,25 @@ and as many more tokens. So tokens per expert and active width are the same in a
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import math
 import re
-import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
-from common import machine, origin, time_interleaved
-from peers_contestants import INPUTS, UNTRIED, Case, Entry, Shape, UnavailableError, contestants, version
+from bare import origin
+from common import machine
+from peers_contestants import Case, Shape, contestants
 from peers_figure import draw
+from peers_measure import Row, measure
 from peers_table import to_markdown
 from rich.console import Console
 from rich.progress import Progress
 
-from expert_threshold.train.device import pick_device, pick_dtype
+from expert_threshold.train.device import objects_at_rest, pick_device, pick_dtype
 
 PAPER = {"d12": 768, "d20": 1280}
 SHAPES = (("256", "256-fine64", "256-fine256", "512", "d12"), ("d12", "d12-fine64", "d12-fine256", "d20"))  # CPU, CUDA
-TOLERANCE = {torch.bfloat16: 0.1, torch.float32: 5e-3}  # of a row's norm; that of TF32 passes
-Row = dict[str, Any]
 
 
 def shape_named(name: str, fanout: int, tokens: int) -> Shape:
@@ -58,162 +54,6 @@ def shape_named(name: str, fanout: int, tokens: int) -> Shape:
             "leave each a width that 8 divides, and fanouts of 1 to 16"
         )
     return Shape(name, d_model, 2 * d_model // finer, experts, fanout * finer, tokens * more)
-
-
-def work(entry: Entry, case: Case) -> dict[str, int]:
-    """FLOPs, and the bytes if every row of every expert were moved once, as were weights and pre-activations."""
-    rows, experts, d_model = int(entry.loads.sum()), int((entry.loads > 0).sum()), case.shape.d_model
-    weights, kept = entry.matrices * experts * d_model * entry.width, rows * entry.width * (entry.matrices - 1)
-    flops = 2 * entry.matrices * d_model * entry.width * rows
-    size = case.x.element_size()
-    return {
-        "forward_flops": flops,
-        "flops": 3 * flops,
-        "forward_bytes": size * (2 * rows * d_model + weights + kept),  # x, y; weights; pre-activations
-        "bytes": size * (5 * rows * d_model + 3 * weights + 2 * kept),  # x twice, y, dy, dx; weights twice, gradients
-    }
-
-
-def kept_for_backward(entry: Entry) -> int:
-    """Bytes of the storages that autograd keeps, parameters left out."""
-    parameters = {leaf.untyped_storage().data_ptr() for name, leaf in entry.leaves.items() if name not in INPUTS}
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor.detach()
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = entry.forward()
-    del y
-    return sum(kept.values())
-
-
-def error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest error of a row over the root mean square of the rows' norms; NaN is infinite."""
-    worst = 0.0
-    for name, exact in expected.items():
-        if name in found:
-            far, size = ((t.flatten(1).norm(dim=1)) for t in (found[name].float() - exact, exact))
-            off = float(far.max() / size.square().mean().sqrt().clamp(min=1e-30))
-            worst = max(worst, off) if math.isfinite(off) else math.inf
-    return worst
-
-
-def forward_backward(entry: Entry, case: Case) -> None:
-    torch.autograd.grad(entry.forward(), list(entry.leaves.values()), case.grad)
-
-
-def once(entry: Entry, case: Case) -> float:
-    return time_interleaved({"": lambda: forward_backward(entry, case)}, 1, 0, case.device)[""][0]
-
-
-def reason(failure: Exception) -> str:
-    """Its first line; of failures that were not foreseen their kind, too."""
-    line = (str(failure).strip().splitlines() or [""])[0]
-    foreseen = isinstance(failure, UnavailableError | ImportError | ValueError)
-    return line if foreseen and line else f"{type(failure).__name__}: {line}"
-
-
-def measure(case: Case, fanout: int, names: list[str], repeats: int, patience: float) -> list[Row]:
-    """A row for each contestant. patience: times the dense one's time, beyond which nothing is timed."""
-    shape = case.shape
-    known = {
-        "benchmark": "peers",
-        "shape": shape.name,
-        "fanout": fanout,
-        **shape._asdict(),
-        "dtype": str(case.dtype).removeprefix("torch."),
-    }
-    del known["name"]
-    rows: dict[str, Row] = {}
-    entries: dict[str, Entry] = {}
-    dense = float("inf")
-    for name in names:
-        rows[name] = {**known, "contestant": name, **version(name)}
-        try:
-            entry = contestants()[name](case)
-            off = error(case.outcome(entry.forward, entry.leaves), entry.expected)
-        except Exception as failure:  # of whatever kind: the others go on
-            untried = f" ({UNTRIED[name]})" if name in UNTRIED else ""
-            rows[name] |= {"status": "not run", "reason": reason(failure) + untried}
-            continue
-        rows[name] |= {"status": "timed", "error": float(f"{off:.3g}"), "rows": int(entry.loads.sum())}
-        rows[name]["largest_load"] = round(float(entry.loads.max() / entry.loads.float().mean()), 3)
-        if off > TOLERANCE[case.dtype]:
-            rows[name] |= {"status": "wrong", "reason": f"a row is off by {off:.2g} of the norm"}
-            continue
-        entry = entry._replace(expected={})
-        dense = min(dense, once(entry, case)) if name.startswith("dense") else dense
-        if (slower := once(entry, case) / dense) > patience:
-            rows[name] |= {"status": "not run", "reason": f"too slow to time: {slower:.0f} times dense, once"}
-            continue
-        entries[name] = entry
-        rows[name] |= work(entry, case) | memory(entries[name], case)
-    for computed in ("of_any_fanout", "of_top_k"):
-        case.__dict__.pop(computed, None)
-    gc.collect()
-    times = clock(entries, case, repeats)
-    for name in entries:
-        rows[name] |= rates(rows[name], times[name], times)
-    compare([rows[name] for name in entries])
-    return list(rows.values())
-
-
-def memory(entry: Entry, case: Case) -> Row:
-    found: Row = {"kept_bytes": kept_for_backward(entry)}
-    if case.device.type == "cuda":
-        gc.collect()
-        before = torch.cuda.memory_allocated(case.device)
-        torch.cuda.reset_peak_memory_stats(case.device)
-        forward_backward(entry, case)
-        found["peak_bytes"] = torch.cuda.max_memory_allocated(case.device) - before
-    return found
-
-
-def clock(entries: dict[str, Entry], case: Case, repeats: int) -> dict[str, tuple[float, float]]:
-    """Median seconds of forward and of forward + backward; of the product and the copy, both the same."""
-    on, cuda = case.device, case.device.type == "cuda"
-    side, copied = (8192, 2**31) if cuda else (2048, 2**28)
-    square = torch.randn(side, side, device=on).to(case.dtype)
-    source = torch.zeros(copied, dtype=torch.uint8, device=on)
-    target = torch.empty_like(source)
-    calls: dict[str, Any] = {"product": lambda: square @ square, "copy": lambda: target.copy_(source)}
-    for name, entry in entries.items():
-        calls[f"{name}/forward"] = entry.forward
-        calls[f"{name}/both"] = lambda entry=entry: forward_backward(entry, case)
-    times = {name: statistics.median(s) for name, s in time_interleaved(calls, repeats, warmup=1, on=on).items()}
-    medians = {name: (times[f"{name}/forward"], times[f"{name}/both"]) for name in entries}
-    product, copy = 2 * side**3 / times["product"], 2 * copied / times["copy"]
-    return medians | {"product": (product, product), "copy": (copy, copy)}
-
-
-def rates(row: Row, seconds: tuple[float, float], times: dict[str, tuple[float, float]]) -> Row:
-    product, copy = times["product"][0], times["copy"][0]
-    found: Row = {}
-    for prefix, taken in zip(("forward_", ""), seconds, strict=True):
-        found |= {
-            f"{prefix}ms": round(taken * 1e3, 4),
-            f"{prefix}tflops": round(row[f"{prefix}flops"] / taken / 1e12, 4),
-            f"{prefix}share_of_product": round(row[f"{prefix}flops"] / taken / product, 4),
-            f"{prefix}ns_per_token": round(taken * 1e9 / row["tokens"], 1),
-        }
-    return found | {"product_tflops": round(product / 1e12, 4), "copy_gb_per_second": round(copy / 1e9, 2)}
-
-
-def compare(rows: list[Row]) -> None:
-    """Return ratios to the better dense contestant, measure by measure, and to the one in plain PyTorch."""
-    dense = [row for row in rows if row["contestant"].startswith("dense")]
-    plain = next((row for row in dense if row["contestant"] == "dense"), None)
-    for row in rows if dense else []:
-        for prefix in ("forward_", ""):
-            best = max(other[f"{prefix}tflops"] for other in dense)
-            row[f"{prefix}ratio_to_dense"] = round(best / row[f"{prefix}tflops"], 4)
-        if plain is not None:
-            row["ratio_to_plain_dense"] = round(plain["tflops"] / row["tflops"], 4)
-        row["kept_ratio_to_dense"] = round(row["kept_bytes"] / min(other["kept_bytes"] for other in dense), 4)
 
 
 def parse() -> argparse.Namespace:
@@ -263,13 +103,14 @@ def main() -> None:
         bar = progress.add_task("", total=sum(cost(shape) for shape, _ in cases))
         for shape, fanout in cases:
             progress.update(bar, description=f"{shape.name}, fanout {fanout}")
-            measured = measure(
-                Case(shape, dtype, device),
-                fanout,
-                arguments.contestants or list(contestants()),
-                repeats,
-                arguments.patience,
-            )
+            with objects_at_rest():
+                measured = measure(
+                    Case(shape, dtype, device),
+                    fanout,
+                    arguments.contestants or list(contestants()),
+                    repeats,
+                    arguments.patience,
+                )
             rows += (found := [row | here for row in measured])
             if arguments.to:
                 append(arguments.to, found, first=len(rows) == len(found))

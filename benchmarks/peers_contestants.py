@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from layer import PlainFeedForward
-from torch import Tensor
+from torch import Tensor, nn
 
 from expert_threshold.moe import Experts, ExpertThreshold, FeedForward, MoE, Router
 from expert_threshold.moe.backends import BY_NAME, reference
@@ -141,6 +140,19 @@ def as_float32(experts: Experts) -> Experts:
         copy = Experts(count, d_model, width, "relu2" if experts.gate is None else "swiglu")
     copy.load_state_dict(experts.state_dict())
     return copy
+
+
+class PlainFeedForward(nn.Module):
+    """down(relu(up x)²) as one would write it first."""
+
+    def __init__(self, d_model: int, d_hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(d_model, d_hidden, bias=False)
+        self.down = nn.Linear(d_hidden, d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu().square())
+        return y
 
 
 def dense(kind: type[PlainFeedForward | FeedForward]) -> Callable[[Case], Entry]:

@@ -34,8 +34,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bare import origin
 from cluster import LAYOUTS, Cluster, Compute, Loads, minimum_bytes, row_bytes, step_time
-from common import compute_dtype, machine, origin
+from common import compute_dtype, machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from expert_threshold.config import RunConfig, resolve

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from common import compute_dtype, machine, origin, time_interleaved
+from bare import origin
+from common import compute_dtype, machine, time_interleaved
 
 from expert_threshold.config import resolve
 from expert_threshold.data import Loader, Tokenizer, open_source, pack

@@ -1,0 +1,48 @@
+"""What benchmarks share that needs torch alone: interleaved timing, and the commit."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def time_in_turn(
+    calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
+) -> dict[str, list[float]]:
+    """Return the seconds of every call, `repeats` times, in turn, so that drifts of the machine meet all alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(warmup + repeats):
+        for name, call in calls.items():
+            seconds = seconds_of(call, on)
+            if repeat >= warmup:
+                times[name].append(seconds)
+    return times
+
+
+def seconds_of(call: Callable[[], object], on: torch.device) -> float:
+    """Return the seconds of one call; on CUDA by the device's clock, from an idle device to the end of its work."""
+    if on.type != "cuda":
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(on)
+    begin.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def origin() -> dict[str, str | None]:
+    """Return the date and the commit of the checkout."""
+    command = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False).stdout
+    return {"date": datetime.date.today().isoformat(), "commit": commit.strip() or None}
