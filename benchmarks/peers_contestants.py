@@ -29,7 +29,7 @@ ALL_GRADIENTS = (
     64  # experts up to which weights' gradients are checked, too: the definition's cost is quadratic in them
 )
 
-INPUTS = ("x", "gates", "scores")
+INPUTS = ("x", "gates")
 Outcome = dict[str, Tensor]  # "y", and the gradient of every leaf by its name
 
 
@@ -114,9 +114,7 @@ class Case:
     @cached_property
     def of_any_fanout(self) -> Outcome:
         """The outcome of expert threshold's assignment."""
-        found = self._reference(self.gates(), lambda gates: gates, self.assignment)
-        gates = self.scores.sigmoid()
-        return found | {"scores": found["gates"] * gates * (1 - gates)}
+        return self._reference(self.gates(), lambda gates: gates, self.assignment)
 
     @cached_property
     def of_top_k(self) -> Outcome:
@@ -209,9 +207,9 @@ def ours(name: str) -> Callable[[Case], Entry]:
         with torch.device("meta"):
             layer = MoE(shape.d_model, shape.width, case.rule, shared_experts=0, dispatch=name)
         layer.experts = case.weights
-        scores = case.scores.clone().requires_grad_()
-        routing = case.routing._replace(scores=scores[None])
-        leaves = {"scores": scores, "up": case.weights.up, "down": case.weights.down}
+        gates = case.gates()
+        routing = case.routing._replace(gates=gates[None])
+        leaves = {"gates": gates, "up": case.weights.up, "down": case.weights.down}
         return case.any_fanout(lambda: layer.compute(case.x[None], routing)[0], **leaves)
 
     return make

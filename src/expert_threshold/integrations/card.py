@@ -43,6 +43,7 @@ With the package `expert-threshold` installed, `import expert_threshold.integrat
 `trust_remote_code=True`, and `et import {name} --out RUN` turns it back into a run folder.
 """
 
+
 def model_card(run: RunFolder, config: GPTConfig, step: int, name: str) -> str:
     """Return Markdown for the model of `run` at `step`, in a folder called `name`."""
     rule, sentence = config.rule, "A language model without routed experts."

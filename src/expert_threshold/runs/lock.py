@@ -53,8 +53,7 @@ def _remove_if_stale(path: Path) -> None:
         raise ValueError(f"{path}: in use by another process; if none runs, delete this file") from None
     if host != socket.gethostname() or (_runs(pid) and (pid != os.getpid() or process == _PROCESS)):
         raise ValueError(
-            f"{path.parent}: process {pid} on {host} is at work there; stop it first, "
-            f"or delete {path} if it is gone"
+            f"{path.parent}: process {pid} on {host} is at work there; stop it first, or delete {path} if it is gone"
         )
     # Moved before it is removed: if two processes find the same dead holder, the slower one may move the faster one's
     # new lock, and must give it back.

@@ -65,8 +65,7 @@ def require_tracker(name: TrackerName) -> None:
         importlib.import_module(PACKAGES[name])
     except ImportError as error:
         raise ValueError(
-            f"track={name!r} needs a package that is not installed ({error}); "
-            f"run: {install('track')}, or use 'none'"
+            f"track={name!r} needs a package that is not installed ({error}); run: {install('track')}, or use 'none'"
         ) from None
 
 

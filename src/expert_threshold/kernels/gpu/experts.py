@@ -21,6 +21,7 @@ from torch import Tensor
 from ..activation import activation_named
 from ..autograd import refuse_second_derivative
 from ..segments import Segments, gate_of_rows, segments
+from .tiles import measured_tiles
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 SWIGLU = activation_named("swiglu")
@@ -276,8 +277,11 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """Launch with tuned or fixed tiles."""
-    kernel, tiles = (TUNED[kernel], {}) if _is_tuned(left.dtype) else (kernel, FIXED)
+    """Launch with measured tiles if there are some, else tuned ones; with fixed tiles in float32."""
+    tiles: dict[str, int] | None = FIXED
+    if _is_tuned(left.dtype):
+        tiles = measured_tiles(kernel.__name__, constants, left.device)
+        kernel, tiles = (TUNED[kernel], {}) if tiles is None else (kernel, tiles)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 

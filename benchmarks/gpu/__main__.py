@@ -1,0 +1,143 @@
+"""Measure a GPU, in as many minutes as are given; what is measured is written at once, and a second call goes on.
+
+    python -m benchmarks.gpu --minutes 9 --out FOLDER [--stages layer,step] [--data FOLDER] [--dry-run]
+
+Each stage runs in a process of its own and writes FOLDER/STAGE.json after every case. A run that is cut off, by its
+time, by Ctrl-C or by the machine, is continued by the same command, at the case that is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import shlex
+import sys
+import time
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from . import ROOT
+from .about import card, missing, torch_too_old
+from .conduct import clean_processes, conduct
+from .record import FORMAT, Record, read_json, write_json
+from .setting import Row, Setting
+from .stages import NEEDS_NO_CARD, STAGES
+from .summary import summarise
+
+TEXT = ("textbooks", "novels")  # of the folder that is looked for beside the checkout
+SUMMARY_SECONDS = 5.0
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say in one line what is wrong."""
+        self.exit(2, f"benchmarks.gpu: {message}\n")
+
+
+def main() -> int:
+    """Run the command line; returns 0, 1 if a case failed, 2 on bad input, 130 after Ctrl-C."""
+    start = time.monotonic()
+    arguments = parse()
+    try:
+        stages = chosen(arguments.stages)
+        setting = prepared(arguments, stages)
+        context = clean_processes()
+        same_machine(setting, stages, context)
+    except (ValueError, OSError) as wrong:
+        print(f"benchmarks.gpu: {' '.join(str(wrong).split())}", file=sys.stderr)
+        return 2
+    for line in missing():
+        print(line)
+    end = start + 60 * arguments.minutes - SUMMARY_SECONDS
+    interrupted = False
+    try:
+        conduct(stages, setting, end, context)
+    except KeyboardInterrupt:
+        interrupted = True
+    text = summarise(setting.out)
+    (setting.out / "SUMMARY.md").write_text(text, encoding="utf-8")
+    print(f"\n{text}")
+    records = [Record(setting.out, stage) for stage in stages]
+    if not all(record.complete for record in records):
+        command = f"python -m benchmarks.gpu {shlex.join(sys.argv[1:])}"
+        print(f"incomplete; to go on where it stopped: {command}")
+    if interrupted:
+        return 130
+    return int(any(record.count("failed") for record in records))
+
+
+def parse() -> argparse.Namespace:
+    parser = _Parser("python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything, the summary included")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to make, or to continue")
+    says = "\n".join(f"  {name:12} {entry.says}" for name, entry in STAGES.items())
+    parser.add_argument("--stages", help=f"some of these, as A,B; default: all\n{says}")
+    parser.add_argument("--data", help="text for training, as et train takes it; default: shared/data, else embedded")
+    parser.add_argument("--dry-run", action="store_true", help="every stage at toy sizes on this CPU: says nothing")
+    return parser.parse_args()
+
+
+def chosen(names: str | None) -> list[str]:
+    """Return the stages that --stages names, in the table's order. Raises ValueError for one that is unknown."""
+    wanted = list(STAGES) if names is None else [name.strip() for name in names.split(",")]
+    for name in wanted:
+        if name not in STAGES:
+            raise ValueError(f"--stages {name}: unknown; use {', '.join(STAGES)}")
+    return [name for name in STAGES if name in wanted]
+
+
+def prepared(arguments: argparse.Namespace, stages: list[str]) -> Setting:
+    """Make the folder. Raises ValueError or OSError for options that cannot be met."""
+    if not 0 < arguments.minutes < 24 * 60:
+        raise ValueError(f"--minutes {arguments.minutes}: give a number above 0, such as 9")
+    if (old := torch_too_old()) is not None:
+        raise ValueError(old)
+    out = arguments.out.absolute()
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {arguments.out}: is a file; name a folder")
+    data = arguments.data or found_text()
+    if data != "embedded" and not Path(data).exists():
+        raise ValueError(f"--data {data}: does not exist; name a file or folder of text, or leave it out")
+    out.mkdir(parents=True, exist_ok=True)
+    on_card = not set(stages) <= set(NEEDS_NO_CARD)
+    return Setting(out, arguments.dry_run, on_card and not arguments.dry_run, data)
+
+
+def found_text() -> str:
+    """Return the first folder of text in the shared/data of the checkout or of its parent; else the embedded corpus."""
+    places = [folder / "shared" / "data" / name for folder in (ROOT, ROOT.parent) for name in TEXT]
+    return next((str(place) for place in places if place.is_dir()), "embedded")
+
+
+def same_machine(setting: Setting, stages: list[str], context: BaseContext) -> None:
+    """Look at the card in another process, and enter it into the folder. Raises ValueError without a card, or if the
+    folder holds another machine's results.
+    """
+    here = {"format": FORMAT, **_looked_at(setting, context)}
+    path = setting.out / "machine.json"
+    before = read_json(path)
+    if set(stages) <= set(NEEDS_NO_CARD):
+        return
+    if before and before != here:
+        what = ", ".join(f"{name} {before.get(name)}" for name in here if before.get(name) != here[name])
+        raise ValueError(f"--out {setting.out}: was begun with {what}; name another --out")
+    write_json(path, here)
+
+
+def _looked_at(setting: Setting, context: BaseContext) -> Row:
+    if not setting.cuda:
+        return card(setting.device)
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context) as pool:
+        if not pool.submit(torch.cuda.is_available).result():
+            raise ValueError(
+                f"torch {torch.__version__} sees no CUDA device; --dry-run runs every stage at toy sizes, "
+                f"--stages {','.join(NEEDS_NO_CARD)} needs none"
+            )
+        return pool.submit(card, setting.device).result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
