@@ -72,8 +72,12 @@ def reason(failure: Exception) -> str:
     return line if foreseen and line else f"{type(failure).__name__}: {line}"
 
 
-def measure(case: Case, fanout: int, names: list[str], repeats: int, patience: float) -> list[Row]:
-    """A row for each contestant. patience: times the dense one's time, beyond which nothing is timed."""
+def measure(
+    case: Case, fanout: int, names: list[str], repeats: int, patience: float, roof: tuple[int, int] | None = None
+) -> list[Row]:
+    """A row for each contestant. patience: times the dense one's time, beyond which nothing is timed. roof: the side of
+    the square product and the bytes of the copy beside them; None is large ones.
+    """
     shape = case.shape
     known = {
         "benchmark": "peers",
@@ -110,7 +114,7 @@ def measure(case: Case, fanout: int, names: list[str], repeats: int, patience: f
     for computed in ("of_any_fanout", "of_top_k"):
         case.__dict__.pop(computed, None)
     gc.collect()
-    times = clock(entries, case, repeats)
+    times = clock(entries, case, repeats, roof)
     for name in entries:
         rows[name] |= rates(rows[name], times[name], times)
     compare([rows[name] for name in entries])
@@ -128,10 +132,12 @@ def memory(entry: Entry, case: Case) -> Row:
     return found
 
 
-def clock(entries: dict[str, Entry], case: Case, repeats: int) -> dict[str, tuple[float, float]]:
+def clock(
+    entries: dict[str, Entry], case: Case, repeats: int, roof: tuple[int, int] | None
+) -> dict[str, tuple[float, float]]:
     """Median seconds of forward and of forward + backward; of the product and the copy, both the same."""
     on, cuda = case.device, case.device.type == "cuda"
-    side, copied = (8192, 2**31) if cuda else (2048, 2**28)
+    side, copied = roof or ((8192, 2**31) if cuda else (2048, 2**28))
     square = torch.randn(side, side, device=on).to(case.dtype)
     source = torch.zeros(copied, dtype=torch.uint8, device=on)
     target = torch.empty_like(source)
@@ -151,11 +157,11 @@ def rates(row: Row, seconds: tuple[float, float], times: dict[str, tuple[float, 
     for prefix, taken in zip(("forward_", ""), seconds, strict=True):
         found |= {
             f"{prefix}ms": round(taken * 1e3, 4),
-            f"{prefix}tflops": round(row[f"{prefix}flops"] / taken / 1e12, 4),
-            f"{prefix}share_of_product": round(row[f"{prefix}flops"] / taken / product, 4),
+            f"{prefix}tflops": float(f"{row[f'{prefix}flops'] / taken / 1e12:.5g}"),
+            f"{prefix}share_of_product": float(f"{row[f'{prefix}flops'] / taken / product:.4g}"),
             f"{prefix}ns_per_token": round(taken * 1e9 / row["tokens"], 1),
         }
-    return found | {"product_tflops": round(product / 1e12, 4), "copy_gb_per_second": round(copy / 1e9, 2)}
+    return found | {"product_tflops": float(f"{product / 1e12:.5g}"), "copy_gb_per_second": round(copy / 1e9, 2)}
 
 
 def compare(rows: list[Row]) -> None:

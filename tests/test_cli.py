@@ -615,9 +615,7 @@ def test_a_narrow_model_has_one_head(capsys: pytest.CaptureFixture[str]) -> None
     assert resolve_run(parse_run("et plan", "", [], ["--d-model", "30"])).model.heads == 1
 
 
-def test_a_file_of_text_has_no_place_for_a_tokenizer_beside_it(
-    text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_text_has_no_place_for_a_tokenizer_beside_it(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The text itself was called a cache folder that cannot be written."""
     assert_refused(capsys, et("data", "tokenizer", text, "--vocab-size", 300), "--out is missing", "is a file")
 

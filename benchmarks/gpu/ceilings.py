@@ -51,7 +51,7 @@ def median(call: Callable[[], object], setting: Setting) -> float:
 
 
 def told(seconds: float, rate: float, unit: str) -> Row:
-    return {"ms": round(seconds * 1e3, 4), "rate": round(rate, 3), "unit": unit}
+    return {"ms": round(seconds * 1e3, 4), "rate": float(f"{rate:.5g}"), "unit": unit}
 
 
 def lines(rows: dict[str, Row]) -> list[str]:

@@ -24,7 +24,7 @@ from .setting import NotRunError, Row
 
 
 class Processor(NamedTuple):
-    """What one multiprocessor has: bytes of shared memory, of which one block gets at most; warps and blocks at most."""
+    """What one multiprocessor has: bytes of shared memory in all, and for one block at most; warps and blocks."""
 
     shared: int
     of_block: int

@@ -80,8 +80,8 @@ FLOOR_FIELDS = ("ms", "flops", "bytes", "floor_ms", "over_floor", "bound_by", "p
 
 def rates(roof: Roof) -> Row:
     return {
-        "product_tflops": round(roof.flops / 1e12, 4),
-        "copy_gb_per_second": round(roof.bytes / 1e9, 2),
+        "product_tflops": float(f"{roof.flops / 1e12:.5g}"),
+        "copy_gb_per_second": float(f"{roof.bytes / 1e9:.5g}"),
     }
 
 

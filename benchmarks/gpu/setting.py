@@ -27,6 +27,10 @@ class NotRunError(Exception):
     """A case cannot run here; the message says why, in one line."""
 
 
+class OutOfTimeError(Exception):
+    """A case was stopped by its time and goes on in the next call; the message says where it stands."""
+
+
 class Setting(NamedTuple):
     """One stage's orders. deadline: on the clock of `time.monotonic`, which all processes of a machine share."""
 

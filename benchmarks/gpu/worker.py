@@ -9,8 +9,9 @@ import traceback
 
 from .about import facts
 from .record import Record
-from .setting import Case, NotRunError, Setting
+from .setting import Case, NotRunError, OutOfTimeError, Setting
 from .stages import STAGES, module_of
+from .tuning import FILE, TILES
 
 LOST_DEVICE = 75
 """Exit code after an error that leaves CUDA unusable in this process; the cases that follow need a new one."""
@@ -22,6 +23,8 @@ def work(stage: str, setting: Setting) -> None:
     if setting.dry or stage == "compile":
         interpreted = STAGES[stage].interpreted and "triton" not in sys.modules
         os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    if (tiles := setting.out / FILE).exists():
+        os.environ[TILES] = str(tiles)
     # For determinism; read when cuBLAS starts.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     record = Record(setting.out, stage)
@@ -43,6 +46,8 @@ def run_case(record: Record, case: Case, setting: Setting) -> None:
     start = time.perf_counter()
     try:
         status, row = "measured", case.run()
+    except OutOfTimeError as reason:
+        status, row = "not run", {"reason": str(reason)}
     except NotRunError as reason:
         status, row = "unavailable", {"reason": str(reason)}
     except Exception as failure:  # of whatever kind: the others go on

@@ -277,7 +277,9 @@ def test_a_save_that_is_killed_at_any_point_leaves_every_checkpoint_whole(run: R
     """
     process = subprocess.run(
         [sys.executable, "-c", program, run.path, run.path.with_name("work")],
-        stdout=subprocess.PIPE, text=True, check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert int(process.stdout) > 10
 

@@ -105,11 +105,14 @@ def test_tokens_are_coloured_by_their_fanout_in_light_and_dark(page: Page) -> No
 def test_text_can_be_read_on_every_colour(page: Page, scheme: str) -> None:
     page.prefer(scheme)
     shown = ".swatch, .muted, .primary, .readout, .quiet, dt, label"
-    found = page.run(f"[...document.querySelectorAll('{shown}')]" + """.map((each) => {
+    found = page.run(
+        f"[...document.querySelectorAll('{shown}')]"
+        + """.map((each) => {
         let ground = each;
         while (getComputedStyle(ground).backgroundColor === 'rgba(0, 0, 0, 0)') ground = ground.parentElement;
         return [each.textContent, getComputedStyle(each).color, getComputedStyle(ground).backgroundColor];
-    })""")
+    })"""
+    )
     assert len(found) > 15
     for text, *colours in found:
         low, high = sorted(luminance(colour) for colour in colours)

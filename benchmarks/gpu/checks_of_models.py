@@ -1,0 +1,157 @@
+"""The whole model: no waiting, captured and compiled steps, cached decoding, the same bits in any company."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from expert_threshold.routing import Rule
+from whole_cases import RULES, model_and_batch, no_waiting, require_captured_equals_called, step
+
+from . import ROOT
+from .setting import Case, NotRunError, Row, Setting
+
+WITHOUT_HOST = ("static", "triton")
+TESTS = ("tests/model/test_on_gpu.py", "tests/moe/test_triton.py", "tests/routing/test_radix.py")
+"""Tests that are skipped, or interpreted, where there is no card."""
+
+
+def cases(setting: Setting) -> Iterator[Case]:
+    """Yield, for each rule, what has to hold of a step; then decoding; then the tests for a GPU."""
+    for name, rule in RULES.items():
+        for dispatch in WITHOUT_HOST:
+            of = f"{name} {dispatch}"
+            yield Case(f"no waiting {of}", lambda r=rule, d=dispatch: waits_for_nothing(r, d, setting), 6)
+            yield Case(f"captured equals called {of}", lambda r=rule, d=dispatch: captured(r, d, setting), 6)
+    for name, rule in RULES.items():
+        yield Case(f"cached equals full {name}", lambda r=rule: cached(r, setting), 4)
+        yield Case(f"strict decoding {name}", lambda r=rule: strict(r, setting), 6)
+    for name, rule in RULES.items():
+        yield Case(f"compiled equals eager {name}", lambda r=rule: compiled(r, setting), 40)
+    for path in TESTS:
+        yield Case(f"pytest {path}", lambda p=path: tests(p, setting), 30)
+
+
+def require_card(setting: Setting) -> None:
+    if not setting.cuda:
+        raise NotRunError("is about CUDA")
+
+
+def waits_for_nothing(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
+    """Forward, backward and the rules' update, while any wait for the device is an error."""
+    require_card(setting)
+    model, *batch = model_and_batch(rule, dispatch, setting.device)
+    step(model, *batch)  # libraries set themselves up, kernels are tuned
+    with no_waiting():
+        step(model, *batch)
+    return {"checked": 1}
+
+
+def captured(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
+    """Replay a captured training step on another batch."""
+    require_card(setting)
+    require_captured_equals_called(rule, dispatch)
+    return {"checked": 1}
+
+
+def compiled(rule: Rule | None, setting: Setting) -> Row:
+    """Compare loss, gradients and the rules' states of three steps, compiled as one graph and not."""
+    models = [model_and_batch(rule, "auto", setting.device, torch.float32)[0] for _ in range(2)]
+    _, *batch = model_and_batch(rule, "auto", setting.device, torch.float32)
+    kind = setting.pick("inductor", "aot_eager")
+    forwards = [torch.compile(models[0], fullgraph=True, dynamic=False, backend=kind), models[1]]
+    checked = 0
+    for number in range(3):
+        losses = [step(model, *batch, forward) for model, forward in zip(models, forwards, strict=True)]
+        torch.testing.assert_close(*losses, msg=lambda text, n=number: f"loss of step {n}: {text}")
+        for (name, fast), slow in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(
+                fast.grad, slow.grad, atol=1e-4, rtol=1e-3, msg=lambda text, n=name: f"gradient of {n}: {text}"
+            )
+            checked += 1
+        for (name, fast_state), slow_state in zip(models[0].named_buffers(), models[1].buffers(), strict=True):
+            torch.testing.assert_close(fast_state, slow_state, msg=lambda text, n=name: f"state {n}: {text}")
+            checked += 1
+    return {"checked": checked}
+
+
+@torch.no_grad()
+def cached(rule: Rule | None, setting: Setting) -> Row:
+    """Decode token by token, after a prompt, with the model's cache; logits must be the full forward's."""
+    model, tokens, _ = model_and_batch(rule, "auto", setting.device, torch.float32)
+    step_states(model, tokens)
+    model.eval()
+    tokens, prompt = tokens[:4, : setting.pick(64, 12)], 5
+    full = model(tokens).logits
+    cache = model.new_cache(len(tokens), tokens.shape[1])
+    parts = [model(tokens[:, :prompt], cache=cache).logits]
+    parts += [model(tokens[:, at : at + 1], cache=cache).logits for at in range(prompt, tokens.shape[1])]
+    torch.testing.assert_close(torch.cat(parts, 1), full, atol=1e-4, rtol=1e-4)
+    return {"checked": full[..., 0].numel()}
+
+
+@torch.no_grad()
+def step_states(model: torch.nn.Module, tokens: torch.Tensor) -> None:
+    """Let the rules see some batches, so that inference sends tokens to experts."""
+    for _ in range(3):
+        others = torch.randint_like(tokens, 256)  # of the same tokens, one would lie on its cutoff exactly
+        model.update_rules(model(others).observations)  # type: ignore[operator]
+
+
+@torch.no_grad()
+def strict(rule: Rule | None, setting: Setting) -> Row:
+    """Decode a sequence alone and among others, strictly, in bfloat16: its logits must have the same bits."""
+    try:
+        from expert_threshold.generate.decoder import Decoder
+    except ImportError as lost:
+        raise NotRunError(f"needs {lost.name}, which is not installed") from None
+    model, tokens, _ = model_and_batch(rule, "auto", setting.device)
+    step_states(model, tokens)
+    model.eval()
+    count, length = setting.pick((16, 32), (3, 6))
+    texts = tokens[:count, :length].tolist()
+
+    def decode(rows: list[int]) -> torch.Tensor:
+        decoder = Decoder(copy.deepcopy(model), count, length, strict=True)
+        for row in rows:
+            decoder.open(row)
+            decoder.read(row, texts[row][:2])
+        steps = [decoder.step({row: texts[row][at] for row in rows}).logits for at in range(2, length)]
+        return torch.stack(steps)
+
+    together = decode(list(range(count)))
+    for row in (0, count // 2, count - 1):
+        assert torch.equal(decode([row])[:, 0], together[:, row]), f"sequence {row} has other bits alone"
+    return {"checked": 3 * (length - 2)}
+
+
+def tests(path: str, setting: Setting) -> Row:
+    """Run a file of tests that need a card, in a process of its own."""
+    require_card(setting)
+    for package in ("pytest", "hypothesis"):
+        if importlib.util.find_spec(package) is None:
+            raise NotRunError(f"{package} is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), environment.get("PYTHONPATH", "")])
+    options = ["-q", "--no-header", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"]
+    if importlib.util.find_spec("pytest_timeout") is None:
+        options += ["-W", "ignore::pytest.PytestConfigWarning"]  # of the option `timeout`, which it does not know
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, path],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=max(setting.left, 1),
+        check=False,
+    )
+    told = done.stdout.strip().splitlines()
+    failed = [line for line in told if line.startswith(("FAILED", "ERROR"))]
+    assert done.returncode == 0, "; ".join(failed[:5]) or done.stdout[-300:] + done.stderr[-300:]
+    return {"checked": 1, "said": told[-1]}
