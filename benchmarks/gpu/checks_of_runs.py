@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
-import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,9 +14,9 @@ from expert_threshold.routing import Rule
 from whole_cases import RULES
 
 from .setting import Case, NotRunError, Row, Setting
+from .toy import toy_shards
 
 STEPS, STOP = 8, 4
-WORDS = ("the", "model", "reads", "text", "and", "learns", "which", "expert", "is", "to", "see", "what", "token")
 
 
 def cases(setting: Setting) -> Iterator[Case]:
@@ -46,10 +44,7 @@ def resume(rule: Rule | None, setting: Setting) -> Row:
     )  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        corpus = folder / "text.jsonl"
-        chance = random.Random(0)
-        texts = (" ".join(chance.choices(WORDS, k=chance.randint(5, 60))) for _ in range(40))
-        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        corpus = toy_shards(folder / "text")
         quiet = Console(file=io.StringIO())
         sections = (model, DataConfig(source=str(corpus)), OptimConfig(), replace(config, threads=1))
         train(RunFolder.create(folder / "whole"), *sections, console=quiet)

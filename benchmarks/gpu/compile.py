@@ -5,48 +5,45 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 
 from .compiler import MATRIX, PROCESSORS, RESOURCE_FIELDS, Launch, compiled, launches, resources, selections, tools
 from .setting import Case, NotRunError, Row, Setting
 
 FIELDS = ("capability", "kernel", "tiles", *RESOURCE_FIELDS, "triton", "ptxas")
+Way = tuple[Launch, dict[str, int], dict[str, int]]
 SIZES = (4096, 8192)  # so wide that ptxas does not unroll the loops, which takes it long
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Yield every launch of a layer, in every tile that the tuner tries, then those of selection, for each GPU."""
+    """Yield every launch of a layer and of selection for each GPU, in the tuner's first tiles, then in the others."""
     try:
         tools()
-        every = every_launch(setting)
     except NotRunError as reason:
         why = str(reason)
         yield Case("compile", lambda: refuse(why), 0)
         return
-    for capability in setting.pick(tuple(PROCESSORS), (90,)):
-        for launch, tiles, options in every:
+    for launch, tiles, options in ways(setting):
+        for capability in setting.pick(tuple(PROCESSORS), (90,)):
             name = f"sm_{capability} {launch}{told(tiles, options)}"
-            call = lambda c=capability, launch=launch, t=tiles, o=options: measure(launch, c, t, o)  # noqa: E731
+            call = partial(measure, launch, capability, tiles, options)
             yield Case(name, call, 10)
 
 
-def every_launch(setting: Setting) -> list[tuple[Launch, dict[str, int], dict[str, int]]]:
-    """Return launches with tiles and options; in a dry run the two that compile quickly."""
+def ways(setting: Setting) -> list[Way]:
+    """Return launches with tiles and options, the tuner's first choice first; in a dry run two that compile quickly."""
     from expert_threshold.kernels.gpu.experts import CONFIGS
 
-    d_model, d_expert = SIZES
-    found = []
-    seen = set()
-    for launch in [*launches(d_model, d_expert, 16), *selections()]:
-        if (key := str(launch)) in seen and not launch.is_product:
-            continue
-        seen.add(key)
-        ways = CONFIGS if launch.is_product else [None]
-        for way in ways:
-            options = {} if way is None else {"num_warps": way.num_warps, "num_stages": way.num_stages}
-            found.append((launch, {} if way is None else dict(way.kwargs), options))
+    every = {str(launch): launch for launch in [*launches(*SIZES, 16), *selections()]}.values()
     if setting.dry:
-        return [each for each in found if each[0].name in ("spread_gates", "sum_by_token")]
-    return sorted(found, key=lambda each: each[1] != dict(CONFIGS[0].kwargs))
+        return [(launch, {}, {}) for launch in every if launch.name in ("spread_gates", "sum_by_token")]
+    found: list[Way] = []
+    for number, config in enumerate(CONFIGS):
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        found += [(launch, dict(config.kwargs), options) for launch in every if launch.is_product]
+        if number == 0:
+            found += [(launch, {}, {}) for launch in every if not launch.is_product]
+    return found
 
 
 def told(tiles: dict[str, int], options: dict[str, int]) -> str:

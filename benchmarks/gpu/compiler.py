@@ -54,7 +54,11 @@ class Launch(NamedTuple):
     is_product: bool
 
     def __str__(self) -> str:
-        told = {key: self.constants[key] for key in ("epilogue", "gathered", "gather_left") if key in self.constants}
+        told = {
+            key: self.constants[key]
+            for key in ("d_in", "d_left", "epilogue", "gathered", "gather_left", "gated", "below")
+            if key in self.constants
+        }
         return " ".join([self.name, *(f"{key}={value}" for key, value in told.items() if value not in ("", False))])
 
 

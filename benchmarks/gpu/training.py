@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
+from .toy import toy_shards
 
 FIELDS = ("method", "seed", "steps", "tokens", "loss", "bits_per_byte", "tokens_per_second", "folder")
 PRESET = "d6"
@@ -47,10 +48,18 @@ def place(setting: Setting) -> Path:
     return setting.out / "training"
 
 
+def source_of(setting: Setting) -> str:
+    """Return the text, as `et train --data` takes it."""
+    if setting.dry:
+        folder = place(setting) / "text"
+        return str(folder if folder.exists() else toy_shards(folder))
+    return setting.data
+
+
 def text(setting: Setting) -> dict[str, Any]:
     """Return the changes to a run's sections that name its text: tokens made before, or the text itself."""
     tokens = place(setting) / "tokens"
-    return {"source": str(tokens) if (tokens / "tokenizer.json").exists() else setting.data}
+    return {"source": str(tokens) if (tokens / "tokenizer.json").exists() else source_of(setting)}
 
 
 def tokenized(setting: Setting) -> Row:
@@ -65,10 +74,12 @@ def tokenized(setting: Setting) -> Row:
         from expert_threshold.train.prepare import TOKENIZER_CHARACTERS
     except ImportError as lost:
         raise NotRunError(f"needs {lost.name}, which is not installed") from None
-    corpus = open_source(setting.data)
+    corpus = open_source(source_of(setting))
     if corpus.parts is None or corpus.tokenized:
         raise NotRunError(f"{corpus.name} is no folder of shards; each run reads it by itself")
-    tokenizer = Tokenizer.train(corpus.beginning(TOKENIZER_CHARACTERS), PRESETS[PRESET]["vocab_size"])
+    tokenizer = Tokenizer.train(
+        corpus.beginning(TOKENIZER_CHARACTERS), setting.pick(PRESETS[PRESET]["vocab_size"], 300)
+    )
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
     splits = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     write_tokens(place(setting) / "tokens", splits, tokenizer, about)
@@ -108,8 +119,8 @@ def run(method: str, seed: int, setting: Setting) -> Row:
         from rich.console import Console
 
         from expert_threshold.config import RunConfig
-        from expert_threshold.full_run import train_run
         from expert_threshold.runs import RunFolder
+        from expert_threshold.train import train
     except ImportError as lost:
         raise NotRunError(f"needs {lost.name}, which is not installed") from None
     path = place(setting) / method / f"seed_{seed}"
@@ -118,7 +129,8 @@ def run(method: str, seed: int, setting: Setting) -> Row:
     folder = RunFolder.open(path) if begun else RunFolder(path)
     config = RunConfig.from_dict(folder.config) if begun else configured(method, seed, setting)
     with (path.with_name(f"seed_{seed}.log")).open("a", encoding="utf-8") as log, stopped_in_time(setting):
-        result = train_run(folder, config, Console(file=log, width=120), resume=begun)
+        sections = (config.model, config.data, config.optim, config.train)
+        result = train(folder, *sections, console=Console(file=log, width=120), resume=begun)
     if not result.finished:
         raise OutOfTimeError(f"saved at step {result.step} of {config.train.steps}; goes on from there")
     return {
