@@ -6,6 +6,7 @@ import importlib.metadata
 import subprocess
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 from .compiler import MATRIX, PROCESSORS, RESOURCE_FIELDS, Launch, compiled, launches, resources, selections, tools
 from .setting import Case, NotRunError, Row, Setting
@@ -44,6 +45,15 @@ def ways(setting: Setting) -> list[Way]:
         if number == 0:
             found += [(launch, {}, {}) for launch in every if not launch.is_product]
     return found
+
+
+def first_rows(capability: int) -> list[Row]:
+    """Compile every launch for one GPU in the tuner's first tiles. Raises NotRunError without the tools."""
+    tools()
+    setting = Setting(Path(), dry=False, cuda=False, data="")
+    first = ways(setting)[0]
+    return [measure(launch, capability, tiles, options) for launch, tiles, options in ways(setting)
+            if not tiles or (tiles, options) == first[1:]]  # fmt: skip
 
 
 def told(tiles: dict[str, int], options: dict[str, int]) -> str:

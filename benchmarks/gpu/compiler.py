@@ -56,7 +56,7 @@ class Launch(NamedTuple):
     def __str__(self) -> str:
         told = {
             key: self.constants[key]
-            for key in ("d_in", "d_left", "epilogue", "gathered", "gather_left", "gated", "below")
+            for key in ("d_in", "d_left", "out_in", "epilogue", "gathered", "gather_left", "gated", "below")
             if key in self.constants
         }
         return " ".join([self.name, *(f"{key}={value}" for key, value in told.items() if value not in ("", False))])

@@ -1,0 +1,45 @@
+"""Every Triton kernel compiles for GPUs that are not here, and spills nothing on an H100."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks.gpu import ROOT
+from benchmarks.gpu.compile import FIELDS
+from benchmarks.gpu.compiler import PROCESSORS
+
+PROGRAM = """
+import json, sys
+from benchmarks.gpu.compile import first_rows
+from benchmarks.gpu.setting import NotRunError
+try:
+    print(json.dumps(first_rows(int(sys.argv[1]))))
+except NotRunError as reason:
+    print(reason)
+    sys.exit(77)
+"""
+
+
+@pytest.mark.parametrize("capability", PROCESSORS)
+def test_the_kernels_compile_with_matrix_instructions_and_fit_the_gpu(capability: int, tmp_path: Path) -> None:
+    """In a process of its own, since in tests triton interprets."""
+    environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", PROGRAM, str(capability)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    kernels = {row["kernel"].split(" ")[0] for row in rows}
+    assert kernels == {"multiply", "multiply_segments", "sum_by_token", "spread_gates", "radix"}
+    for row in rows:
+        assert set(FIELDS) <= row.keys()
+        assert row["blocks_per_processor"] > 0 or capability == 80, row  # the first tiles may be too large for an A100
+        assert row["stack_bytes"] == 0 or capability != 90, row
+        if row["kernel"].startswith("multiply"):
+            assert row["matrix_instructions"] > 0, row

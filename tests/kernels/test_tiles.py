@@ -1,0 +1,50 @@
+"""Tiles that were measured, read from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_threshold.kernels.gpu import tiles
+
+CUDA = torch.device("cuda")
+CONSTANTS = {"d_in": 768, "d_out": 1536, "gathered": True}
+TILES = {"tile_m": 128, "tile_n": 256, "num_warps": 8, "num_stages": 3}
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    path = tmp_path / "tiles.json"
+    tiles.write_tiles(path, CUDA, [{"kernel": "multiply", "constants": CONSTANTS, "tiles": TILES}])
+    monkeypatch.setenv(tiles.VARIABLE, str(path))
+    tiles._read.cache_clear()
+    return path
+
+
+@pytest.mark.usefixtures("file")
+def test_a_launch_gets_the_tiles_of_its_kernel_and_its_constants_and_others_none() -> None:
+    assert tiles.measured_tiles("multiply", CONSTANTS | {"experts": 16}, CUDA) == TILES
+    assert tiles.measured_tiles("multiply", CONSTANTS | {"d_in": 1280}, CUDA) is None
+    assert tiles.measured_tiles("multiply_segments", CONSTANTS, CUDA) is None
+
+
+@pytest.mark.usefixtures("file")
+def test_another_card_s_tiles_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
+    assert tiles.measured_tiles("multiply", CONSTANTS, CUDA) is None
+
+
+def test_without_the_variable_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tiles.VARIABLE, raising=False)
+    assert tiles.measured_tiles("multiply", CONSTANTS, CUDA) is None
+
+
+@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": "other"}), json.dumps({"format": tiles.FORMAT})])
+def test_a_damaged_file_is_told_in_one_line(file: Path, content: str) -> None:
+    file.write_text(content)
+    with pytest.raises(ValueError, match=f"{tiles.VARIABLE}={file}: no file of tiles .*; measure anew, or unset it"):
+        tiles.measured_tiles("multiply", CONSTANTS, CUDA)
