@@ -28,7 +28,7 @@ from .stages import NEEDS_NO_CARD, STAGES
 from .summary import summarise
 
 TEXT = ("textbooks", "novels")  # of the folder that is looked for beside the checkout
-SUMMARY_SECONDS = 5.0
+LAST_SECONDS = 12.0  # for ending the last stage, and for the summary
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,7 +51,7 @@ def main() -> int:
         return 2
     for line in missing():
         print(line)
-    end = start + 60 * arguments.minutes - SUMMARY_SECONDS
+    end = start + 60 * arguments.minutes - LAST_SECONDS
     interrupted = False
     try:
         conduct(stages, setting, end, context)

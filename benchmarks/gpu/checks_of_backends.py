@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from backend_cases import ASSIGNMENTS, RoutedSum, outputs_and_gradients
+from backend_cases import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
 from backend_cases import Case as Given
 from backend_cases import case as given_case
 from expert_threshold.moe import BACKENDS, Experts, MoE
@@ -44,11 +44,15 @@ def sizes(setting: Setting) -> dict[str, int]:
 
 
 def assignments(setting: Setting) -> dict[str, Tensor]:
-    """Return those of the tests, and large ones whose loads are unequal: ragged, most empty, one overfull."""
-    tokens, experts = setting.pick((4096, 16), (24, 4))
+    """Return those of the tests, and large ones whose loads are unequal: ragged, most empty, one overfull.
+
+    All have the same number of experts, for each of which kernels are compiled anew.
+    """
+    tokens, experts = setting.pick(4096, 24), EXPERTS
     chance = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(0))
-    few = torch.arange(experts) < 2
-    small = setting.pick(ASSIGNMENTS, {name: ASSIGNMENTS[name] for name in list(ASSIGNMENTS)[:5]})
+    few = torch.arange(experts) < 1
+    small = {name: given for name, given in ASSIGNMENTS.items() if given.shape[1] == experts}
+    small = dict(list(small.items())[: setting.pick(None, 5)])
     return {
         **small,
         "ragged": chance < torch.linspace(0.01, 0.5, experts),

@@ -17,6 +17,8 @@ GRACE = 20.0
 """Seconds beyond its share that a stage may take to end the case that it is at; then it is stopped."""
 PATIENCE = 8.0
 """Seconds that a process has to end after it was told to."""
+LEAST = 8.0
+"""Seconds without which no stage is begun."""
 RESTARTS = 8
 """How often a stage is begun again after its process died."""
 
@@ -39,6 +41,9 @@ def conduct(stages: Sequence[str], setting: Setting, end: float, context: BaseCo
             print(f"{stage}: complete in {setting.out}", flush=True)
     for number, stage in enumerate(todo):
         left = end - time.monotonic()
+        if left < LEAST:
+            print(f"no time is left for {', '.join(todo[number:])}")
+            return
         share = STAGES[stage].share / sum(STAGES[other].share for other in todo[number:])
         print(f"{stage} ({number + 1} of {len(todo)}, {left / 60:.1f} min left in all): {STAGES[stage].says}")
         deadline = time.monotonic() + left * share

@@ -41,13 +41,13 @@ def measure(rule: str, sequences: int, setting: Setting) -> Row:
     model = random_model(config, 2, setting).eval()
     decoder = Decoder(model, sequences, config.context)
     experts_read: list[int] = []
-    room = config.context - PROMPT // setting.pick(1, 4)
+    prompt = setting.pick(PROMPT, PROMPT // 4)
     tokens = torch.randint(config.vocab_size, (config.context, sequences)).tolist()
 
     def restart() -> None:
         for row in range(sequences):
             decoder.open(row)
-            decoder.read(row, [at[row] for at in tokens[: config.context - room]])
+            decoder.read(row, [at[row] for at in tokens[:prompt]])
 
     def step() -> None:
         if decoder.lengths[0] == config.context:

@@ -38,7 +38,7 @@ def cases(setting: Setting) -> Iterator[Case]:
             tuned.add(sizes)
             yield Case(f"tiles {shape.name}", lambda s=shape: tiles(s, setting), 25)
         name = f"{shape.name} fanout {shape.experts_per_token}"
-        yield Case(name, lambda shape=shape: race(shape, setting), 8)
+        yield Case(name, lambda shape=shape: race(shape, setting), 12)
 
 
 def shapes(setting: Setting) -> list[Shape]:
@@ -92,13 +92,15 @@ def race(shape: Shape, setting: Setting) -> Row:
 
 
 def lines(rows: dict[str, Row]) -> list[str]:
-    """Return, for each shape, ours beside the others: TFLOP/s of forward with backward and the share of the product."""
-    found = []
+    """Return, for each shape and fanout, the best of ours, of dense and of others, forward with backward."""
+    told: dict[str, list[str]] = {}
     for name, row in rows.items():
-        timed = [each for each in row["contestants"] if each["status"] == "timed"]
-        best = sorted(timed, key=lambda each: -each["tflops"])
-        if best:
-            told = ", ".join(f"{e['contestant']} {e['tflops']:.3g} ({e['share_of_product']:.0%})" for e in best[:6])
-            wrong = [each["contestant"] for each in row["contestants"] if each["status"] == "wrong"]
-            found.append(f"{name}: TFLOP/s {told}" + (f"; WRONG: {', '.join(wrong)}" if wrong else ""))
-    return found
+        timed = sorted((c for c in row["contestants"] if c["status"] == "timed"), key=lambda c: -c["tflops"])
+        of = {kind: next((c for c in timed if c["contestant"].startswith(kind)), None) for kind in ("ours", "dense")}
+        of["others"] = next((c for c in timed if not c["contestant"].startswith(("ours", "dense"))), None)
+        best = ", ".join(f"{c['contestant']} {c['tflops']:.3g} ({c['share_of_product']:.0%})" for c in of.values() if c)
+        wrong = [c["contestant"] for c in row["contestants"] if c["status"] == "wrong"]
+        if timed or wrong:
+            shape, _, fanout = name.partition(" ")
+            told.setdefault(shape, []).append(f"{fanout} {best}" + (f" WRONG: {', '.join(wrong)}" if wrong else ""))
+    return [f"{shape}, TFLOP/s (share of the product): {'; '.join(fanouts)}" for shape, fanouts in told.items()]

@@ -123,8 +123,9 @@ def optimizer(preset: str, kind: str, setting: Setting) -> Row:
 
 def lines(rows: dict[str, Row]) -> list[str]:
     """Return each part's time and how many times its floor that is."""
-    return [
-        f"{name}: {row['ms']:.3g} ms, {row['over_floor']:.3g} × the floor of {row['bound_by']}"
-        + (f"; sorting {row['sort_ms']:.3g} ms" if "sort_ms" in row else "")
-        for name, row in rows.items()
-    ]
+    kinds: dict[str, list[str]] = {}
+    for name, row in rows.items():
+        kind, _, which = name.partition(" ")
+        sorting = f", sorting {row['sort_ms']:.3g}" if "sort_ms" in row else ""
+        kinds.setdefault(kind, []).append(f"{which} {row['ms']:.3g} ms ({row['over_floor']:.3g} ×{sorting})")
+    return [f"{kind}, (× its floor): {'; '.join(told)}" for kind, told in kinds.items()]

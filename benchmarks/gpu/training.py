@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import statistics
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,9 +162,10 @@ def stopped_in_time(setting: Setting) -> Iterator[None]:
 
 
 def lines(rows: dict[str, Row]) -> list[str]:
-    """Return each run's loss."""
-    runs = [row for row in rows.values() if row["loss"] is not None]
-    return [
-        f"{row['method']} seed {row['seed']}: loss {row['loss']:.4f}, {row['tokens_per_second']:,} tokens/s"
-        for row in sorted(runs, key=lambda row: (row["seed"], row["loss"]))
-    ]
+    """Return each method's mean loss over its seeds, the lowest first."""
+    losses: dict[str, list[float]] = {}
+    for row in rows.values():
+        if row["loss"] is not None:
+            losses.setdefault(row["method"], []).append(row["loss"])
+    means = sorted((statistics.mean(found), method, len(found)) for method, found in losses.items())
+    return ["validation loss: " + ", ".join(f"{m} {loss:.4f} ({n} seeds)" for loss, m, n in means)] if means else []

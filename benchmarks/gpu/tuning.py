@@ -52,14 +52,28 @@ def are_tuned(d_model: int, d_expert: int, setting: Setting) -> bool:
     return any(sizes.items() <= row["constants"].items() for row in tiles_so_far(setting))
 
 
+def use_one_tile(setting: Setting) -> None:
+    """Let every launch of this process, and of those it starts, have the tuner's first tiles, whatever its sizes."""
+    from expert_threshold.kernels.gpu.experts import CONFIGS, TUNED
+    from expert_threshold.kernels.gpu.tiles import write_tiles
+
+    path = setting.out / "first-tiles.json"
+    rows = [{"kernel": kernel.__name__, "constants": {}, "tiles": _tiles(CONFIGS[0])} for kernel in TUNED]
+    write_tiles(path, setting.device, rows)
+    os.environ[TILES] = str(path)
+
+
+def _tiles(config: Any) -> dict[str, int]:
+    return dict(config.kwargs) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
 def chosen(kernels: Any) -> list[Row]:
     """Return what the tuner has chosen so far in this process."""
     found = []
     for kernel, tuner in kernels.TUNED.items():
         for key, config in tuner.cache.items():
-            tiles = dict(config.kwargs) | {"num_warps": config.num_warps, "num_stages": config.num_stages}
             constants = dict(zip(tuner.keys, key, strict=False))  # the dtypes of arguments follow
-            found.append({"kernel": kernel.__name__, "constants": constants, "tiles": tiles})
+            found.append({"kernel": kernel.__name__, "constants": constants, "tiles": _tiles(config)})
     return found
 
 

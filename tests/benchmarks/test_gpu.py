@@ -26,6 +26,7 @@ from benchmarks.gpu.stages import STAGES, module_of
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.worker import run_case
 
+pytestmark = pytest.mark.timeout(1500)
 MINUTES = "30"  # the machine that tests may be a busy one
 
 
@@ -74,7 +75,7 @@ def test_a_dry_run_ends_well_with_a_summary_of_one_screen(dry: Dry) -> None:
     assert dry.code == 0, dry.output
     text = (dry.out / "SUMMARY.md").read_text(encoding="utf-8")
     assert text in dry.output
-    assert len(text.splitlines()) < 90
+    assert len(text.splitlines()) < 70
     for stage in STAGES:
         assert f"## {stage}: " in text
 

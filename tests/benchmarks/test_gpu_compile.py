@@ -13,6 +13,7 @@ from benchmarks.gpu import ROOT
 from benchmarks.gpu.compile import FIELDS
 from benchmarks.gpu.compiler import PROCESSORS
 
+pytestmark = pytest.mark.timeout(1500)
 PROGRAM = """
 import json, sys
 from benchmarks.gpu.compile import first_rows
