@@ -22,7 +22,7 @@ import torch
 from . import ROOT
 from .about import card, missing, torch_too_old
 from .conduct import clean_processes, conduct
-from .record import FORMAT, Record, read_json, write_json
+from .record import FORMAT, Record, only_one, read_json, write_json
 from .setting import Row, Setting
 from .stages import NEEDS_NO_CARD, STAGES
 from .summary import summarise
@@ -44,14 +44,19 @@ def main() -> int:
     try:
         stages = chosen(arguments.stages)
         setting = prepared(arguments, stages)
-        context = clean_processes()
-        same_machine(setting, stages, context)
+        with only_one(setting.out):
+            context = clean_processes()
+            same_machine(setting, stages, context)
+            return measured(stages, setting, start + 60 * arguments.minutes - LAST_SECONDS, context)
     except (ValueError, OSError) as wrong:
         print(f"benchmarks.gpu: {' '.join(str(wrong).split())}", file=sys.stderr)
         return 2
+
+
+def measured(stages: list[str], setting: Setting, end: float, context: BaseContext) -> int:
+    """Run the stages and tell what came of them; returns the exit code."""
     for line in missing():
         print(line)
-    end = start + 60 * arguments.minutes - LAST_SECONDS
     interrupted = False
     try:
         conduct(stages, setting, end, context)
@@ -62,8 +67,7 @@ def main() -> int:
     print(f"\n{text}")
     records = [Record(setting.out, stage) for stage in stages]
     if not all(record.complete for record in records):
-        command = f"python -m benchmarks.gpu {shlex.join(sys.argv[1:])}"
-        print(f"incomplete; to go on where it stopped: {command}")
+        print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
     if interrupted:
         return 130
     return int(any(record.count("failed") for record in records))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,17 @@ def read_json(path: Path) -> Row:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         raise ValueError(f"{path}: not written by this benchmark, or damaged; remove it, or name another --out")
     return value
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Hold the folder for this process. Raises ValueError if another one writes there."""
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"--out {folder}: another run is writing there; wait for it, or name another") from None
+        yield
 
 
 class Record:

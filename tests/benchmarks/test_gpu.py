@@ -31,11 +31,17 @@ MINUTES = "30"  # the machine that tests may be a busy one
 
 
 def start(out: Path, *options: str) -> subprocess.Popen[str]:
-    """In a process group of its own, which a test may interrupt. Triton is not interpreted unless the stage says so."""
+    """Triton is not interpreted unless the stage says so."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.gpu", "--minutes", MINUTES, "--out", str(out), "--dry-run", *options]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background have it ignored
     )
 
 
