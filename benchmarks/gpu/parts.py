@@ -128,4 +128,4 @@ def lines(rows: dict[str, Row]) -> list[str]:
         kind, _, which = name.partition(" ")
         sorting = f", sorting {row['sort_ms']:.3g}" if "sort_ms" in row else ""
         kinds.setdefault(kind, []).append(f"{which} {row['ms']:.3g} ms ({row['over_floor']:.3g} ×{sorting})")
-    return [f"{kind}, (× its floor): {'; '.join(told)}" for kind, told in kinds.items()]
+    return [f"{kind} (× its floor): {'; '.join(told)}" for kind, told in kinds.items()]
