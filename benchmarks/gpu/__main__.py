@@ -21,6 +21,7 @@ import torch
 
 from . import ROOT
 from .about import card, missing, torch_too_old
+from .compile import to_markdown
 from .conduct import clean_processes, conduct
 from .record import FORMAT, Record, only_one, read_json, write_json
 from .setting import Row, Setting
@@ -65,6 +66,10 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
     text = summarise(setting.out)
     (setting.out / "SUMMARY.md").write_text(text, encoding="utf-8")
     print(f"\n{text}")
+    compiled = Record(setting.out, "compile")
+    if compiled.measured():
+        table = to_markdown(compiled.measured(), compiled.facts)
+        (setting.out / "compile.md").write_text(table, encoding="utf-8")
     records = [Record(setting.out, stage) for stage in stages]
     if not all(record.complete for record in records):
         print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")

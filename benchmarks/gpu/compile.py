@@ -104,9 +104,12 @@ def lines(rows: dict[str, Row]) -> list[str]:
     return found
 
 
-def to_markdown(rows: dict[str, Row]) -> str:
-    """Return a table of all rows, for the docs."""
+def to_markdown(rows: dict[str, Row], facts: Row) -> str:
+    """Return a table of all rows, under a line about what made them."""
+    assemblers = sorted({row["ptxas"] for row in rows.values()})
+    origin = f"Triton {facts['triton']}, ptxas {' and '.join(assemblers)}, torch {facts['torch']}; commit "
+    origin += f"{facts['commit']}, {facts['date']}; no card."
     names = ("capability", "kernel", "tiles", *RESOURCE_FIELDS)
-    head = [" | ".join(names), " | ".join("---" for _ in names)]
-    body = [" | ".join(str(row[name]) for name in names) for row in rows.values()]
-    return "".join(f"| {line} |\n" for line in [*head, *body])
+    body = [[str(row[name]) for name in names] for row in rows.values()]
+    table = [names, ["---"] * len(names), *body]
+    return f"# Triton's kernels by the compiler\n\n{origin}\n\n" + "".join(f"| {' | '.join(c)} |\n" for c in table)

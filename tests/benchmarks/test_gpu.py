@@ -235,6 +235,10 @@ class _Process:
 
     def join(self, timeout: float) -> None: ...
 
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
     def is_alive(self) -> bool:
         return False
 

@@ -40,7 +40,7 @@ def test_the_kernels_compile_with_matrix_instructions_and_fit_the_gpu(capability
     assert kernels == {"multiply", "multiply_segments", "sum_by_token", "spread_gates", "radix"}
     for row in rows:
         assert set(FIELDS) <= row.keys()
-        assert row["blocks_per_processor"] > 0 or capability == 80, row  # the first tiles may be too large for an A100
+        assert row["blocks_per_processor"] > 0, row
         assert row["stack_bytes"] == 0 or capability != 90, row
         if row["kernel"].startswith("multiply"):
             assert row["matrix_instructions"] > 0, row
