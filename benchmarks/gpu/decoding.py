@@ -50,10 +50,10 @@ def measure(rule: str, sequences: int, setting: Setting) -> Row:
             decoder.read(row, [at[row] for at in tokens[:prompt]])
 
     def step() -> None:
-        if decoder.lengths[0] == config.context:
+        if decoder.cache.lengths[0] == config.context:
             restart()
-        decoded = decoder.step(dict(enumerate(tokens[decoder.lengths[0]])))
-        experts_read.append(int(decoded.routed.assignment.any(1).sum()))
+        decoded = decoder.step(dict(enumerate(tokens[decoder.cache.lengths[0]])))
+        experts_read.append(int(decoded.assignment.any(1).sum()))
 
     restart()
     for _ in range(4):
