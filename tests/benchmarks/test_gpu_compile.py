@@ -26,7 +26,7 @@ except NotRunError as reason:
 """
 
 
-@pytest.mark.parametrize("capability", PROCESSORS)
+@pytest.mark.parametrize("capability", [pytest.param(c, marks=[pytest.mark.soak] * (c != 90)) for c in PROCESSORS])
 def test_the_kernels_compile_with_matrix_instructions_and_fit_the_gpu(capability: int, tmp_path: Path) -> None:
     """In a process of its own, since in tests triton interprets."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
