@@ -121,8 +121,8 @@ def memory_by_layout(
 ) -> dict[str, dict[str, int]]:
     """Return `memory` in each layout."""
     # Triton need not be installed where a plan is made; its buffers have as many rows as those of static.
-    by_static = {"dispatch": "static"} if config.model.dispatch == "triton" else {}
-    model = _without_data(replace(config.model, **by_static), itemsize)
+    triton = config.model.dispatch == "triton"
+    model = _without_data(replace(config.model, dispatch="static") if triton else config.model, itemsize)
     whole = _parameters(model)
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // machine.gpus

@@ -246,7 +246,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)))
         return y.view(q.shape)
     if q.is_meta:  # for which torch would take the definition, and make the probabilities
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
+        attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
+        return attended
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -278,10 +278,10 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
     """Launch with measured tiles if there are some, else tuned ones; with fixed tiles in float32."""
-    tiles: dict[str, int] | None = FIXED
+    tiles = FIXED
     if _is_tuned(left.dtype):
-        tiles = measured_tiles(kernel.__name__, constants, left.device)
-        kernel, tiles = (TUNED[kernel], {}) if tiles is None else (kernel, tiles)
+        measured = measured_tiles(kernel.__name__, constants, left.device)
+        kernel, tiles = (TUNED[kernel], {}) if measured is None else (kernel, measured)
     upcast = INTERPRETED and left.dtype == torch.bfloat16  # the interpreter's bfloat16 products are wrong
     _launch(kernel, grid, left, *rest, **constants, **tiles, tile_k=DEPTH, upcast=upcast)
 
