@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +31,10 @@ def scratch_bytes(operator: str, *args: Any, **kwargs: Any) -> int:
 
 
 def emulates_bfloat16() -> bool:
-    """Return True if oneDNN computes this CPU's bfloat16 products in float32: it has AVX-512, but not for bfloat16."""
+    """Return True if oneDNN computes this CPU's bfloat16 products in float32: it uses AVX-512, but not for bfloat16."""
     has = torch.cpu.get_capabilities()
-    return bool(has.get("avx512_f", False) and not has.get("avx512_bf16", False))
+    held_below = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper().partition("_")[0] in ("SSE41", "AVX", "AVX2")
+    return bool(has.get("avx512_f", False) and not has.get("avx512_bf16", False) and not held_below)
 
 
 @scratch("aten::mm", "aten::mm.out", "aten::bmm", "aten::bmm.out")
