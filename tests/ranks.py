@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,8 @@ def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
     rendezvous = folder / "rendezvous"
     processes = [Python(script, str(rank), str(ranks), rendezvous, strict=True) for rank in range(ranks)]
     try:
-        ends = [process.communicate() for process in processes]
+        with ThreadPoolExecutor(ranks) as readers:
+            ends = list(readers.map(Python.communicate, processes))
     finally:
         for process in processes:
             process.kill()

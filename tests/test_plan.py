@@ -19,8 +19,11 @@ from expert_threshold.config import RunConfig, resolve
 from expert_threshold.kernels import cpu, off, scratch
 from expert_threshold.model import GPT
 from expert_threshold.model.gpt import Block
+from expert_threshold.model.memory import LiveBytes
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
+from expert_threshold.routing import Routing, TokenChoice
+from small_run import small_model
 
 GIB = 2**30
 
@@ -256,3 +259,29 @@ def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+class Looking(TokenChoice):
+    """A rule that asks its scores something, which tensors without data cannot answer."""
+
+    def route(self, scores: Tensor, *arguments: Any, **options: Any) -> Routing:
+        assert scores.max().item() == scores.max().item()
+        return super().route(scores, *arguments, **options)
+
+
+def test_a_rule_that_looks_at_its_scores_is_planned_as_token_choice() -> None:
+    config = resolve("tiny")
+    plans = [
+        memory(replace(config, model=replace(config.model, rule=rule)), Machine(), 4, gpu=False, layout="replicate")
+        for rule in (Looking(8, 2), TokenChoice(8, 2))
+    ]
+    assert plans[0] == plans[1]
+
+
+def test_a_model_that_was_measured_trains_as_before() -> None:
+    """Its gradients' hooks stayed, and failed on memory that was never counted."""
+    model = small_model()
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    with LiveBytes(model, {}):
+        pass
+    model(tokens, tokens).loss.backward()

@@ -28,7 +28,7 @@ class NotRunError(Exception):
 
 
 class OutOfTimeError(Exception):
-    """A case was stopped by its time and goes on in the next call; the message says where it stands."""
+    """A case was stopped by its time and goes on in the next run; the message says where it stands."""
 
 
 class Setting(NamedTuple):

@@ -1,6 +1,6 @@
 """Training in earnest: small runs of every method with the same seeds, text and budget, in folders that `et` reads.
 
-Runs lie in FOLDER/training/METHOD/seed_N. A run that its time cuts off is saved, and goes on in the next call.
+Runs lie in FOLDER/training/METHOD/seed_N. A run that its time cuts off is saved, and goes on in the next run.
 """
 
 from __future__ import annotations

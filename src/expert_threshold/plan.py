@@ -17,7 +17,7 @@ from .model import GPT, GPTConfig, flops_per_token, parameter_counts
 from .model.memory import LiveBytes, Memory
 from .optim import make_optimizers
 from .optim.muon import BATCH_ELEMENTS
-from .routing import Window, rule_name
+from .routing import TokenChoice, Window, rule_name
 
 FLOAT32 = 4  # bytes
 LAYOUTS = ("replicate", "shard", "expert_parallel")
@@ -128,7 +128,15 @@ def memory_by_layout(
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // machine.gpus
     # The batch that Muon works on: the momentum's lookahead, two iterates and their Gram matrices.
     muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)
-    moments = _measured(model, config, machine, gpu=gpu)
+    try:
+        moments = _measured(model, config, machine, gpu=gpu)
+    except RuntimeError as error:
+        rule = config.model.rule
+        if rule is None or "meta" not in str(error):
+            raise
+        # A rule that looks at its scores cannot route what has no data; pairs are counted as for token choice.
+        alike = TokenChoice(rule.num_experts, min(max(round(rule.experts_per_token), 1), rule.num_experts))
+        moments = _measured(_without_data(replace(model.config, rule=alike), itemsize), config, machine, gpu=gpu)
     found = {}
     for layout in layouts:
         held = [_held(part, layout, machine.gpus, config) for part in whole]

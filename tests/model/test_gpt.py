@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from expert_threshold.model import GPT, PRESETS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.testing import same
+from small_run import small_model
 
 VOCAB, CONTEXT = 61, 16
 RULES: dict[str, Rule | None] = {
@@ -654,3 +655,18 @@ def test_a_hook_may_change_what_a_layer_of_experts_hands_on() -> None:
         for _, moe in model.moe_layers():
             moe.register_forward_hook(lambda _module, _inputs, output: (output[0] + 1, output[1]))
         assert not same(model(tokens).logits, plain)
+
+
+@torch.no_grad()
+def test_a_cache_takes_as_many_sequences_as_rows_are_selected_each_once_and_in_inference() -> None:
+    model = small_model()
+    cache, tokens = model.new_cache(3, 8), torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="batch of 2 sequences for 3 rows of the cache"):
+        model(tokens, cache=cache)
+    for rows in ([0, 0], [0, 3], [-1, 0]):
+        with pytest.raises(ValueError, match="must be different ones from 0 to 2"):
+            cache.select(rows)
+    with pytest.raises(ValueError, match="cache is for inference"):
+        model.train()(tokens, cache=cache.select([0, 2]))
+    model.eval()(tokens, cache=cache.select([0, 2]))
+    assert cache.lengths == [4, 0, 4]

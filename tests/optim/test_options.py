@@ -236,3 +236,29 @@ def test_the_kernel_is_asked_only_for_its_own_arithmetic(
     weight.grad = torch.randn(32, 32)
     Muon([weight], ns_dtype=torch.bfloat16, **options).step()
     assert bool(asked) == (not options)
+
+
+def test_a_state_saved_before_an_option_existed_has_its_default() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    weight.grad = torch.ones(4, 3)
+    optimizer = Muon([weight])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for name in ("equilibrate", "normuon", "weight_decay"):
+        del saved["param_groups"][0][name]
+    again = Muon([weight])
+    again.load_state_dict(saved)
+    again.step()
+    assert again.param_groups[0]["equilibrate"] is None
+
+
+def test_second_moments_begin_where_normuon_is_switched_on_later() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    weight.grad = torch.ones(4, 3)
+    optimizer = Muon([weight])
+    optimizer.step()
+    momentum = optimizer.state[weight]["momentum"].clone()
+    optimizer.param_groups[0]["normuon"] = "rows"
+    optimizer.step()
+    assert optimizer.state[weight]["second_moment"].shape == (4, 1)
+    assert torch.equal(optimizer.state[weight]["momentum"], momentum.lerp(weight.grad, 0.05))

@@ -68,7 +68,8 @@ class Decoder:
 
     def _require_room(self, rows: Sequence[int], count: int) -> None:
         longest = max(self.cache.lengths[row] for row in rows) + count
-        assert longest <= self.capacity, f"{longest} tokens in a row of {self.capacity}"
+        if longest > self.capacity:  # the accelerator would write beyond the row
+            raise ValueError(f"{longest} tokens do not fit in a row of {self.capacity}")
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], last: bool = False) -> Decoded:

@@ -45,7 +45,12 @@ class Cache:
         return self.held.shape[2]
 
     def select(self, rows: Sequence[int]) -> Cache:
-        """Return this cache with other rows selected; what is appended to one is appended to both."""
+        """Return this cache with other rows selected; what is appended to one is appended to both.
+
+        Raises ValueError for a row that is given twice or does not exist.
+        """
+        if len(set(rows)) < len(rows) or not all(0 <= row < len(self.lengths) for row in rows):
+            raise ValueError(f"rows {list(rows)} must be different ones from 0 to {len(self.lengths) - 1}")
         selected = copy(self)
         selected.rows = rows
         return selected
@@ -61,7 +66,8 @@ class Cache:
         other = Cache(layers, len(rows), kv_heads, capacity, head_dim, self.held.dtype, self.held.device)
         other.lengths = [self.lengths[row] for row in rows]
         longest = max(other.lengths, default=0)
-        other.held[:, :, :longest] = self.held[:, torch.tensor(rows, device=self.held.device), :longest]
+        chosen = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
+        other.held[:, :, :longest] = self.held[:, chosen, :longest]
         other._pasts = [dict(self._pasts[row]) for row in rows]
         return other
 

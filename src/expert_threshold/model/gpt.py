@@ -253,6 +253,10 @@ class GPT(nn.Module):
         if cache is not None:
             if torch.is_grad_enabled():
                 raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
+            if self.training:
+                raise ValueError("cache is for inference, and the model is in training mode; call model.eval()")
+            if len(tokens) != len(cache.rows):
+                raise ValueError(f"batch of {len(tokens)} sequences for {len(cache.rows)} rows of the cache")
             span, limit = Span(cache, time), min(limit, cache.capacity)
         end = time if span is None else span.end
         if end > limit:
@@ -309,9 +313,10 @@ class GPT(nn.Module):
             moe.router.update(observation)
 
     def snapshot(self) -> GPT:
-        """Return a copy for inference, its matrices in the compute dtype; what needs no cast is shared with this model.
+        """Return a copy for inference, its matrices in the compute dtype, of a model that changes no more.
 
-        Embedding and routers keep their dtype, since a forward does not cast them to the compute dtype.
+        Matrices that need no cast are shared with this model; queries, keys and values are copied. Embedding and
+        routers keep their dtype, since a forward does not cast them to the compute dtype.
         """
         with torch.device("meta"):
             other = GPT(self.config, self.compute_dtype)

@@ -60,13 +60,15 @@ class LiveBytes(TorchDispatchMode):
         for parameter in weights.parameters():
             if parameter.grad is not None:
                 self._hold(parameter.grad, "gradients")
-            parameter.register_post_accumulate_grad_hook(self._become_gradient)
+        self._parameters = list(weights.parameters())
 
     def __enter__(self) -> LiveBytes:
         super().__enter__()
         self._hooks = ExitStack()
         self._hooks.enter_context(register_module_forward_pre_hook(self._enter_module))
         self._hooks.enter_context(register_module_forward_hook(self._leave_module, always_call=True))
+        for parameter in self._parameters:
+            self._hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._become_gradient))
         return self
 
     def __exit__(self, *error: Any) -> None:

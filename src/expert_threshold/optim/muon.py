@@ -99,6 +99,13 @@ class Muon(Optimizer):
             del self.param_groups[-1]
             raise
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state; options that were added after it was saved have their defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, default in self.defaults.items():
+                group.setdefault(name, default)
+
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns a parameter's state before its first step."""
         state = {"momentum": torch.zeros_like(parameter)}
@@ -123,21 +130,21 @@ class Muon(Optimizer):
             for weight in group["params"]:
                 if weight.grad is not None and weight.numel():
                     kind = weight.shape[-2:], weight.dtype, weight.device
-                    alike.setdefault(kind, []).append(self._piece(weight))
+                    alike.setdefault(kind, []).append(self._piece(weight, group["normuon"] is not None))
             for pieces in alike.values():
                 _move(pieces, group)
         return loss
 
-    def _piece(self, weight: Tensor) -> _Piece:
-        """Returns the whole parameter as one piece.
+    def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
+        """Returns the whole parameter as one piece. normuon: its second moment is used.
 
         Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns), since updates to a copy
         would be lost.
         """
         assert weight.grad is not None
         state = self.state[weight]
-        if not state:
-            state.update(self.initial_state(weight))
+        if not state or (normuon and "second_moment" not in state):
+            state.update(self.initial_state(weight) | state)
         shape = -1, *weight.shape[-2:]
         second = state.get("second_moment")
         return _Piece(

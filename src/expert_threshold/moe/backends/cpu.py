@@ -50,4 +50,5 @@ class Cpu(Backend):
         up, down, *alone = (weight.to(x.dtype) for weight in weights)
         return kernels.routed_sum(x, gates, assignment, (up, down), (alone[0], alone[1]), rows)
 
+
 cpu = Cpu()
