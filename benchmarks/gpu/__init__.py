@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# The checkout's own code, installed or not; the scripts that this package shares pieces with; the tests' cases.
-for folder in (ROOT / "tests", ROOT / "benchmarks", ROOT / "src"):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+# The checkout's own code, installed or not; last the tests' cases and the scripts that this package shares pieces with.
+sys.path.insert(0, str(ROOT / "src"))
+sys.path.extend(str(ROOT / folder) for folder in ("tests", "benchmarks"))
