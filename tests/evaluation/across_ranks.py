@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from test_loss import CONTEXT, RULES, make_model, text
 
-from evaluation.test_loss import CONTEXT, RULES, make_model, text
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import Validation, evaluate
 from expert_threshold.routing import ExpertChoice
