@@ -1,4 +1,4 @@
-"""What benchmarks share that needs torch alone: interleaved timing, and the commit."""
+"""Interleaved timing and the commit, for benchmarks that need nothing but torch."""
 
 from __future__ import annotations
 

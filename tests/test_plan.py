@@ -1,4 +1,4 @@
-"""What `et plan` says a run would cost, against what the allocator counts while it runs."""
+"""`et plan` predicts the memory that the allocator counts during a run."""
 
 from __future__ import annotations
 
@@ -159,8 +159,8 @@ def test_what_a_layer_keeps_and_what_an_operator_declares_is_planned(monkeypatch
     assert planned() - before == 1000
 
 
-def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, way in (
+def test_it_names_the_backend_that_auto_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, backend in (
         (["d12"], "static"),
         (["d12", "--gpus", "8"], "grouped"),  # a pool of all ranks bounds none of them
         (["d12", "--gpus", "8", "--pool", "batch"], "static"),
@@ -169,7 +169,7 @@ def test_it_says_which_way_auto_takes_to_the_experts(capsys: pytest.CaptureFixtu
         (["quickstart", "--device", "cpu"], "cpu" if cpu.available() else "grouped"),
         (["d12", "--rule", "dense"], None),
     ):
-        assert plan(capsys, *arguments)["dispatch"] == way, arguments
+        assert plan(capsys, *arguments)["dispatch"] == backend, arguments
 
 
 def test_buffers_take_more_where_they_are_sized_by_bounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What is here: the card, the versions and the commit, and packages that are missing with what is lost."""
+"""Report the card, the versions, the commit, and what each missing package costs."""
 
 from __future__ import annotations
 

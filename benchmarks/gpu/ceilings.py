@@ -1,4 +1,4 @@
-"""What the card can do at most: bfloat16 products of several sizes, a copy, a read."""
+"""Measure the limits of the card: bfloat16 products of several sizes, a copy, a read."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .setting import Case, NotRunError, Row, Setting
 
 NAMES = ("grouped", "static", "triton")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
-"""Of a tensor's norm. bfloat16 rounds to 2⁻⁹, a few times in turn; float32 without the matrix units' TF32."""
+"""Largest error relative to a tensor's norm. bfloat16 rounds to 2⁻⁹ a few times in turn; float32 runs without TF32."""
 FEW = 1e-30
 
 

@@ -1,4 +1,4 @@
-"""What the compiler says of every Triton kernel for sm_80, sm_90 and sm_100; needs Triton, but no card."""
+"""Compile every Triton kernel for sm_80, sm_90 and sm_100 and report its resources; needs Triton but no card."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from .setting import NotRunError, Row
 
 
 class Processor(NamedTuple):
-    """What one multiprocessor has: bytes of shared memory in all, and for one block at most; warps and blocks."""
+    """The resources of one multiprocessor: bytes of shared memory, in total and per block; warps and blocks."""
 
     shared: int
     of_block: int

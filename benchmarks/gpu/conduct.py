@@ -20,7 +20,7 @@ PATIENCE = 8.0
 LEAST = 8.0
 """Seconds without which no stage is begun."""
 RESTARTS = 8
-"""How often a stage is begun again after its process died."""
+"""Number of times a stage is restarted after its process dies."""
 
 
 def clean_processes() -> BaseContext:

@@ -23,7 +23,7 @@ FIELDS = ("d_model", "width", "experts", "experts_per_token", "tokens", "contest
 TIMED = (
     "ms", "forward_ms", "tflops", "share_of_product", "forward_share_of_product", "kept_bytes", "ratio_to_dense",
 )  # fmt: skip
-"""What every contestant's row has if its status is "timed"."""
+"""The fields of a row whose status is "timed"."""
 FANOUTS = (1, 8, 2)
 LEFT_OUT = ("plain loop", "transformers batched_mm", "ours cpu", "ours reference")  # slow, or not for a GPU
 DRY = ("dense", "dense (ours)", "plain grouped_mm", "ours grouped", "ours static", "ours triton")

@@ -27,7 +27,7 @@ class Roof(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What must be done: FLOPs, and bytes if each input is read once and each output written once."""
+    """The least work of an operation: FLOPs, and bytes if each input is read once and each output written once."""
 
     flops: float
     bytes: float

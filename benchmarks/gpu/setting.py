@@ -1,4 +1,4 @@
-"""What a stage is told: the device, the sizes of this run, and when its time is up."""
+"""The setting of a stage: the device, the sizes of this run, and its deadline."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ from expert_threshold.generate import kernel
 
 @pytest.fixture
 def by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no compiler."""
+    """Decode as on a machine without a compiler."""
     monkeypatch.setattr(kernel, "library", lambda: None)
 
 
 @pytest.fixture(params=["operations", "kernel"])
 def by(request: pytest.FixtureRequest) -> None:
-    """By torch's operations, and by the kernel."""
+    """Run a test with torch's operations and again with the kernel."""
     if request.param == "operations":
         request.getfixturevalue("by_operations")
     elif kernel.library() is None:

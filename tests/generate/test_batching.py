@@ -84,7 +84,7 @@ class Recorder(Engine):
 
 
 def same_bits(model: GPT, tokenizer: Tokenizer) -> bool:
-    """Whether every one of nine requests gets the same logits, to the last bit, alone and among the 8 others."""
+    """Return True if each of nine requests gets the same logits, to the last bit, alone and beside the 8 others."""
     every = requests(9)
     together = Recorder(model, tokenizer)
     writings = run(together, every, at=1)

@@ -226,7 +226,7 @@ def test_the_same_generator_draws_the_same_weights_and_leaves_the_global_one_alo
 def test_nanochats_initialisation_is_uniform_and_smaller_where_a_feed_forward_begins(
     activation: Literal["relu2", "swiglu"],
 ) -> None:
-    """As its init_weights says; embedding and head are normal, the router the paper's."""
+    """The distributions follow its init_weights; embedding and head are normal, the router is the paper's."""
     torch.manual_seed(0)
     sizes = {"layers": 2, "d_model": 96, "heads": 4, "kv_heads": 1, "d_expert": 48, "vocab_size": 999}
     model = GPT(GPTConfig(**sizes, activation=activation, initialization="nanochat"))

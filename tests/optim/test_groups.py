@@ -134,7 +134,7 @@ def test_momentum_rises_in_a_straight_line_over_300_steps() -> None:
 
 
 def test_nanochats_momentum_rises_over_400_steps_and_falls_with_the_learning_rates() -> None:
-    """As its training script says for 2,000 steps, of which the last 1,300 are the cooldown."""
+    """Its training script has these values for 2,000 steps with a cooldown over the last 1,300."""
     momenta = [momentum_at(step, step, 2000, NANOCHAT) for step in (0, 200, 400, 700, 1350, 2000)]
     assert momenta == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
     assert momentum_at(400, 1350, 2000, NANOCHAT) == pytest.approx(0.935), "the fall is by the place, not by the step"

@@ -57,7 +57,7 @@ def orthogonalized(matrix: Tensor, kind: str, steps: int) -> Tensor:
 
 
 def with_equal_norms(matrix: Tensor, parts: str) -> Tensor:
-    """Of the rows or columns, and of an orthogonal matrix on the whole."""
+    """Give rows or columns equal norms, and the whole the norm of an orthogonal matrix."""
     if parts == "rows":
         matrix = torch.stack([row / row.norm() for row in matrix])
     elif parts == "columns":
@@ -66,7 +66,7 @@ def with_equal_norms(matrix: Tensor, parts: str) -> Tensor:
 
 
 def defined(weight: Tensor, gradients: Tensor, options: dict[str, Any]) -> Tensor:
-    """Where one matrix goes, by the equations."""
+    """Step one matrix by the equations of the documentation."""
     rows, columns = weight.shape
     momentum: Tensor = torch.zeros_like(weight)
     side = options.get("normuon")

@@ -1,4 +1,4 @@
-"""How much of the future an expert's choice of tokens can tell (paper, appendix Future Information Leakage).
+"""Bound the information about the future in an expert's choice of tokens (paper, Future Information Leakage).
 
 One expert takes k = ⌊N/E⌋ of a pool of N tokens: those whose score exceeds the cutoff, which only the whole pool
 decides. Leakage is the least advice, in bits, with which a causal decoder could make the same choice. A layer has

@@ -1,4 +1,4 @@
-"""How the ranks divide the sequences of an optimizer step, so that their number changes nothing that is learned."""
+"""Division of an optimizer step's sequences among ranks, such that the number of ranks does not change the result."""
 
 from __future__ import annotations
 
