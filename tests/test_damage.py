@@ -133,3 +133,11 @@ def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, run:
     lines[number] = json.dumps(changed(record, place, new))
     command = data.draw(st.sampled_from(list(COMMANDS)))
     assert_told(run, tmp_path / "run", name, ("\n".join(lines) + "\n").encode(), command)
+
+
+@pytest.mark.parametrize(("place", "value"), [("layer", []), ("expert", {}), ("expert", None)])
+def test_a_dead_expert_without_a_number_is_told(place: str, value: Any, run: Path, tmp_path: Path) -> None:
+    """A list for the layer ended `et train --resume` in a TypeError."""
+    event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, place: value}
+    metrics = (run / "metrics.jsonl").read_bytes() + json.dumps(event).encode() + b"\n"
+    assert_told(run, tmp_path / "run", "metrics.jsonl", metrics, "resume")

@@ -157,7 +157,16 @@ def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
     records = folder.metrics.read()
     with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
         return (
-            [[r["step"], r["loss"], r["bits_per_byte"]] for r in records if r["split"] == "validation"],
+            [
+                [r["step"], _number(r["loss"]), _number(r["bits_per_byte"])]
+                for r in records
+                if r["split"] == "validation"
+            ],
             [r["step"] for r in records if r["split"] == "core"],
-            [[r["layer"], r["expert"]] for r in records if r.get("event") == "dead_expert"],
+            [[int(r["layer"]), int(r["expert"])] for r in records if r.get("event") == "dead_expert"],
         )
+
+
+def _number(value: Any) -> float | None:
+    """Return a number as JSON holds it, null where it was not finite. Raises TypeError for anything else."""
+    return None if value is None else float(value)
