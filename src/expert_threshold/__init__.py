@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .model import GPT, GPTConfig
     from .moe import MoE, follow
-    from .routing import ExpertChoice, ExpertThreshold, NullSlots, QuantileBalancing, ReLU, TokenChoice, TopP
+    from .routing import ExpertChoice, ExpertThreshold, NullSlots, QuantileBalancing, ReLU, SeqTopK, TokenChoice, TopP
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "NullSlots",
     "QuantileBalancing",
     "ReLU",
+    "SeqTopK",
     "TokenChoice",
     "TopP",
     "follow",

@@ -223,7 +223,7 @@ def _scopes_are_kept_and_not_exaggerated(rule: Rule) -> None:
         kept = {"token": (0, 0), "sequence": (0,)}.get(scope)
         changes = []
         for seed, shift in product((7, 8), (-3, -1, 1, 3)):
-            others = make_scores(rule, seed) + shift
+            others = make_scores(rule, seed) * abs(shift) + shift  # shares see a shift only by its factor
             if kept is not None:
                 within = others.clone()
                 within[kept] = scores[kept]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from expert_threshold.model import GPT, PRESETS, GPTConfig, flops_per_token, parameter_counts
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, SeqTopK, TokenChoice
 from expert_threshold.testing import same
 from small_run import small_model
 
@@ -26,6 +26,7 @@ RULES: dict[str, Rule | None] = {
     "expert choice by sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
     "expert threshold": ExpertThreshold(4, 1, decay=0.5, warmup_steps=0),
     "expert threshold in warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=99),
+    "sequence top-k": SeqTopK(4, 1.5, gate="softmax_chosen"),
 }
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 

@@ -13,6 +13,7 @@ from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict,
 from .relu import ReLU, ReLUState
 from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
+from .seq_top_k import SeqTopK
 from .token_choice import BiasState, TokenChoice
 from .top_p import TopP, TopPState
 
@@ -37,6 +38,7 @@ __all__ = [
     "Routing",
     "Rule",
     "Scope",
+    "SeqTopK",
     "TokenChoice",
     "TopP",
     "TopPState",

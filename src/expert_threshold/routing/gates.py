@@ -8,6 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
+GATE_LABELS: dict[Gate, str] = {
+    "sigmoid": "",
+    "softmax": " softmax",
+    "softmax_chosen": " softmax chosen",
+    "sigmoid_normalised": " sigmoid norm.",
+}
+"""What a rule's label says of its gates."""
 
 
 def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Tensor:

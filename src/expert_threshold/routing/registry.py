@@ -18,6 +18,7 @@ from .options import check_experts
 from .quantile_balancing import QuantileBalancing
 from .relu import ReLU
 from .rule import Rule
+from .seq_top_k import SeqTopK
 from .token_choice import TokenChoice
 from .top_p import TopP
 
@@ -86,6 +87,7 @@ RULES = _Registry(
         "null_slots": NullSlots,
         "relu": ReLU,
         "top_p": TopP,
+        "seq_top_k": SeqTopK,
     }
 )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..option import option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import Gate, gates_of, shares_of
+from .gates import GATE_LABELS, Gate, gates_of, shares_of
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, require, whole_fanout
 from .rule import Rule, Scope, Window
@@ -25,12 +25,6 @@ _LABELS = {
     "global_aux": "TC global aux",
     "loss_free": "TC loss-free",
     "loss_free_proportional": "TC loss-free prop.",
-}
-_GATE_LABELS = {
-    "sigmoid": "",
-    "softmax": " softmax",
-    "softmax_chosen": " softmax chosen",
-    "sigmoid_normalised": " sigmoid norm.",
 }
 
 
@@ -106,7 +100,7 @@ class TokenChoice(Rule):
     @property
     def label(self) -> str:
         scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
-        return _LABELS[self.balance] + _GATE_LABELS[self.gate] + scale
+        return _LABELS[self.balance] + GATE_LABELS[self.gate] + scale
 
     @property
     def sigmoid_gates(self) -> bool:

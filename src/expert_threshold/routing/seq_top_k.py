@@ -1,0 +1,156 @@
+"""Sequence top-k (SeqTopK): every sequence takes its best token-expert pairs, experts_per_token for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..option import option
+from .gates import GATE_LABELS, Gate, gates_of
+from .observation import Observation, Routing, observe
+from .options import check_experts, is_number, is_whole, require
+from .pools import as_ratio
+from .rule import Rule, Scope, Window
+from .selection import kth_largest, take
+
+Count = TypeVar("Count", int, Tensor)
+
+
+class Stateless(NamedTuple):
+    """The state of a rule that remembers nothing between steps."""
+
+
+@dataclass(frozen=True)
+class SeqTopK(Rule):
+    """The best token-expert pairs of a sequence; tokens share a budget, and a token may get none.
+
+    With T tokens in a sequence, k experts_per_token and pairs (t, i) ordered by s, highest first, ties to the lower
+    token and then the lower expert (arXiv:2511.06494; NVIDIA/Megatron-LM #6208):
+
+        training    z[t,i] = 1{(t, i) among the ⌊T k⌋ best pairs of the sequence}
+        inference   z[t,i] = 1{(t, i) among the ⌊t k⌋ best pairs of the tokens 1 … t}
+
+    Inference decides on a token once, by the pairs so far, so decoding keeps a sequence's scores. s is softmax(r) if
+    gates are, otherwise r. Only the max_per_token best pairs of a token take part. Nothing balances load.
+    """
+
+    num_experts: int = option(16, "Routed experts in a layer.")
+    experts_per_token: float = option(1, "Routed experts of one token, on average over its sequence.")
+    max_per_token: int | None = option(None, "Most experts of one token; none lets a token take all of them.")
+    gate: Gate = option(
+        "sigmoid",
+        "Gate of an expert's output, see token_choice; softmax also compares the pairs of a sequence by their shares.",
+    )
+    gate_scale: float = option(1.0, "Factor applied to all gates.")
+
+    def __post_init__(self) -> None:
+        check_experts(self.num_experts, self.experts_per_token)
+        k, most = self.experts_per_token, self.max_per_token
+        require(
+            most is None or (is_whole(most, at_least=1) and k < most <= self.num_experts),
+            "max_per_token",
+            most,
+            f"must be a whole number above experts_per_token={k:g}, which is token_choice, and at most num_experts="
+            f"{self.num_experts}; None allows all",
+        )
+        gates, scale = get_args(Gate), self.gate_scale
+        require(self.gate in gates, "gate", self.gate, f"is unknown; use one of {', '.join(gates)}")
+        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+
+    def init(self) -> Stateless:
+        return Stateless()
+
+    def route(
+        self, scores: Tensor, state: Stateless, *, training: bool, group: dist.ProcessGroup | None = None
+    ) -> Routing:
+        """Return the routing of scores (batch, time, experts) float32, every row a sequence from its first token."""
+        batch, time, experts = scores.shape
+        values = self._values(scores.detach())
+        pairs, budget = values.flatten(1)[..., None], self._budget(time)
+        if training or batch * time == 0:
+            assignment = take(pairs, kth_largest(pairs, [budget])[0])
+        else:
+            rank = torch.empty_like(pairs[..., 0], dtype=torch.int64)
+            order = pairs[..., 0].sort(dim=1, descending=True, stable=True).indices
+            rank.scatter_(1, order, torch.arange(time * experts, device=scores.device).expand(batch, -1))
+            last = kth_of_prefixes(rank, experts, self._budget(torch.arange(1, time + 1, device=scores.device)))
+            assignment = rank <= last.repeat_interleave(experts, 1)
+        assignment = assignment.reshape(scores.shape)
+        # A token without experts has gates that nothing uses, but they must be numbers.
+        chosen = assignment | ~assignment.any(-1, keepdim=True)
+        gates = gates_of(self.gate, scores, chosen, self.gate_scale)
+        observation = observe(scores, assignment, gates, target=batch * time * self.experts_per_token / experts)
+        return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
+
+    def _values(self, scores: Tensor) -> Tensor:
+        """Return s, by which pairs are ordered; −∞ for those beyond the max_per_token best of their token."""
+        values = scores.softmax(-1) if self.gate == "softmax" else scores
+        if self.max_per_token is None:
+            return values
+        of_token = values.reshape(-1, self.num_experts, 1)
+        (lowest,) = kth_largest(of_token, [self.max_per_token])
+        return values.masked_fill(~take(of_token, lowest).reshape(values.shape), -torch.inf)
+
+    def _budget(self, tokens: Count) -> Count:
+        """Return ⌊tokens · experts_per_token⌋, with experts_per_token as written in decimal."""
+        numerator, denominator = as_ratio(self.experts_per_token)
+        return tokens * numerator // denominator
+
+    def update(self, state: Stateless, observation: Observation) -> Stateless:
+        return state
+
+    @property
+    def label(self) -> str:
+        most = "" if self.max_per_token is None else f" ≤ {self.max_per_token}"
+        scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
+        return f"SeqTopK{most}{GATE_LABELS[self.gate]}{scale}"
+
+    @property
+    def sigmoid_gates(self) -> bool:
+        return self.gate == "sigmoid" and self.gate_scale == 1
+
+    def scope(self, training: bool) -> Scope:
+        return "sequence"
+
+    def max_pairs(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
+        return self._budget(tokens) if training else None
+
+    def window(self, sequence: int, batch: int, step: int) -> Window:
+        return Window(sequence, None)
+
+    @classmethod
+    def cases(cls) -> Mapping[str, Rule]:
+        gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
+        capped = {f"at most {most}": cls(6, 2, max_per_token=most) for most in (3, 4)}
+        fractions = {f"{fanout} of them": cls(6, fanout) for fanout in (0.3, 1, 1.5, 6)}
+        return fractions | capped | gates | {"scaled": cls(6, 2, gate="softmax", gate_scale=2.5, max_per_token=4)}
+
+
+def kth_of_prefixes(ranks: Tensor, width: int, ks: Tensor) -> Tensor:
+    """Return the k_t-th smallest of the first t · width ranks of every row, (rows, times); −1 where k_t is 0.
+
+    ranks: (rows, times · width) int64, each row a permutation of 0, 1, …; ks: (times,), each at most t · width for t
+    from 1. A wavelet matrix: ranks are parted by one bit at a time, highest first, in O(n log n) without a loop over
+    tokens; of every prefix, the count of ranks with a 0 tells in which part its k-th smallest lies.
+    """
+    rows, size = ranks.shape
+    start = torch.zeros(rows, len(ks), dtype=torch.int64, device=ranks.device)
+    end = start + width * torch.arange(1, len(ks) + 1, device=ranks.device)
+    left, found = ks.expand(rows, -1), start
+    for bit in reversed(range(size.bit_length())):
+        ones = (ranks >> bit) & 1
+        before = torch.nn.functional.pad((1 - ones).cumsum(1), (1, 0))  # zeros among the first 0, 1, …, size
+        zeros = before[:, -1:]
+        low, high = before.gather(1, start), before.gather(1, end)
+        is_one = left > high - low
+        left = torch.where(is_one, left - (high - low), left)
+        found = found | (is_one.long() << bit)
+        start = torch.where(is_one, zeros + start - low, low)
+        end = torch.where(is_one, zeros + end - high, high)
+        ranks = ranks.gather(1, ones.sort(dim=1, stable=True).indices)
+    return torch.where(ks > 0, found, -1)
