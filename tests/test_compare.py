@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -542,6 +543,21 @@ def test_each_method_is_what_its_name_says() -> None:
     assert warm.decay == cold.decay < ExpertThreshold().decay
 
 
+@pytest.mark.parametrize(("preset", "steps"), [("tiny", 100), ("quickstart", PAPER_STEPS)])
+def test_the_kin_of_expert_threshold_differ_in_the_cutoff_and_the_bounds_alone(preset: str, steps: int) -> None:
+    kin = [f"expert_threshold_{name}" for name in ("last_batch", "mean", "trend")]
+    bounded = [config.model.rule for config in configure({"preset": preset, "steps": steps}, kin).values()]
+    free = configure({"preset": preset, "steps": steps}, [f"{name}_unbounded" for name in kin]).values()
+    last, mean, trend = bounded
+    assert isinstance(mean, ExpertThreshold)
+    unbounded = [replace(rule, capacity_slack=None) for rule in bounded if isinstance(rule, ExpertThreshold)]
+    assert [config.model.rule for config in free] == unbounded
+    assert last == replace(mean, decay=0)
+    assert isinstance(trend, ExpertThreshold)
+    assert trend == replace(mean, estimator="trend", decay=trend.decay)
+    assert 0 < trend.decay < mean.decay
+
+
 def test_all_methods_are_trained_alike() -> None:
     configs = configure({"preset": "quickstart"}, list(methods())).values()
     alike = [(config.model.to_dict() | {"rule": None}, config.data, config.optim, config.train) for config in configs]
@@ -555,9 +571,9 @@ def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
         assert (rule is None) == (name == "dense")
         assert rule is None or rule.num_experts == 8
         if isinstance(rule, ExpertThreshold):
-            assert rule.warmup_steps == (7 if name == "expert_threshold" else 0)
+            assert rule.warmup_steps == (0 if name == "expert_threshold_no_warmup" else 7)
         if isinstance(rule, ExpertChoice | ExpertThreshold):
-            assert rule.decay == 0.5
+            assert rule.decay == (0 if "last_batch" in name else 0.5)
 
 
 def test_rules_are_scaled_to_the_steps_of_the_run() -> None:

@@ -20,13 +20,13 @@ EVAL_TOKENS = 10_485_760
 class Method(NamedTuple):
     """A rule with the options that define it as a method; its other options are those of any run.
 
-    colour: its index in the palette of figures.
+    colour: its index in the palette of figures; None takes one that is left.
     """
 
     rule: str
     options: Options
     summary: str
-    colour: int
+    colour: int | None = None
 
 
 METHODS: dict[str, Method] = {
@@ -43,19 +43,60 @@ METHODS: dict[str, Method] = {
 }
 """The methods of the paper by name, which is the rule's followed by the variant. Recipes use the same names, with
 expert choice's pool in tokens of d12 and with an ablation's change; figures use the rule's label."""
+UNBOUNDED: Options = {"capacity_slack": None}
+LAST_BATCH: Options = {"estimator": "mean", "decay": 0.0}
+VARIANTS: dict[str, Method] = {
+    # Expert threshold's kin differ in the estimator of the cutoff and in whether loads are bounded.
+    "expert_threshold_last_batch": Method(
+        "expert_threshold", LAST_BATCH, "expert threshold by the last batch's cutoff"
+    ),
+    "expert_threshold_mean": Method("expert_threshold", {"estimator": "mean"}, "the same by the running mean"),
+    "expert_threshold_trend": Method("expert_threshold", {"estimator": "trend"}, "the same by the mean and its trend"),
+    "expert_threshold_last_batch_unbounded": Method(
+        "expert_threshold", {**LAST_BATCH, **UNBOUNDED}, "by the last batch's cutoff, without bounds on the load"
+    ),
+    "expert_threshold_mean_unbounded": Method(
+        "expert_threshold", {"estimator": "mean", **UNBOUNDED}, "by the running mean, without bounds"
+    ),
+    "expert_threshold_trend_unbounded": Method(
+        "expert_threshold", {"estimator": "trend", **UNBOUNDED}, "by the mean and its trend, without bounds"
+    ),
+    # Gates and balancing of published models. Normalised gates are 1 at one expert per token.
+    "token_choice_mixtral": Method(
+        "token_choice", {"balance": "aux", "gate": "softmax_chosen"}, "token choice with Mixtral's gates"
+    ),
+    "token_choice_olmoe": Method("token_choice", {"balance": "aux", "gate": "softmax"}, "with OLMoE's gates"),
+    "token_choice_qwen3_moe": Method(
+        "token_choice", {"balance": "global_aux", "gate": "softmax_chosen"}, "with Qwen3-MoE's gates"
+    ),
+    "token_choice_deepseek_v3": Method(
+        "token_choice",
+        {"balance": "loss_free", "gate": "sigmoid_normalised", "over": "gates"},
+        "with DeepSeek-V3's gates and biases",
+    ),
+    "quantile_balancing_gates": Method(
+        "quantile_balancing", {"over": "gates"}, "quantile balancing of the scores' sigmoids"
+    ),
+    "quantile_balancing_histogram": Method(
+        "quantile_balancing", {"estimator": "histogram"}, "quantile balancing by a histogram"
+    ),
+    "null_slots_copy": Method("null_slots", {"null": "copy"}, "null slots that return the token itself"),
+    "top_p_steered": Method("top_p", {"controller": True}, "top-p with the controller of the mean fanout"),
+}
+"""Further methods by name; docs/routing.md has the sizes and strengths with which published models use theirs."""
 REFERENCE = "token_choice"
 """The method whose loss is the baseline of a comparison, if it takes part."""
 
 
 def methods() -> dict[str, Method]:
-    """Return the methods that can be compared, by name: the paper's, and every other rule with its defaults."""
+    """Return the methods that can be compared, by name: the paper's, every other rule by default, and variants."""
     covered = {method.rule for method in METHODS.values()}
-    others = {name: cls.summary().rstrip(".") for name, cls in RULES.items() if name not in covered}
-    return METHODS | {name: Method(name, {}, summary, len(METHODS)) for name, summary in others.items()}
+    others = {name: Method(name, {}, cls.summary().rstrip(".")) for name, cls in RULES.items() if name not in covered}
+    return METHODS | others | VARIANTS
 
 
 def method_named(rule: Options) -> str | None:
-    """Return the most specific method that a rule `{"name": …, option: value, …}` matches; None if none does."""
+    """Return the most specific of the paper's methods that a rule `{"name": …, option: value, …}` matches, or None."""
     fitting = [
         name
         for name, method in METHODS.items()

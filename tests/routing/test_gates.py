@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_threshold.routing import TokenChoice
+from expert_threshold.routing import BiasState, TokenChoice
 from expert_threshold.routing.gates import Gate
 
 EXPERTS, FANOUT = 8, 3
@@ -44,8 +44,8 @@ ROUTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen3MoeTopKRouter": ("qwen3_moe", {"norm_topk_prob": True}, {"gate": "softmax_chosen"}),
     "DeepseekV3TopkRouter": (
         "deepseek_v3",
-        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1},
-        {"gate": "sigmoid_normalised", "gate_scale": 2.5},
+        {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 4, "topk_group": 2},
+        {"gate": "sigmoid_normalised", "gate_scale": 2.5, "over": "gates", "num_groups": 4, "groups_per_token": 2},
     ),
 }
 
@@ -61,11 +61,14 @@ def test_gates_and_experts_are_those_of_transformers_own_routers(name: str) -> N
     router = getattr(models, name)(config)
     with torch.no_grad():
         router.weight.copy_(torch.eye(EXPERTS))  # scores are the hidden states themselves
-    scores = make_scores(1)
+    scores, bias = make_scores(1), torch.zeros(EXPERTS)
+    if options.get("over") == "gates":  # a quarter of the tokens change their experts
+        bias = torch.randn(EXPERTS, generator=torch.Generator().manual_seed(2)) / 10
+        router.e_score_correction_bias.copy_(bias)
     _, weights, chosen = router(scores.clone())
     theirs = torch.zeros(scores.flatten(0, 1).shape).scatter(1, chosen, weights.detach())
     rule = TokenChoice(EXPERTS, FANOUT, **options)
-    routing = rule.route(scores, rule.init(), training=False)
+    routing = rule.route(scores, BiasState(bias), training=False)
     assert torch.equal(routing.assignment.flatten(0, 1), theirs > 0)
     torch.testing.assert_close((routing.gates * routing.assignment).flatten(0, 1), theirs)
 
@@ -97,3 +100,26 @@ def test_only_plain_sigmoid_gates_are_told_to_kernels_and_labels_say_which() -> 
     assert [rule.label for rule in rules] == ["TC", "TC softmax", "TC softmax chosen", "TC sigmoid norm."]
     scaled = TokenChoice(EXPERTS, balance="loss_free", gate_scale=2.5)
     assert (scaled.sigmoid_gates, scaled.label) == (False, "TC loss-free ×2.5")
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.3])
+def test_experts_of_a_token_lie_in_the_groups_whose_two_best_sum_highest(bias: float) -> None:
+    rule = TokenChoice(EXPERTS, FANOUT, balance="loss_free", num_groups=4, groups_per_token=2)
+    scores, biases = make_scores(3), bias * torch.arange(EXPERTS)
+    routing = rule.route(scores, BiasState(biases), training=True)
+    for row, assigned in zip((scores + biases).flatten(0, 1), routing.assignment.flatten(0, 1), strict=True):
+        size = EXPERTS // 4
+        worth = [sum(sorted(row[g * size : (g + 1) * size].tolist())[-2:]) for g in range(4)]
+        best = sorted(range(4), key=lambda g: -worth[g])[:2]
+        inside = [expert for expert in range(EXPERTS) if expert // size in best]
+        expected = sorted(inside, key=lambda expert: -row[expert].item())[:FANOUT]
+        assert assigned.nonzero().flatten().tolist() == sorted(expected)
+
+
+def test_biases_over_gates_are_added_to_them_and_leave_gates_alone() -> None:
+    rule = TokenChoice(EXPERTS, 1, balance="loss_free", over="gates")
+    scores, bias = make_scores(4), torch.linspace(0, 0.5, EXPERTS)
+    routing = rule.route(scores, BiasState(bias), training=True)
+    assert torch.equal(routing.assignment.int().argmax(-1), (scores.sigmoid() + bias).argmax(-1))
+    assert torch.equal(routing.gates, scores.sigmoid())
+    assert rule.biased_top_k(BiasState(bias)) is None

@@ -41,8 +41,8 @@ OPTIONS = [
         "rules",
         str,
         PAPER,
-        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule. A rule's option "
-        "applies to the methods that do not fix it.",
+        "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule and variant. A rule's "
+        "option applies to the methods that do not fix it.",
     ),
     Option("seeds", int, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
     Option("out", str, "runs/compare-PRESET", "The folder to make, or that of the comparison to continue."),

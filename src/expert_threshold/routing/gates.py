@@ -33,6 +33,11 @@ def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Te
     return gates if scale == 1 else scale * gates
 
 
+def weights_of(gate: Gate, scores: Tensor) -> Tensor:
+    """Return the unscaled gates before selection and before normalisation over the chosen: σ(r) or softmax(r)."""
+    return scores.sigmoid() if gate.startswith("sigmoid") else scores.softmax(-1)
+
+
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
     """Return the unscaled gates before selection, whose mean is P_i in the auxiliary losses: σ(r), or normalised over
     all experts, softmax(r) or σ(r) / Σ σ(r).

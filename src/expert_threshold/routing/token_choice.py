@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ..option import option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import GATE_LABELS, Gate, gates_of, shares_of
+from .gates import GATE_LABELS, Gate, gates_of, shares_of, weights_of
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, require, whole_fanout
+from .options import check_experts, is_number, is_whole, require, whole_fanout
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
 Balance = Literal["none", "aux", "global_aux", "loss_free", "loss_free_proportional"]
+Over = Literal["scores", "gates"]
 _LABELS = {
     "none": "TC",
     "aux": "TC aux",
@@ -36,7 +37,16 @@ class BiasState(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenChoice(Rule):
-    """A fixed fanout per token; load is balanced by a loss, by biases or not at all."""
+    """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
+
+    With s the scores r, or with over="gates" σ(r) or softmax(r) as the gates have it, and biases b:
+
+        z[t,i] = 1{i among the k largest of s[t,·] + b, in the best groups of token t}
+
+    Experts form num_groups groups in their order. The value of a group is the sum of the two largest s + b in it, and
+    the groups_per_token best ones count (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). docs/routing.md lists the
+    options of published models.
+    """
 
     num_experts: int = option(16, "Routed experts in a layer.")
     experts_per_token: int = option(1, "Routed experts of one token.")
@@ -53,6 +63,12 @@ class TokenChoice(Rule):
         "sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
     )
     gate_scale: float = option(1.0, "Factor applied to all gates.")
+    over: Over = option(
+        "scores",
+        "Values that biases are added to and that groups are compared by: scores, or gates, their sigmoid or softmax.",
+    )
+    num_groups: int = option(1, "Groups of experts, of equal size.")
+    groups_per_token: int = option(1, "Groups that the experts of one token may lie in.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
@@ -65,6 +81,14 @@ class TokenChoice(Rule):
         gates, scale = get_args(Gate), self.gate_scale
         require(self.gate in gates, "gate", self.gate, f"is unknown; use one of {', '.join(gates)}")
         require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+        require(self.over in get_args(Over), "over", self.over, "is unknown; use 'scores' or 'gates'")
+        experts, groups, of_token = self.num_experts, self.num_groups, self.groups_per_token
+        divides = is_whole(groups, at_least=1) and experts % groups == 0
+        require(divides, "num_groups", groups, f"must be a whole number that divides num_experts={experts}")
+        least = -(-self.experts_per_token * groups // experts)
+        fits = is_whole(of_token, at_least=least) and of_token <= groups
+        remedy = f"must be a whole number from {least}, to have experts_per_token experts, to num_groups={groups}"
+        require(fits, "groups_per_token", of_token, remedy)
 
     def init(self) -> BiasState:
         return BiasState(torch.zeros(self.num_experts, dtype=torch.float32))
@@ -72,12 +96,11 @@ class TokenChoice(Rule):
     def route(
         self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return z_t = Top(r_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, experts)."""
+        """Return z_t = Top(s_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, experts)."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
-        # Here experts compete for a token, elsewhere tokens for an expert: every token is a pool.
-        biased = (scores.detach() + state.bias).reshape(tokens, experts, 1)
-        (lowest,) = kth_largest(biased, [self.experts_per_token])
-        assignment = take(biased, lowest).reshape(scores.shape)
+        values = scores.detach() if self.over == "scores" else weights_of(self.gate, scores.detach())
+        biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
+        assignment = _best(biased, self.experts_per_token).reshape(scores.shape)
         gates = gates_of(self.gate, scores, assignment, self.gate_scale)
         observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
         loss = None
@@ -85,6 +108,15 @@ class TokenChoice(Rule):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
             loss = auxiliary_loss(shares_of(self.gate, scores), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
+
+    def _in_best_groups(self, biased: Tensor) -> Tensor:
+        """Return the values (tokens, experts), −∞ for experts outside the best groups of their token."""
+        if self.groups_per_token == self.num_groups:
+            return biased
+        size = self.num_experts // self.num_groups
+        of_group = biased.view(-1, self.num_groups, size).topk(min(2, size), dim=-1).values.sum(-1)
+        best = _best(of_group, self.groups_per_token).repeat_interleave(size, dim=-1)
+        return biased.masked_fill(~best, -torch.inf)
 
     @torch.no_grad()
     def update(self, state: BiasState, observation: Observation) -> BiasState:
@@ -100,7 +132,8 @@ class TokenChoice(Rule):
     @property
     def label(self) -> str:
         scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
-        return _LABELS[self.balance] + GATE_LABELS[self.gate] + scale
+        groups = "" if self.num_groups == 1 else f" {self.groups_per_token} of {self.num_groups} groups"
+        return _LABELS[self.balance] + GATE_LABELS[self.gate] + scale + groups
 
     @property
     def sigmoid_gates(self) -> bool:
@@ -120,8 +153,9 @@ class TokenChoice(Rule):
         measured = {"none": None, "aux": batch, "global_aux": batch}
         return Window(measured.get(self.balance, step), None)
 
-    def biased_top_k(self, state: BiasState) -> tuple[Tensor, int]:
-        return state.bias, self.experts_per_token
+    def biased_top_k(self, state: BiasState) -> tuple[Tensor, int] | None:
+        by_scores = self.over == "scores" and self.groups_per_token == self.num_groups
+        return (state.bias, self.experts_per_token) if by_scores else None
 
     def describe(self, state: BiasState) -> dict[str, Tensor]:
         return {"bias": state.bias} if self._moves_biases else {}
@@ -134,6 +168,25 @@ class TokenChoice(Rule):
             for fanout in (1, 2)
         }
         gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
-        scaled = cls(6, 2, balance="loss_free", gate="sigmoid_normalised", gate_scale=2.5)
-        aux = cls(6, 2, balance="aux", gate="softmax_chosen")
-        return some | gates | {"all of them": cls(6, 6), "as DeepSeek-V3": scaled, "as Mixtral": aux}
+        published = {
+            "as Mixtral": cls(6, 2, balance="aux", gate="softmax_chosen"),
+            "as DeepSeek-V3": cls(
+                6,
+                2,
+                balance="loss_free",
+                gate="sigmoid_normalised",
+                gate_scale=2.5,
+                over="gates",
+                num_groups=3,
+                groups_per_token=2,
+            ),
+        }
+        groups = {"one of six groups": cls(6, 1, num_groups=6), "over shares": cls(6, 2, gate="softmax", over="gates")}
+        return some | gates | {"all of them": cls(6, 6)} | published | groups
+
+
+def _best(values: Tensor, k: int) -> Tensor:
+    """Return the mask of the k largest in each row of values (tokens, n), ties to the lower index."""
+    # Here experts compete for a token, elsewhere tokens for an expert: every token is a pool.
+    (lowest,) = kth_largest(values[..., None], [k])
+    return take(values[..., None], lowest)[..., 0]
