@@ -15,7 +15,7 @@ import torch
 
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
-from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load
+from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load, scores
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import plain
@@ -88,7 +88,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (load, "TOKENS_PER_EXPERT", (64, 1024)),
         (leakage, "SAMPLES", 8),
         (leakage, "DRAWS", 8),
-        (cutoffs, "POOLS", 8),
+        (scores, "POOLS", 8),
     ):
         monkeypatch.setattr(module, name, value)
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from expert_threshold.analysis.figures import training
-from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases, say_score_histograms
+from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases
 from expert_threshold.analysis.figures.leakage import leakage_probe
 from expert_threshold.analysis.figures.load import say_load_at_scale, say_objective
+from expert_threshold.analysis.figures.scores import say_score_histograms
 from expert_threshold.analysis.material import NotShownError
 from expert_threshold.analysis.methods import Subject, legend
 from expert_threshold.analysis.page import LeftOut

@@ -145,10 +145,9 @@ def every_figure() -> Iterator[tuple[str, Figure, float]]:
             yield name, DRAW[name](data_of(name, methods, layers), width), width
     for layers, width in ((1, narrow), (2, wide), (12, narrow)):
         train = train_of(layers)
-        for name in ("saturation", "starvation"):
-            yield name, getattr(training, f"draw_{name}")(train, 2, width), width
-        for name in ("score_spread", "gate_spread", "speed"):
-            yield name, getattr(training, f"draw_{name}")(train, width), width
+        for name in training.TITLES:
+            yield name, training.draw_layers(train, name, 2, width), width
+        yield "speed", training.draw_speed(train, width), width
         yield "usage", training.draw_usage(train, 0.5, width), width
         yield "load_spread", training.draw_load_spread(train, train[-1:], 2, width), width
         yield "cutoffs", training.draw_cutoffs(train, 2, width), width

@@ -308,7 +308,7 @@ def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> Non
 
 def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
     train = [r for r in run().metrics.read() if r["split"] == "train"]
-    first, second = training.draw_saturation(train).axes[0].lines
+    first, second = training.draw_layers(train, "saturation").axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
@@ -443,9 +443,9 @@ def test_sentences_are_computed_from_the_numbers() -> None:
     usage = training.say_usage(records_of("usage", [[0.5, 0.5]] * 3 + [[0.9, 0.1]]), 0.5)
     assert "10 % (expert 1 of layer 1) to 90 % (expert 0 of layer 1)" in usage
     assert "1 of 2 experts got between half and twice the target" in usage
-    dropped = training.say_saturation(records_of("saturation", [0.9, 0.1, 0.3]), exact_until=1)
+    dropped = training.say_bounded(records_of("saturation", [0.9, 0.1, 0.3]), "saturation", exact_until=1)
     assert dropped.startswith("After warmup 20 % of the tokens above a cutoff were dropped on average, at most 30 %")
-    exact = training.say_saturation(records_of("saturation", [0.9]), math.inf)
+    exact = training.say_bounded(records_of("saturation", [0.9]), "saturation", math.inf)
     assert exact.startswith("While experts took exactly k tokens, 90 % of the tokens")
     assert "every expert got 25 % of the tokens" in training.say_usage(records_of("usage", [[0.25] * 4]), 0.25)
     assert "2 tokens" not in training.say_fanout({1: [1, 1, 2]}, 1)

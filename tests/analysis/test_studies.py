@@ -17,12 +17,7 @@ from hypothesis import strategies as st
 
 from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.analysis.figures.activation import _means, _position_edges
-from expert_threshold.analysis.figures.cutoffs import (
-    _slope,
-    _spreads,
-    cutoff_stability,
-    say_cutoff_stability,
-)
+from expert_threshold.analysis.figures.cutoffs import cutoff_stability, say_cutoff_stability
 from expert_threshold.analysis.figures.leakage import Pool, _bits, intervals, probe_layer
 from expert_threshold.analysis.figures.learning import _reached
 from expert_threshold.analysis.figures.load import (
@@ -32,6 +27,7 @@ from expert_threshold.analysis.figures.load import (
     resample,
     spread_of_windows,
 )
+from expert_threshold.analysis.figures.scores import _slope, _spreads
 from expert_threshold.analysis.figures.specialisation import lay_out
 from expert_threshold.analysis.leakage import decode, encode
 from expert_threshold.analysis.material import cut_windows

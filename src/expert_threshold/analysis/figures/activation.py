@@ -14,7 +14,7 @@ from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, array
 from ..sentences import listed, percent
-from .axes import key, method_panels, outer_labels, panels, whole_ticks
+from .axes import method_panels, outer_labels, panels, whole_ticks
 from .study import Study
 from .style import INK, ONE_LAYER, WIDE, strokes, style
 
@@ -187,17 +187,15 @@ def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[
     """Draw a panel for each method: layers dashed, their mean solid. shift: added to x, for a logarithmic axis."""
     methods = data["methods"]
     several = any(len(entry["layers"]) > 1 for entry in methods)
-    names = ["one layer", "mean of layers"] if several else []
-    figure, every = method_panels(width, methods, 1.5, names)
+    key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
+    figure, every = method_panels(width, methods, 1.5, key)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         x = array(entry["x"]) + shift
         if several:
             for values in entry["layers"].values():
                 axes.plot(x, array(values), **ONE_LAYER)
-        axes.plot(x, array(entry["mean"]), color=stroke["color"], linewidth=1.8, marker="o", markersize=2)
+        axes.plot(x, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
         axes.set_title(entry["method"], color=stroke["color"])
-    if several:
-        key(figure, names, [ONE_LAYER, MEAN])
     return figure, every
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from ..plain import array
 from ..records import Points, finite
 from ..sentences import SUPERSCRIPTS
-from .style import INK, MUTED, SMALL, expert_colours, layer_colours, strokes, style
+from .style import INK, MUTED, SMALL, WARMUP, expert_colours, layer_colours, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,9 @@ BESIDE = 0.4  # the largest share of a figure's width for names at line ends
 LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in all; more are indistinguishable
 HEAT = (0.12, 0.44, 0.76)
 
+Strokes = Mapping[str, Mapping[str, Any]]
+"""Name -> matplotlib's options of a line or marker."""
+
 
 def smooth(points: Points) -> Points:
     """Return moving means over a twentieth of the points, fewer at the ends; missing numbers are omitted."""
@@ -35,7 +38,7 @@ def smooth(points: Points) -> Points:
     return [(x, sum(y for _, y in near) / len(near)) for (x, _), near in zip(numbers, windows, strict=True)]
 
 
-def thin(steps: np.ndarray, values: np.ndarray, lines: int) -> tuple[np.ndarray, np.ndarray]:
+def thin(steps: np.ndarray, values: np.ndarray, lines: int = 1) -> tuple[np.ndarray, np.ndarray]:
     """Select records evenly, first and last included; fewer for each of many `lines`."""
     count = min(len(steps), LONGEST, max(ALL // lines, 2))
     chosen = np.linspace(0, len(steps) - 1, count).round().astype(int)
@@ -59,9 +62,11 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [place + index * gap for index, place in enumerate(fitted)]
 
 
-def single(width: float, height: float = 1.6, *, left: float = LEFT, top: float = TOP) -> tuple[Figure, Axes]:
-    """Create one panel. height: of the axes; left, top: margins."""
-    figure, (axes,) = panels(width, 1, height, left=left, top=top)
+def single(
+    width: float, height: float = 1.6, *, left: float = LEFT, top: float = TOP, key: Strokes | None = None
+) -> tuple[Figure, Axes]:
+    """Create one panel. height: of the axes; left, top, key: as in `panels`."""
+    figure, (axes,) = panels(width, 1, height, left=left, top=top, key=key)
     return figure, axes
 
 
@@ -77,16 +82,18 @@ def panels(
     columns: int | None = None,
     share: bool = True,
     titles: Sequence[str] = (),
+    key: Strokes | None = None,
 ) -> tuple[Figure, list[Axes]]:
     """Create panels in rows. height: of each panel's axes; least: their least width, unless `columns` is given.
 
-    left, right, top: margins. share: panels share axes. titles: the texts that need room above the panels.
+    left, right, top: margins. share: panels share axes. titles: the texts that need room above the panels. key: drawn
+    at the top of the figure, in place of the margin `top`.
     """
     from matplotlib.figure import Figure
 
     inside = width - left - right
     lines = max((title.count("\n") for title in titles), default=0)
-    top += lines * LINE
+    top = lines * LINE + (top if key is None else key_room(width, list(key)) + 0.28)
     least = max([least, *(len(text) * CHARACTER for title in titles for text in title.split("\n"))])
     gap, row_gap = (COLUMN_GAP, ROW_GAP) if share else (COLUMN_GAP + left - 0.1, LABELLED_ROW_GAP)
     row_gap += lines * LINE
@@ -105,15 +112,20 @@ def panels(
     )
     for axes in grid.flat[count:]:
         axes.remove()
+    draw_key(figure, key or {})
     return figure, list(grid.flat[:count])
 
 
+def method_strokes(methods: Sequence[Mapping[str, Any]]) -> Strokes:
+    """Return the stroke of each method under its name."""
+    return dict(zip((entry["method"] for entry in methods), strokes(methods), strict=True))
+
+
 def method_panels(
-    width: float, methods: Sequence[Mapping[str, Any]], height: float, names: Sequence[str]
+    width: float, methods: Sequence[Mapping[str, Any]], height: float, key: Strokes
 ) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each method, with room for its title and for a key with `names`."""
-    titles = [entry["method"] for entry in methods]
-    return panels(width, len(methods), height, left=0.62, top=key_room(width, names) + 0.28, titles=titles)
+    """Create a panel for each method, with room for its title."""
+    return panels(width, len(methods), height, left=0.62, titles=[entry["method"] for entry in methods], key=key)
 
 
 def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
@@ -129,12 +141,12 @@ def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
             axes.set_ylabel(y)
 
 
-def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]) -> None:
+def draw_key(figure: Figure, key: Strokes) -> None:
     """Draw a key at the top of the figure: names beside samples of their lines."""
     from matplotlib.lines import Line2D
 
     width, height = figure.get_size_inches()
-    for stroke, (x, y, text) in zip(drawn, _key_places(width, names)[0], strict=True):
+    for stroke, (x, y, text) in zip(key.values(), _key_places(width, list(key))[0], strict=True):
         at = 1 - y / height
         ends = [x, x + 0.2] if stroke.get("linestyle") != "none" else [x + 0.1]  # one mark is enough
         sample = Line2D([end / width for end in ends], [at] * len(ends), transform=figure.transFigure, **stroke)
@@ -145,7 +157,7 @@ def key(figure: Figure, names: Sequence[str], drawn: Sequence[Mapping[str, Any]]
 
 
 def key_room(width: float, names: Sequence[str]) -> float:
-    """Return the height that `key` needs, in inches."""
+    """Return the height that a key needs, in inches."""
     return _key_places(width, names)[1] if names else 0
 
 
@@ -263,7 +275,7 @@ def name_lines(axes: Axes, lines: Sequence[NamedLine]) -> None:
     assert figure is not None
     names = [each.name for each in lines]
     if _are_long(figure.get_figwidth(), names):
-        key(figure, names, [each.stroke for each in lines])
+        draw_key(figure, dict(zip(names, (each.stroke for each in lines), strict=True)))
         return
     texts = [name.replace("{", "{{").replace("}", "}}") for name in names]
     label_ends(axes, {text: (each.points, each.stroke["color"]) for text, each in zip(texts, lines, strict=True)})
@@ -304,14 +316,21 @@ def heat(axes: Axes, shares: np.ndarray) -> None:
 
 def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
     """Draw the scale of `heat` right of the first row. ticks: shares and their labels."""
+    scale = scale_axes(figure)
+    heat(scale, np.linspace(1, 0, 64)[:, None])
+    scale.set_yticks([63 * (1 - share) for share, _ in ticks], [name for _, name in ticks])
+
+
+def scale_axes(figure: Figure) -> Axes:
+    """Create the axes of a scale right of the first row, without grid, with labels on its right."""
     row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
     width, height = figure.get_size_inches()
     tall = max(row.height, 0.9 / height)
     scale = figure.add_axes((row.x1 + 0.1 / width, row.y1 - tall, 0.1 / width, tall))
-    heat(scale, np.linspace(1, 0, 64)[:, None])
     scale.set_xticks([])
-    scale.set_yticks([63 * (1 - share) for share, _ in ticks], [name for _, name in ticks])
     scale.yaxis.tick_right()
+    scale.grid(False)
+    return scale
 
 
 def by_layer(
@@ -352,16 +371,11 @@ def by_layer(
 
 def expert_key(figure: Figure, count: int) -> None:
     """Draw the key of experts' colours right of the first row."""
-    row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
-    width = figure.get_figwidth()
-    scale = figure.add_axes((row.x1 + 0.1 / width, row.y0, 0.1 / width, row.height))
+    scale = scale_axes(figure)
     scale.barh(range(count), 1, height=1, color=expert_colours(count))
     scale.set(xlim=(0, 1), ylim=(count - 0.5, -0.5))
-    scale.set_xticks([])
     ticks = sorted({0, (count - 1) // 2, count - 1})
     scale.set_yticks(ticks, [f"expert {tick}" for tick in ticks])
-    scale.yaxis.tick_right()
-    scale.grid(False)
 
 
 def plain_ticks(axis: Any, most: int = 8) -> None:
@@ -408,7 +422,7 @@ def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
     """Draw a line where warmup ends, if it is in view."""
     low, high = axes.get_xlim()
     if steps > 0 and low < steps < high:
-        axes.axvline(steps, color=MUTED, linewidth=0.7, linestyle=(0, (2, 2)))
+        axes.axvline(steps, **WARMUP)
         if labelled:
             axes.annotate(
                 "warmup ends", (steps, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -45,26 +45,8 @@ def routing_consistency(material: Material) -> Data:
     return {"methods": methods, "left_out": left_out}
 
 
-def draw_routing_consistency(data: Data, width: float = WIDE) -> Figure:
-    """Draw the weighted Jaccard similarity between checkpoints, a heatmap for each method."""
-    return _heatmaps(data, "weighted_jaccard", width)  # 1 on the diagonal
-
-
-def say_routing_consistency(data: Data) -> str:
-    ends = [_neighbours_and_ends(entry, "weighted_jaccard") for entry in data["methods"]]
-    parts = [f"{near:.2f} and {far:.2f} in {name}" for name, near, far in ends]
-    return (
-        "The weighted Jaccard similarity of successive checkpoints, on average, and of the first and the last is "
-        f"{listed(parts)}; 1 is the same routing."
-    )
-
-
-def draw_routing_divergence(data: Data, width: float = WIDE) -> Figure:
-    """Draw the joint Jensen-Shannon divergence between checkpoints in bits, a heatmap for each method."""
-    return _heatmaps(data, "joint_jsd", width)  # 0 on the diagonal
-
-
-def _heatmaps(data: Data, measure: str, width: float) -> Figure:
+def draw_matrices(measure: str, data: Data, width: float = WIDE) -> Figure:
+    """Draw a measure between any two checkpoints, a heatmap for each method."""
     methods = data["methods"]
     matrices = [array(entry[measure]) for entry in methods]
     low, high = min(matrix.min() for matrix in matrices), max(matrix.max() for matrix in matrices)
@@ -99,18 +81,16 @@ def _step(step: int) -> str:
     return f"{step / 1000:g}k" if step >= 1000 and step % 100 == 0 else f"{step}"
 
 
-def say_routing_divergence(data: Data) -> str:
-    ends = [_neighbours_and_ends(entry, "joint_jsd") for entry in data["methods"]]
-    parts = [f"{near:.2f} and {far:.2f} bits in {name}" for name, near, far in ends]
+def say_matrices(measure: str, name: str, unit: str, same: int, data: Data) -> str:
+    """Describe a measure's matrices. same: its value for checkpoints that route alike."""
+    parts = []
+    for entry in data["methods"]:
+        matrix = array(entry[measure])
+        parts.append(f"{np.diagonal(matrix, 1).mean():.2f} and {matrix[0, -1]:.2f}{unit} in {entry['method']}")
     return (
-        "The joint Jensen-Shannon divergence of successive checkpoints, on average, and of the first and the last is "
-        f"{listed(parts)}; 0 is the same routing."
+        f"The {name} of successive checkpoints, on average, and of the first and the last is {listed(parts)}; "
+        f"{same} is the same routing."
     )
-
-
-def _neighbours_and_ends(entry: Data, measure: str) -> tuple[str, float, float]:
-    matrix = array(entry[measure])
-    return entry["method"], float(np.diagonal(matrix, 1).mean()), float(matrix[0, -1])
 
 
 def _matrices(material: Material, subject: Subject, steps: Sequence[int]) -> dict[str, Any]:
@@ -134,7 +114,9 @@ def _chosen(steps: Sequence[int]) -> list[int]:
 
 FIGURES = [
     Study("routing_consistency", "Routing consistency", "Weighted Jaccard between checkpoints",
-          routing_consistency, draw_routing_consistency, say_routing_consistency),
+          routing_consistency, partial(draw_matrices, "weighted_jaccard"),
+          partial(say_matrices, "weighted_jaccard", "weighted Jaccard similarity", "", 1)),
     Study("routing_divergence", "Routing consistency", "Joint divergence between checkpoints",
-          routing_consistency, draw_routing_divergence, say_routing_divergence),
+          routing_consistency, partial(draw_matrices, "joint_jsd"),
+          partial(say_matrices, "joint_jsd", "joint Jensen-Shannon divergence", " bits", 0)),
 ]  # fmt: skip

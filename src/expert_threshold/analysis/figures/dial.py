@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..plain import Data, array
-from .axes import key, key_room, panels
+from .axes import panels
 from .style import METHODS, NARROW, style
 
 if TYPE_CHECKING:
@@ -17,11 +17,10 @@ def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     runs = data["runs"]
-    names = [run["name"] for run in runs]
-    drawn: list[dict[str, Any]] = [{"color": METHODS[(place + 3) % len(METHODS)]} for place in range(len(runs))]
+    key = {run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)}
     with style():
-        figure, every = panels(width, 2, height=2.2, left=0.62, top=key_room(width, names) + 0.28, share=False)
-        for run, stroke in zip(runs, drawn, strict=True):
+        figure, every = panels(width, 2, height=2.2, left=0.62, share=False, key=key)
+        for run, stroke in zip(runs, key.values(), strict=True):
             points = sorted(run["points"], key=lambda point: float(point["fanout"]))
             trained = [point for point in points if point["rate"] is None]
             for axes, name, unit in zip(every, ("fanout", "flops_per_token"), (1, 1e-6), strict=True):
@@ -44,5 +43,4 @@ def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
         every[0].set_title("loss (nats per token)")
         every[0].set_xlabel("routed experts per token", loc="right")
         every[1].set_xlabel("MFLOPs per token, forward", loc="right")
-        key(figure, names, drawn)
     return figure

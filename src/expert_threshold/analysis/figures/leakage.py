@@ -16,7 +16,7 @@ from ..material import Material, NotShownError
 from ..methods import Subject, pool_tokens
 from ..plain import Data, array
 from ..sentences import counted, listed, pool_size, two_digits
-from .axes import key, key_room, outer_labels, panels, plain_ticks
+from .axes import method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
 from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes, style
 
@@ -87,18 +87,10 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
         "bound": ("bound G·log₂(E − 1)", {"color": INK, "linestyle": (0, (4, 1.6)), "linewidth": 1}),
         "if_superlinear": ("if N·log₂ N", {"color": MUTED, "linewidth": 1}),
     }
-    names = [name for name, _ in lines.values()]
     tokens = data["tokens"]
     with style():
-        figure, every = panels(
-            width,
-            3,
-            height=1.9,
-            left=0.5,
-            top=key_room(width, names) + 0.28,
-            columns=3 if width > 6 else 1,
-            share=False,
-        )
+        columns = 3 if width > 6 else 1
+        figure, every = panels(width, 3, height=1.9, left=0.5, columns=columns, share=False, key=dict(lines.values()))
         for name, (_, stroke) in lines.items():
             values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
             every[0].plot(tokens, values, **stroke)
@@ -120,7 +112,6 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
             axes.set_xticks(tokens[::2], [_short(tick) for tick in tokens[::2]])
             axes.set_xlabel("tokens in the pool", loc="right")
         _binary_search(every[2], data["example"])
-        key(figure, names, [stroke for _, stroke in lines.values()])
     return figure
 
 
@@ -178,19 +169,14 @@ def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
     """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
     methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
-    drawn = strokes(methods)
-    names = [entry["method"] for entry in methods]
-    samples = list(drawn)
+    key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
-        names.append("pool in training")
-        samples.append({"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6})
+        key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
     with style():
-        figure, every = panels(
-            width, 3, height=1.9, left=0.75, top=key_room(width, names) + 0.28, columns=3 if width > 6 else 1
-        )
+        figure, every = panels(width, 3, height=1.9, left=0.75, columns=3 if width > 6 else 1, key=key)
         ticks = sorted({size for entry in methods for size in entry["tokens"]})
         for axes, (name, title) in zip(every, titles.items(), strict=True):
-            for entry, stroke in zip(methods, drawn, strict=True):
+            for entry, stroke in zip(methods, strokes(methods), strict=True):
                 bits = array(entry[name])
                 shown = np.where(bits > LEAST, bits, np.nan)
                 axes.plot(entry["tokens"], shown, **stroke, marker="o", markersize=2)
@@ -203,7 +189,6 @@ def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
         every[0].set_xticks(ticks[:: -(-len(ticks) // 5)], [pool_size(tick) for tick in ticks[:: -(-len(ticks) // 5)]])
         plain_ticks(every[0].yaxis, 8)
         outer_labels(every, "tokens in the pool", "bits per token, all layers")
-        key(figure, names, samples)
     return figure
 
 

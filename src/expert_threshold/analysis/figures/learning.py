@@ -17,10 +17,9 @@ from ..plain import Data, array
 from ..records import finite, series
 from ..sentences import listed, pool_size, short, signed
 from .axes import (
-    key,
-    key_room,
     marker,
     method_panels,
+    method_strokes,
     name_lines,
     named_lines,
     outer_labels,
@@ -202,17 +201,17 @@ def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
         threshold = [entry for entry in data["methods"] if entry["pool"] is None]
         measured = any(entry["core"] is not None for entry in data["methods"])
-        names = ["training, by pool", "validation, by pool", *(f"{entry['method']}, validation" for entry in threshold)]
-        figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, top=key_room(width, names) + 0.22)
         pools = array([entry["pool"] for entry in choice])
         train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
+        lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
+        key = {"training, by pool": train, "validation, by pool": held_out} | lines
+        figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, key=key)
         for field, stroke in (("train", train), ("validation", held_out)):
             every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
         if measured:
             every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
             every[1].set_ylabel("CORE (%)")
-        lines = strokes(threshold)
-        for entry, stroke in zip(threshold, lines, strict=True):
+        for entry, stroke in zip(threshold, lines.values(), strict=True):
             every[0].axhline(entry["validation"], **stroke)
             if entry["core"] is not None:
                 every[1].axhline(100 * entry["core"], **stroke)
@@ -220,7 +219,6 @@ def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         every[0].set_xscale("log", base=2)
         every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
         every[-1].set_xlabel("tokens of the pool in training", loc="right")
-        key(figure, names, [train, held_out, *lines])
     return figure
 
 
@@ -273,11 +271,11 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
     pools: dict[str, Any] = {
         "color": INK, "linestyle": "none", "marker": "D", "markersize": 4, "markerfacecolor": "none"
     }  # fmt: skip
-    names, samples = ["training", "validation"], [{"color": MUTED, "linestyle": "-"}, causal]
+    key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in methods):
-        names, samples = [*names, "validation, routed by the pools of training"], [*samples, pools]
+        key["validation, routed by the pools of training"] = pools
     with style():
-        figure, every = method_panels(width, methods, 1.4, names)
+        figure, every = method_panels(width, methods, 1.4, key)
         low, high = [], []
         for axes, entry, stroke in zip(every, methods, drawn, strict=True):
             train, validation = array(entry["train"]), array(entry["validation"])
@@ -297,7 +295,6 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
             axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
             axes.set_xlabel("")
         outer_labels(every, "tokens trained on", "nats per token")
-        key(figure, names, samples)
     return figure
 
 
@@ -324,11 +321,6 @@ def shared_expert(material: Material) -> Data:
     )
 
 
-def draw_shared_expert(data: Data, width: float = NARROW) -> Figure:
-    """Draw validation losses with and without the shared expert."""
-    return _variants(data, width)
-
-
 def say_shared_expert(data: Data) -> str:
     return (
         f"Leaving out the shared expert changes the last validation loss, in nats per token, by {_differences(data)}."
@@ -345,12 +337,8 @@ def fanout_norm(material: Material) -> Data:
     )
 
 
-def draw_fanout_norm(data: Data, width: float = NARROW) -> Figure:
-    """Draw validation losses without and with the fanout norm."""
-    return _variants(data, width)
-
-
-def _variants(data: Data, width: float) -> Figure:
+def draw_pairs(data: Data, width: float = NARROW) -> Figure:
+    """Draw the validation losses of runs with and without an option."""
     return _curves(data, "{:.3f}", LOSS, width, 2.2)
 
 
@@ -455,7 +443,7 @@ FIGURES = [
     Study("train_against_validation", "Learning", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
     Study("shared_expert", "Learning", "Shared expert on and off",
-          shared_expert, draw_shared_expert, say_shared_expert, wide=False),
+          shared_expert, draw_pairs, say_shared_expert, wide=False),
     Study("fanout_norm", "Learning", "With and without fanout norm",
-          fanout_norm, draw_fanout_norm, say_fanout_norm, wide=False),
+          fanout_norm, draw_pairs, say_fanout_norm, wide=False),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from ..measures import best_expert_choice, best_token_choice, load_variation, ro
 from ..measures import load_spread as spread_of
 from ..plain import Data, array
 from ..sentences import listed, percent, pool_size
-from .axes import CHARACTER, by_layer, key, key_room, panels, ratio_axis, single
+from .axes import CHARACTER, by_layer, method_strokes, panels, ratio_axis, single
 from .study import Study
 from .style import INK, MUTED, NARROW, WIDE, strokes, style
 
@@ -99,11 +99,11 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
         "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
     }
     drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
-    names = [name for name, _ in drawn.values()]
+    key = {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()}
     labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
     with style():
         left = max(map(len, labels)) * CHARACTER + 0.15
-        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, top=key_room(width, names) + 0.12)
+        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, key=key)
         for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
             for name, (_, mark) in drawn.items():
                 if entry.get(name) is not None:
@@ -112,7 +112,6 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
         axes.set_ylim(len(methods) - 0.5, -0.5)
         axes.grid(axis="x")
         figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
-        key(figure, names, [{"color": MUTED, "linestyle": "none", **mark} for _, mark in drawn.values()])
     return figure
 
 
@@ -194,15 +193,13 @@ def load_at_scale(material: Material) -> Data:
 
 def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
     """Draw largest / mean load by tokens and by devices, and the waiting; dots: resampled, lines: closed form."""
-    methods, drawn = data["methods"], strokes(data["methods"])
-    names = [*(entry["method"] for entry in methods), "resampled", "closed form"]
+    methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     most, tokens, devices = data["experts"][-1], data["tokens_per_expert"], data["devices"]
     with style():
-        figure, every = panels(
-            width, 3, height=1.8, top=key_room(width, names) + 0.28, columns=3 if width > 6 else 1, share=False
-        )
-        for entry, stroke in zip(methods, drawn, strict=True):
+        key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
+        figure, every = panels(width, 3, height=1.8, columns=3 if width > 6 else 1, share=False, key=key)
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
             colour = {"color": stroke["color"]}
             experts, device = entry["by_tokens"], entry["by_devices"]
             every[0].plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
@@ -225,7 +222,6 @@ def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
             ticks = tokens if label.startswith("tokens") else devices
             axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
             axes.set_ylim(bottom=0 if axes is every[2] else 1)
-        key(figure, names, [*drawn, dots, {"color": MUTED, "linewidth": 1}])
     return figure
 
 

@@ -1,4 +1,4 @@
-"""The figures of one run's report, from its records: each drawing beside its sentence, and then which a run has.
+"""The figures of one run's report: each drawing beside its sentence, then the list of those that a run has.
 
 `train` and `validation` are the lines of metrics.jsonl of that split.
 """
@@ -29,6 +29,7 @@ from .axes import (
     marker,
     panels,
     ratio_axis,
+    scale_axes,
     single,
     smooth,
     step_axis,
@@ -43,10 +44,15 @@ if TYPE_CHECKING:
 
 # Colours of heatmaps, whose opacity is the value.
 ABOVE, BELOW, MISSING = HEAT, (0.87, 0.43, 0.08), (0.5, 0.5, 0.5)
-
-
 LATE = 0.75
 """Sentences summarise the steps after this share of the run, the last quarter."""
+TITLES = {
+    "saturation": ("dropped, % of tokens above a cutoff", 100),
+    "starvation": ("filled in, % of the places aimed at", 100),
+    "score_std": ("scores of an expert, standard deviation", 1),
+    "gate_std": ("gates of an expert, standard deviation", 1),
+}
+"""Titles of panels, and units, by the name of the number in metrics.jsonl."""
 
 
 def draw_loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
@@ -244,42 +250,48 @@ def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
     )
 
 
-def draw_saturation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Draw tokens dropped by the upper bound, in percent of tokens above the cutoff, averaged over experts."""
-    return _layers_over_steps(train, "saturation", "dropped, % of tokens above a cutoff", width, 100, warmup_steps)
+def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0, width: float = NARROW) -> Figure:
+    """Draw a number of `TITLES` over steps, a line for each layer, averaged over experts."""
+    title, unit = TITLES[key]
+    with style():
+        figure, axes = single(width)
+        values = layer_series(train, key)
+        layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
+        axes.set_title(title)
+        step_axis(axes)
+        mark_warmup(axes, warmup_steps)
+    return figure
 
 
-def say_saturation(train: Sequence[Record], exact_until: float) -> str:
-    """exact_until: the last step at which an expert takes exactly k tokens; infinite if that is every step."""
-    return _bounded(train, "saturation", "of the tokens above a cutoff were dropped", exact_until)
+def say_bounded(train: Sequence[Record], key: str, exact_until: float) -> str:
+    """Describe saturation or starvation.
+
+    exact_until: the last step at which an expert takes exactly k tokens; infinite if that is every step.
+    """
+    every = [
+        (step, value, layer) for layer, points in layer_series(train, key).items() for step, value in finite(points)
+    ]
+    after = [entry for entry in every if entry[0] > exact_until]
+    step, most, layer = max(after or every, key=lambda entry: entry[1])
+    mean = fmean(value for _, value, _ in after or every)
+    when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
+    what = {
+        "saturation": "of the tokens above a cutoff were dropped",
+        "starvation": "of the places aimed at were filled with tokens below the cutoff",
+    }[key]
+    steps = _steps_of_a_line(train)
+    most_of = "at most" if steps == 1 else f"in {steps} steps at most"
+    return f"{when}{percent(mean)} {what} on average, {most_of} {percent(most)} (layer {layer}, step {step:,})."
 
 
-def draw_starvation(train: Sequence[Record], warmup_steps: int = 0, width: float = NARROW) -> Figure:
-    """Draw tokens filled in by the lower bound, in percent of k, averaged over experts."""
-    return _layers_over_steps(train, "starvation", "filled in, % of the places aimed at", width, 100, warmup_steps)
-
-
-def say_starvation(train: Sequence[Record], exact_until: float) -> str:
-    """exact_until: as in `saturation`."""
-    return _bounded(train, "starvation", "of the places aimed at were filled with tokens below the cutoff", exact_until)
-
-
-def draw_score_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Draw the standard deviation of an expert's scores over tokens, averaged over experts."""
-    return _layers_over_steps(train, "score_std", "scores of an expert, standard deviation", width)
-
-
-def say_score_spread(train: Sequence[Record]) -> str:
-    return _went(train, "score_std")
-
-
-def draw_gate_spread(train: Sequence[Record], width: float = NARROW) -> Figure:
-    """Draw the standard deviation of an expert's gates over tokens, averaged over experts."""
-    return _layers_over_steps(train, "gate_std", "gates of an expert, standard deviation", width)
-
-
-def say_gate_spread(train: Sequence[Record]) -> str:
-    return _went(train, "gate_std")
+def say_spread(train: Sequence[Record], key: str) -> str:
+    """Describe the standard deviation of scores or gates: the first and the last of each layer."""
+    lines = {layer: finite(points) for layer, points in layer_series(train, key).items()}
+    (start, first), (end, last) = ((max(p[i][0] for p in lines.values()), i) for i in (0, -1))
+    widest = max(lines, key=lambda layer: lines[layer][-1][1])
+    where = f", largest in layer {widest}" if len(lines) > 1 else ""
+    values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
+    return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
 
 
 def draw_speed(train: Sequence[Record], width: float = NARROW) -> Figure:
@@ -316,30 +328,12 @@ def deviation_colours(ratio: np.ndarray) -> np.ndarray:
     return colours
 
 
-def _layers_over_steps(
-    train: Sequence[Record], key: str, title: str, width: float, unit: float = 1, warmup_steps: int = 0
-) -> Figure:
-    with style():
-        figure, axes = single(width)
-        values = layer_series(train, key)
-        layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
-        axes.set_title(title)
-        step_axis(axes)
-        mark_warmup(axes, warmup_steps)
-    return figure
-
-
 def _deviation_key(figure: Figure) -> None:
     """Draw the scale of `deviation_colours` right of the first row."""
-    row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
-    width = figure.get_figwidth()
-    key = figure.add_axes((row.x1 + 0.1 / width, row.y0, 0.1 / width, row.height))
-    scale = np.linspace(1, -1, 33)[:, None]
-    key.imshow(deviation_colours(2**scale), extent=(0, 1, -1, 1), aspect="auto", interpolation="none")
-    key.set_xticks([])
-    key.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
-    key.yaxis.tick_right()
-    key.grid(False)
+    scale = scale_axes(figure)
+    ratios = 2 ** np.linspace(1, -1, 33)[:, None]
+    scale.imshow(deviation_colours(ratios), extent=(0, 1, -1, 1), aspect="auto", interpolation="none")
+    scale.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -381,28 +375,6 @@ def _steps_of_a_line(train: Sequence[Record]) -> int:
 def _each_point(train: Sequence[Record]) -> str:
     steps = _steps_of_a_line(train)
     return "" if steps == 1 else f" Each point of training is the mean of {steps} steps."
-
-
-def _bounded(train: Sequence[Record], key: str, what: str, exact_until: float) -> str:
-    every = [
-        (step, value, layer) for layer, points in layer_series(train, key).items() for step, value in finite(points)
-    ]
-    after = [entry for entry in every if entry[0] > exact_until]
-    step, most, layer = max(after or every, key=lambda entry: entry[1])
-    mean = fmean(value for _, value, _ in after or every)
-    when = "" if exact_until == 0 else "After warmup " if after else "While experts took exactly k tokens, "
-    steps = _steps_of_a_line(train)
-    most_of = "at most" if steps == 1 else f"in {steps} steps at most"
-    return f"{when}{percent(mean)} {what} on average, {most_of} {percent(most)} (layer {layer}, step {step:,})."
-
-
-def _went(train: Sequence[Record], key: str) -> str:
-    lines = {layer: finite(points) for layer, points in layer_series(train, key).items()}
-    (start, first), (end, last) = ((max(p[i][0] for p in lines.values()), i) for i in (0, -1))
-    widest = max(lines, key=lambda layer: lines[layer][-1][1])
-    where = f", largest in layer {widest}" if len(lines) > 1 else ""
-    values = [_range([points[i][1] for points in lines.values()]) for i in (first, last)]
-    return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
 
 
 def _range(values: Sequence[float]) -> str:
@@ -457,7 +429,7 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         "Usage of each expert",
         unrecorded,
         expert_series(train, "usage"),
-        lambda width: draw_usage(train, run.target, width),
+        partial(draw_usage, train, run.target),
         partial(say_usage, train, run.target),
         wide=True,
     )
@@ -465,7 +437,7 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         "Load spread",
         unrecorded,
         layer_series(train, "load_spread") or layer_series(validation, "load_spread"),
-        lambda width: draw_load_spread(train, validation, warmup, width),
+        partial(draw_load_spread, train, validation, warmup),
         partial(say_load_spread, train, validation),
         wide=True,
     )
@@ -474,45 +446,23 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         "the run was not validated yet",
         run.fanout_counts,
         partial(draw_fanout, run.fanout_counts),
-        lambda: say_fanout(run.fanout_counts, run.rule["experts_per_token"]),
+        partial(say_fanout, run.fanout_counts, rule.experts_per_token),
         wide=True,
     )
     yield _entry(
         "Cutoffs",
         of_cutoff,
         expert_series(train, "cutoff"),
-        lambda width: draw_cutoffs(train, warmup, width),
+        partial(draw_cutoffs, train, warmup),
         partial(say_cutoffs, train),
         wide=True,
     )
-    yield _entry(
-        "Saturation",
-        of_cutoff,
-        layer_series(train, "saturation"),
-        lambda width: draw_saturation(train, warmup, width),
-        partial(say_saturation, train, exact_until),
-    )
-    yield _entry(
-        "Starvation",
-        of_cutoff,
-        layer_series(train, "starvation"),
-        lambda width: draw_starvation(train, warmup, width),
-        partial(say_starvation, train, exact_until),
-    )
-    yield _entry(
-        "Spread of scores",
-        unrecorded,
-        layer_series(train, "score_std"),
-        partial(draw_score_spread, train),
-        partial(say_score_spread, train),
-    )
-    yield _entry(
-        "Spread of gates",
-        unrecorded,
-        layer_series(train, "gate_std"),
-        partial(draw_gate_spread, train),
-        partial(say_gate_spread, train),
-    )
+    for title, key in (("Saturation", "saturation"), ("Starvation", "starvation")):
+        draw, say = partial(draw_layers, train, key, warmup), partial(say_bounded, train, key, exact_until)
+        yield _entry(title, of_cutoff, layer_series(train, key), draw, say)
+    for title, key in (("Spread of scores", "score_std"), ("Spread of gates", "gate_std")):
+        draw, say = partial(draw_layers, train, key, 0), partial(say_spread, train, key)
+        yield _entry(title, unrecorded, layer_series(train, key), draw, say)
 
 
 def _entry(
