@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -293,21 +294,27 @@ def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(run
         pass
 
 
-def test_an_earlier_process_of_the_same_number_does_not_hold_the_lock(run: RunFolder) -> None:
+def test_a_lock_file_that_nobody_holds_any_more_is_taken_over_and_removed(run: RunFolder) -> None:
+    (run.path / ".lock").write_text("process 1 on elsewhere, long gone")
     with run.lock():
-        claim = json.loads((run.path / ".lock").read_text())
-    (run.path / ".lock").write_text(json.dumps({**claim, "process": "earlier"}))
-    with run.lock():
-        pass
+        assert (run.path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert [path.name for path in run.path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"pid": 1}', '{"pid": 1, "host": "elsewhere", "process": "x"}'])
-def test_a_lock_that_cannot_be_judged_is_respected_and_named(run: RunFolder, content: str) -> None:
-    (run.path / ".lock").write_text(content)
-    with pytest.raises(ValueError, match=r"delete .*"), run.lock():
+def test_a_lock_file_removed_while_another_process_opened_it_is_made_anew(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes held the lock: one on the removed file, one on its successor."""
+    flock, lock = fcntl.flock, run.path / ".lock"
+
+    def late(file: Any, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        lock.unlink()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with run.lock(), pytest.raises(ValueError, match="is at work there"), run.lock():
         pass
-    assert (run.path / ".lock").read_text() == content
 
 
 # The trained model

@@ -60,11 +60,11 @@ class Identity:
 
     @property
     def can_resume(self) -> bool:
-        """Returns True if a later response can be verified to be of the same bytes."""
+        """Return True if a later response can be verified to be of the same bytes."""
         return self.sha256 is not None or self.etag is not None
 
     def same(self, other: Identity) -> bool:
-        """Returns True if both are of the same bytes. Caches in front of a server may differ in their ETags."""
+        """Return True if both are of the same bytes. Caches in front of a server may differ in their ETags."""
         known = "etag" if self.sha256 is None or other.sha256 is None else "sha256"
         return (self.size, getattr(self, known)) == (other.size, getattr(other, known))
 

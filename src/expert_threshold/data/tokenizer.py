@@ -60,7 +60,7 @@ def _too_large(vocab_size: int, supports: str) -> ValueError:
 
 
 def _supporting(texts: Iterator[str], vocab_size: int) -> Iterator[str]:
-    """Returns the same texts, after reading enough of them to allow for the merges.
+    """Return the same texts, after reading enough of them to allow for the merges.
 
     No piece of PATTERN extends from a letter to a non-letter, and n bytes have at most n - 1 merges, so the distinct
     words bound the vocabulary. Raises ValueError if the bound is too low, before the slow merging starts.

@@ -12,7 +12,7 @@ import torch
 
 from .. import __version__
 from ..model import GPT
-from ..runs.files import read_json, replace_file, to_json
+from ..runs.files import read_json, replace_json
 from .bundle import Baselines, Task
 from .core import Scorer, centred, evaluate_task
 
@@ -45,8 +45,7 @@ class Results:
         return saved if all(saved.get(key) == value for key, value in self._header.items()) else dict(self._header)
 
     def write(self, section: str, value: Mapping[str, Any]) -> None:
-        text = to_json(self.read() | {section: value}, indent=2) + "\n"
-        replace_file(self.path, text.encode())
+        replace_json(self.path, self.read() | {section: value})
 
 
 def _hash(model: GPT) -> str:

@@ -64,9 +64,9 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def saved_steps(parent: Path) -> list[int]:
-    """Returns the saved steps in ascending order, including checkpoints on another disk that are linked here.
+    """Return the saved steps in ascending order, including checkpoints on another disk that are linked here.
 
-    Half-written checkpoints never have a step's name. Raises `ValueError` if `parent` is a dangling link.
+    Half-written checkpoints never have a step's name. Raises ValueError if `parent` is a dangling link.
     """
     if not _is_there(parent):
         return []
@@ -76,7 +76,7 @@ def saved_steps(parent: Path) -> list[int]:
 
 
 def _is_there(parent: Path) -> bool:
-    """Returns True if the folder exists. Raises `ValueError` for a dangling link, as of a run on an absent disk."""
+    """Return True if the folder exists. Raises ValueError for a dangling link, as of a run on an absent disk."""
     if parent.is_symlink() and not parent.exists():
         raise ValueError(
             f"{parent}: links to {os.readlink(parent)}, which is not there; bring that disk back, or remove the link "
@@ -86,30 +86,30 @@ def _is_there(parent: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Removes a folder or a file; of a link only the link, since its target may not belong to the run."""
+    """Remove a folder or a file; of a link only the link, since its target may not belong to the run."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any]) -> None:
-    """Saves a checkpoint atomically: it exists whole or not at all, even if the process is killed.
+def write(parent: Path, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
+    """Save a checkpoint atomically: it exists whole or not at all, even if the process is killed.
 
-    A step that is already saved is kept, since a run has one state per step. `OSError` (a full disk) and every other
-    exception leave all earlier checkpoints intact.
+    A step that is already saved is kept, since a run has one state per step. OSError (a full disk) and every other
+    exception leave all earlier checkpoints intact. keep: as in `commit`.
     """
     temporary = begin(parent, step)
     if temporary is None:
         return
     try:
-        commit(parent, step, write_files(temporary, tensors), state)
+        commit(parent, step, write_files(temporary, tensors), state, keep)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def begin(parent: Path, step: int) -> Path | None:
-    """Returns an empty folder for a checkpoint's files, or None if that step is already saved. Removes leftovers of
+    """Return an empty folder for a checkpoint's files, or None if that step is already saved. Removes leftovers of
     checkpoints that were never committed.
     """
     if not _is_there(parent):
@@ -130,7 +130,7 @@ def begin(parent: Path, step: int) -> Path | None:
 
 
 def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> Fingerprints:
-    """Writes a file for each part. rank: this rank, if several write to the folder at once. May run in any thread."""
+    """Write a file for each part. rank: this rank, if several write to the folder at once. May run in any thread."""
     names = []
     for part, named in tensors.items():
         names.append(f"{part}.safetensors" if rank is None else f"{part}_of_rank_{rank}.safetensors")
@@ -139,8 +139,12 @@ def write_files(temporary: Path, tensors: Tensors, rank: int | None = None) -> F
     return {name: _fingerprint(temporary / name) for name in sorted(names)}
 
 
-def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any]) -> None:
-    """Commits the files that all ranks have written, with these fingerprints, as the checkpoint of `step`."""
+def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None) -> None:
+    """Commit the files that all ranks have written, with these fingerprints, as the checkpoint of `step`.
+
+    keep: how many of the newest checkpoints stay, `step` in any case; None keeps all. Of a linked checkpoint only the
+    link is removed.
+    """
     temporary = _temporary(parent, step)
     write_synced(temporary / "state.json", to_json(state, indent=1).encode())
     for name in files:  # safetensors creates files that only their owner can read
@@ -151,30 +155,22 @@ def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any
     sync_folder(temporary)
     os.replace(temporary, folder_of(parent, step))
     sync_folder(parent)
+    for earlier in saved_steps(parent)[:-keep] if keep is not None else ():
+        if earlier != step:
+            doomed = _temporary(parent, earlier)  # so that no half-removed checkpoint has a step's name
+            os.replace(folder_of(parent, earlier), doomed)
+            _remove(doomed)
 
 
 def _temporary(parent: Path, step: int) -> Path:
     return parent / f"{_TEMPORARY}{folder_of(parent, step).name}"
 
 
-def prune(parent: Path, keep: int, newest: int) -> None:
-    """Removes all but the last `keep` checkpoints, and never `newest`, the one known to be whole.
-
-    Of a linked checkpoint only the link is removed.
-    """
-    for step in saved_steps(parent)[:-keep]:
-        if step != newest:
-            folder = folder_of(parent, step)
-            doomed = parent / f"{_TEMPORARY}{folder.name}"  # so that no half-removed checkpoint has a step's name
-            os.replace(folder, doomed)
-            _remove(doomed)
-
-
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:
-    """Loads the checkpoint of `step`, only `parts` of its tensors if given, after checking every loaded file against
+    """Load the checkpoint of `step`, only `parts` of its tensors if given, after checking every loaded file against
     the manifest. Nothing is unpickled.
 
-    Raises `ValueError` that names what is damaged, missing or foreign, and the checkpoint to fall back on.
+    Raises ValueError that names what is damaged, missing or foreign, and the checkpoint to fall back on.
     """
     folder = folder_of(parent, step)
     try:
@@ -195,7 +191,7 @@ def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Check
 
 
 def verify(folder: Path, names: Collection[str] | None = None) -> None:
-    """Checks the files, all or those named, against the manifest. Raises `ValueError` on the first difference."""
+    """Check the files, all or those named, against the manifest. Raises ValueError on the first difference."""
     for name, expected in _listed(folder).items():
         if names is not None and name not in names:
             continue
@@ -209,7 +205,7 @@ def verify(folder: Path, names: Collection[str] | None = None) -> None:
 
 
 def _listed(folder: Path) -> dict[str, dict[str, Any]]:
-    """Returns the files of a checkpoint with size and hash, after validating the manifest."""
+    """Return the files of a checkpoint with size and hash, after validating the manifest."""
     path = folder / "manifest.json"
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing")
@@ -264,12 +260,12 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
 
 
 def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
-    """Returns the tensors in all ranks' files of a part. Raises ValueError unless slices cover each exactly once."""
+    """Return the tensors in all ranks' files of a part. Raises ValueError unless slices cover each exactly once."""
     tensors: dict[str, Tensor] = {}
     parts: defaultdict[str, list[Part]] = defaultdict(list)
     for path in paths:
         with safe_open(path, "pt") as file:
-            places = _places(path, file.metadata() or {})
+            places = json.loads((file.metadata() or {}).get(_PLACES, "{}"))
             for name in file.keys():  # noqa: SIM118  no mapping
                 if name in tensors or (name in parts and name not in places):
                     raise ValueError(f"{path}: {name} is also in the file of another rank")
@@ -287,19 +283,8 @@ def _read_tensors(paths: list[Path]) -> dict[str, Tensor]:
     return tensors
 
 
-def _places(path: Path, metadata: Mapping[str, str]) -> dict[str, list[int]]:
-    """Returns each slice's start and its tensor's shape from a file's metadata. Raises ValueError if malformed."""
-    places = json.loads(metadata.get(_PLACES, "{}"))
-    if not isinstance(places, dict) or not all(
-        isinstance(place, list) and len(place) > 1 and all(type(number) is int for number in place)
-        for place in places.values()
-    ):
-        raise ValueError(f"{path}: damaged: it does not say where its parts lie")
-    return places
-
-
 def _join(parts: list[Part]) -> Tensor:
-    """Returns the tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
+    """Return the tensor joined from its slices. Raises ValueError unless they cover it exactly once."""
     parts = sorted(parts, key=lambda part: (part.start, len(part.tensor)))
     shape, dtype = parts[0].shape, parts[0].tensor.dtype
     end = 0
@@ -315,7 +300,7 @@ def _join(parts: list[Part]) -> Tensor:
 
 
 def _fingerprint(path: Path, size: int | None = None) -> dict[str, Any]:
-    """Returns size and hash; the hash is empty if the size is not the expected one, since it is not needed then."""
+    """Return size and hash; the hash is empty if the size is not the expected one, since it is not needed then."""
     found = path.stat().st_size
     if size not in (None, found):
         return {"size": found, "sha256": ""}

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .files import replace_file, to_json
+from .files import replace_json
 from .folder import RunFolder
 
 
@@ -46,7 +46,7 @@ def derive(
         run.write_tokenizer(source.tokenizer())
         run.save_checkpoint(step, {"model": weights}, {})
         for name, content in (files or {}).items():
-            replace_file(temporary / name, (to_json(content, indent=2) + "\n").encode())
+            replace_json(temporary / name, content)
         temporary.chmod(0o755)
         os.replace(temporary, to)
     finally:

@@ -11,12 +11,12 @@ from typing import Any
 
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
-    """Returns strict JSON; floats survive exactly. Raises `ValueError` for NaN and infinity, which JSON lacks."""
+    """Return strict JSON; floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, indent=indent, allow_nan=False)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in `path`; anything else reads as an empty object, which fails every format check."""
+    """Return the JSON object in `path`; anything else reads as an empty object, which fails every format check."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
@@ -26,7 +26,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
-    """Turns errors from missing or malformed fields into a `ValueError` that reports damage to `name`."""
+    """Turn errors from missing or malformed fields into a ValueError that reports damage to `name`."""
     try:
         yield
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -35,7 +35,7 @@ def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes the folder's entries to disk, without which a rename does not survive a power loss."""
+    """Flush the folder's entries to disk, without which a rename does not survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -45,7 +45,7 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Adds the path to an `OSError` that has none, as those of failed writes."""
+    """Add the path to an OSError that has none, as those of failed writes."""
     try:
         yield
     except OSError as error:
@@ -62,7 +62,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a file to write that becomes `path` unless an error occurs; readers see the old or the new file, whole.
+    """Yield a file to write that becomes `path` unless an error occurs; readers see the old or the new file, whole.
 
     If `path` is a link, its target is replaced.
     """
@@ -77,7 +77,12 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object like `replace_file`, indented, for people to read too."""
+    replace_file(path, (to_json(content, indent=2) + "\n").encode())
+
+
 def replace_file(path: Path, content: bytes) -> None:
-    """Writes `path` atomically: readers see the old or the new content, and `OSError` leaves the old."""
+    """Write `path` atomically: readers see the old or the new content, and OSError leaves the old."""
     with replacing(path) as temporary:
         write_synced(temporary, content)

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..data import Tokenizer
 from . import checkpoint
-from .checkpoint import Checkpoint, Fingerprints, Tensors
-from .files import read_json, replace_file, replacing, to_json
+from .checkpoint import Checkpoint, Tensors
+from .files import read_json, replace_json, replacing
 from .lock import LOCK, exclusive, is_vacant
 from .metrics import Metrics
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Returns the tokenizer in a file. Raises `ValueError` if it is missing or damaged."""
+    """Return the tokenizer in a file. Raises ValueError if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path}: the file is missing; restore it from a copy, or train again")
     return Tokenizer.load(path)
@@ -37,18 +37,18 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        """Refers to a folder without touching it; use `create` or `open`."""
+        """Refer to a folder without touching it; use `create` or `open`."""
         self.path = path
         self.metrics = Metrics(path / "metrics.jsonl")
         self.tokenizer_path = path / "tokenizer.json"
         self.samples = path / "samples"
         self.report = path / "report.html"
+        self.checkpoints_path = path / "checkpoints"
         self._config_path = path / "config.json"
-        self._checkpoints = path / "checkpoints"
 
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
-        """Creates an empty run folder. Raises `ValueError` if it is not vacant: no run is ever overwritten."""
+        """Create an empty run folder. Raises ValueError if it is not vacant: no run is ever overwritten."""
         if not str(path):
             raise ValueError("--out is empty; name a folder")
         path = Path(path)
@@ -60,7 +60,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """Opens an existing run. Raises `ValueError` if `path` is not a run that this version can read."""
+        """Open an existing run. Raises ValueError if `path` is not a run that this version can read."""
         run = cls(Path(path))
         if not run.path.is_dir():
             raise ValueError(f"{path}: no such run folder; name the --out of an earlier `et train`")
@@ -71,7 +71,7 @@ class RunFolder:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Locks the run for training. Raises `ValueError` that names the holder if another process trains it."""
+        """Lock the run for training. Raises ValueError that names the holder if another process trains it."""
         with exclusive(self.path / LOCK):
             yield
 
@@ -81,7 +81,7 @@ class RunFolder:
         return {key: value for key, value in self._read_config().items() if key not in ("format", "version")}
 
     def section(self, name: str) -> dict[str, Any]:
-        """Returns a section of the configuration. Raises `ValueError` if it is missing or not an object."""
+        """Return a section of the configuration. Raises ValueError if it is missing or not an object."""
         section = self.config.get(name)
         if not isinstance(section, dict):
             raise ValueError(
@@ -92,8 +92,7 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         assert not {"format", "version"} & config.keys()
-        text = to_json({"format": FORMAT, "version": VERSION, **config}, indent=2) + "\n"
-        replace_file(self._config_path, text.encode())
+        replace_json(self._config_path, {"format": FORMAT, "version": VERSION, **config})
 
     def _read_config(self) -> dict[str, Any]:
         config = read_json(self._config_path)
@@ -113,7 +112,7 @@ class RunFolder:
             tokenizer.save(temporary)
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the run's tokenizer. Raises `ValueError` if it is missing, damaged or another model's."""
+        """Return the run's tokenizer. Raises ValueError if it is missing, damaged or another model's."""
         tokenizer = read_tokenizer(self.tokenizer_path)
         vocab_size = self.section("model").get("vocab_size")
         if tokenizer.vocab_size != vocab_size:
@@ -124,51 +123,25 @@ class RunFolder:
         return tokenizer
 
     def checkpoints(self) -> list[int]:
-        """Returns the saved steps, oldest first."""
-        return checkpoint.saved_steps(self._checkpoints)
+        """Return the saved steps, oldest first."""
+        return checkpoint.saved_steps(self.checkpoints_path)
 
     def latest_checkpoint(self) -> int | None:
-        """Returns the step of the newest checkpoint, or None before the first."""
+        """Return the step of the newest checkpoint, or None before the first."""
         return max(self.checkpoints(), default=None)
 
-    def save_checkpoint(
-        self,
-        step: int,
-        tensors: Tensors,
-        state: Mapping[str, Any],
-        keep: int | None = None,
-    ) -> None:
-        """Saves `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
+    def save_checkpoint(self, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
+        """Save `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
 
-        `keep`: how many of the newest checkpoints stay; None keeps all. A step that is already saved does not change.
-        Raises `OSError` if the disk is full; earlier checkpoints stay intact.
+        keep: how many of the newest checkpoints stay; None keeps all. A step that is already saved does not change.
+        Raises OSError if the disk is full; earlier checkpoints stay intact.
         """
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep={keep}: at least 1 checkpoint must stay; None keeps all")
-        checkpoint.write(self._checkpoints, step, tensors, state)
-        if keep is not None:
-            checkpoint.prune(self._checkpoints, keep, newest=step)
-
-    def begin_checkpoint(self, step: int) -> Path | None:
-        """Returns the folder in which all ranks write a checkpoint's files; None if that step is already saved."""
-        return checkpoint.begin(self._checkpoints, step)
-
-    def write_files(self, temporary: Path, tensors: Tensors, rank: int) -> Fingerprints:
-        """Writes this rank's files to the folder; may run in any thread."""
-        return checkpoint.write_files(temporary, tensors, rank)
-
-    def commit_checkpoint(
-        self, step: int, files: Fingerprints, state: Mapping[str, Any], keep: int | None = None
-    ) -> None:
-        """Commits the files of all ranks as one checkpoint; `keep` as in `save_checkpoint`."""
-        checkpoint.commit(self._checkpoints, step, files, state)
-        if keep is not None:
-            checkpoint.prune(self._checkpoints, keep, newest=step)
+        checkpoint.write(self.checkpoints_path, step, tensors, state, keep)
 
     def load_checkpoint(self, step: int | None = None, parts: Collection[str] | None = None) -> Checkpoint:
-        """Returns the checkpoint of `step` or the newest, verified, with only `parts` of its tensors if given.
+        """Return the checkpoint of `step` or the newest, verified, with only `parts` of its tensors if given.
 
-        Raises `ValueError` that names the damaged or missing file and the checkpoint to fall back on.
+        Raises ValueError that names the damaged or missing file and the checkpoint to fall back on.
         """
         steps = self.checkpoints()
         if not steps:
@@ -177,4 +150,4 @@ class RunFolder:
             step = steps[-1]
         if step not in steps:
             raise ValueError(f"{self.path}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
-        return checkpoint.read(self._checkpoints, step, parts)
+        return checkpoint.read(self.checkpoints_path, step, parts)

@@ -18,11 +18,11 @@ def load_model(
     compute_dtype: torch.dtype = torch.float32,
     rate: float | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """Returns the model of a run, saved at `step` or last, in evaluation mode, and the run's tokenizer.
+    """Return the model of a run, saved at `step` or last, in evaluation mode, and the run's tokenizer.
 
     Weights are in the compute dtype, the routers' in float32; to continue training, read the checkpoint instead.
     rate: mean fanout, see `GPT.set_rate`.
-    Raises `ValueError` if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
+    Raises ValueError if the folder, the checkpoint or the tokenizer is missing, damaged or foreign, or if the model
     has no such rate.
     """
     folder = RunFolder.open(run)

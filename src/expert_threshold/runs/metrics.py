@@ -23,7 +23,7 @@ class Metrics:
         self.path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Appends one line in one write. NaN and infinity become null, as JSON lacks them. `OSError` adds nothing."""
+        """Append one line in one write. NaN and infinity become null, as JSON lacks them. OSError adds nothing."""
         assert isinstance(record["step"], int), record["step"]
         assert isinstance(record["split"], str), record["split"]
         line = (to_json(_finite(record)) + "\n").encode()
@@ -34,9 +34,9 @@ class Metrics:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns every record. A torn last line, from a crash or a write in progress, is skipped and logged.
+        """Return every record. A torn last line, from a crash or a write in progress, is skipped and logged.
 
-        Raises `ValueError` for damage anywhere else, naming the line.
+        Raises ValueError for damage anywhere else, naming the line.
         """
         if not self.path.exists():
             return []
@@ -55,13 +55,13 @@ class Metrics:
         return whole
 
     def truncate_after(self, step: int) -> None:
-        """Drops lines of later steps and a torn last line, so that a run resumed from `step` writes them again."""
+        """Drop lines of later steps and a torn last line, so that a run resumed from `step` writes them again."""
         kept = [to_json(record) + "\n" for record in self.read() if record["step"] <= step]
         replace_file(self.path, "".join(kept).encode())
 
 
 def _finite(value: Any) -> Any:
-    """Returns `value` with null for every float that JSON cannot hold."""
+    """Return `value` with null for every float that JSON cannot hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -16,6 +16,7 @@ import torch
 from ..data.stream import gather
 from ..distributed import Parallel, Status, all_reduce_status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
+from ..runs import checkpoint as checkpoints
 
 POLL = 0.02  # seconds between two looks at what other ranks have written
 
@@ -52,11 +53,11 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            path = parallel.from_main(lambda: _text(folder.begin_checkpoint(saved.step)))
+            path = parallel.from_main(lambda: _text(checkpoints.begin(folder.checkpoints_path, saved.step)))
             if path is None:  # this step is saved already
                 return
             self._temporary = Path(path)
-            self._files = self._pool.submit(folder.write_files, self._temporary, saved.tensors, parallel.rank)
+            self._files = self._pool.submit(checkpoints.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
 
     def status(self, stop: bool = False) -> Status:
@@ -81,9 +82,9 @@ class Saver:
                 files |= json.loads(text.tobytes())
             self._files = None
             if self._parallel.is_main:
-                _, _, state = self._saved
+                step, _, state = self._saved
                 self._commit = self._pool.submit(
-                    self._folder.commit_checkpoint, self._saved.step, files, state, self._keep
+                    checkpoints.commit, self._folder.checkpoints_path, step, files, state, self._keep
                 )
             else:
                 self._saved = None
