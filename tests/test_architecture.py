@@ -44,8 +44,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"config", "kernels", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {
-        "recipes", "routing", "moe", "model", "optim", "data", "runs", "train", "evaluation", "generate", "serve",
-        "analysis",
+        "analysis", "data", "evaluation", "generate", "model", "moe", "optim", "option", "recipes", "routing", "runs",
+        "serve", "train",
     },
 }  # fmt: skip
 MAY_IMPORT["full_run"] = {"errors", "config", "runs", "model", "data", "generate", "train", "analysis"}

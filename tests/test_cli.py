@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import numpy as np
 import pyarrow as pa
@@ -43,10 +43,11 @@ from expert_threshold.cli import train as train_command
 from expert_threshold.cli import upcycle as upcycle_command
 from expert_threshold.cli.options import Command, Option, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
-from expert_threshold.config import RUNS, SECTIONS, RunConfig, alternatives, describe, resolve
+from expert_threshold.config import RUNS, SECTIONS, RunConfig, resolve
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
+from expert_threshold.option import Bounds, Count, alternatives, describe
 from expert_threshold.recipes import methods
 from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option
 from expert_threshold.runs import RunFolder
@@ -309,6 +310,8 @@ def test_types_are_told_in_words() -> None:
     assert describe(int) == "a whole number"
     assert describe(float | None) == "a number or none"
     assert describe(tuple[float, float]) == "2 numbers such as 0.9,0.9"
+    assert describe(Count | None) == "a whole number of at least 1 or none"
+    assert describe(Annotated[float, Bounds(above=0, most=60)]) == "a number above 0 and at most 60"
 
 
 @pytest.mark.parametrize(
@@ -505,7 +508,7 @@ def write(path: Path, text: str | bytes) -> Path:
 USAGE: list[tuple[str, list[str]]] = [
     ("", ["name a command", "et --help"]),
     ("tarin", ["unknown command tarin", "did you mean train?"]),
-    ("xyz", ["unknown command xyz", "use one of train, plan, generate"]),
+    ("xyz", ["unknown command xyz", "there are train, plan, generate"]),
     ("train --stepz 3", ["unknown option --stepz", "did you mean --steps?"]),
     ("train --zzzzzz 3", ["unknown option --zzzzzz", "see et train --help"]),
     ("train --steps", ["--steps: expected one argument", "see et train --help"]),
@@ -516,14 +519,14 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --out --seed 3", ["--out: expected one argument", "see et train --help"]),
     ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
     ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
-    ("train --steps many", ["--steps: expected a whole number, not many"]),
-    ("train --steps 0", ["steps=0", "at least 1"]),
+    ("train --steps many", ["--steps: expected a whole number of at least 1, not many"]),
+    ("train --steps 0", ["--steps: expected a whole number of at least 1, not 0"]),
     ("train --rule expert_treshold", ["--rule: expected dense", "not expert_treshold; did you mean expert_threshold?"]),
     ("train quickstar", ["preset 'quickstar' is unknown; did you mean quickstart?"]),
     ("train tiny d12", ["unexpected d12", "see et train --help"]),
-    ("train --matrix-lr nan", ["--matrix-lr: expected a number, not nan"]),
-    ("train --matrix-lr -1", ["matrix_lr=-1", "positive"]),
-    ("train --betas 0.9", ["--betas: expected 2 numbers such as 0.9,0.9, not 0.9"]),
+    ("train --matrix-lr nan", ["--matrix-lr: expected a number above 0 and below 1e+30, not nan"]),
+    ("train --matrix-lr -1", ["--matrix-lr: expected a number above 0", "not -1"]),
+    ("train --betas 0.9", ["--betas: expected 2 numbers such as 0.9,0.9, each of at least 0 and below 1, not 0.9"]),
     ("train --gate-norm fanuot", ["--gate-norm: expected fanout or none, not fanuot; did you mean fanout?"]),
     ("train --dispatch fast", ["dispatch", "reference"]),
     ("train --device gpu", ["--device: expected auto, cpu, cuda", "not gpu"]),
@@ -543,26 +546,26 @@ USAGE: list[tuple[str, list[str]]] = [
     ("generate . --top-k many", ["--top-k: expected a whole number or none, not many"]),
     ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
     ("train --d-model 1000", ["d_model=1000 cannot be divided into heads"]),
-    ("train --d-model 0", ["d_model=0 must be"]),
+    ("train --d-model 0", ["--d-model: expected a whole number of at least 1, not 0"]),
     ("compare --rules dense,dense", ["--rules dense,dense: dense is named twice"]),
     ("compare --rules dense,", ["--rules dense,: a name is missing at a comma"]),
     ("compare --rules dence", ["--rules dence: unknown; did you mean dense?"]),
     ("compare --rules all,dense", ["--rules all: unknown; there are dense, token_choice"]),
-    ("compare --seeds 0", ["--seeds 0: must be at least 1"]),
+    ("compare --seeds 0", ["--seeds: expected a whole number of at least 1, not 0"]),
     ("compare --eval-every none", ["--eval-every none"]),
     ("compare --rule dense", ["unknown option --rule; did you mean --rules?"]),
     ("analyze . --figures warmup,warmup", ["--figures warmup,warmup: warmup is named twice"]),
     ("analyze . --figures warm", ["--figures warm: unknown; did you mean warmup?"]),
-    ("analyze . --tokens 1", ["--tokens 1: must be at least 2"]),
+    ("analyze . --tokens 1", ["--tokens: expected a whole number of at least 2, not 1"]),
     ("analyze . --gsm8k missing", ["--gsm8k missing: does not exist"]),
     ("analyze . --human-eval missing", ["--human-eval missing: does not exist"]),
     ("evaluate missing --rates a,b", ["--rates a,b: expected numbers"]),
     ("evaluate missing --rates 1,1", ["--rates 1,1: 1 is named twice"]),
     ("evaluate missing", ["missing: no such run folder"]),
-    ("evaluate missing --eval-tokens 0", ["--eval-tokens 0: must be at least 1"]),
-    ("leakage --num-experts 0", ["--num-experts 0: must be at least 1"]),
+    ("evaluate missing --eval-tokens 0", ["--eval-tokens: expected a whole number of at least 1 or none, not 0"]),
+    ("leakage --num-experts 0", ["--num-experts: expected a whole number of at least 1, not 0"]),
     ("leakage --experts-per-token 99", ["--experts-per-token 99", "--num-experts 16"]),
-    ("leakage --layers 0", ["--layers 0: must be at least 1"]),
+    ("leakage --layers 0", ["--layers: expected a whole number of at least 1, not 0"]),
     ("data", ["name a subcommand: fineweb-edu"]),
     ("data tokenizer missing", ["missing does not exist"]),
     ("data tokenizer missing --vocab-size 5", ["vocab_size=5 is too small"]),
@@ -573,7 +576,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("upcycle missing --to there", ["missing: no such run folder"]),
     ("recipes all", ["unexpected all"]),
     ("serve missing", ["missing: no such run folder"]),
-    ("plan --gpus 0", ["--gpus 0: must be above 0"]),
+    ("plan --gpus 0", ["--gpus: expected a whole number of at least 1, not 0"]),
     ("plan --rule best", ["--rule: expected dense, token_choice, expert_choice", "not best"]),
 ]
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from expert_threshold.config import (
     RUNS,
     RunConfig,
-    alternatives,
     resolve,
     scaled_optim,
     scaled_rule,
 )
 from expert_threshold.model import PRESETS, GPTConfig
 from expert_threshold.optim import OptimConfig
+from expert_threshold.option import alternatives
 from expert_threshold.routing import (
     PAPER_STEPS,
     RULES,
@@ -155,14 +155,14 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
     [
         ({"trian": {}}, r"section 'trian' is unknown; use model, data, optim, train"),
         ({"train": 3}, r"section 'train' must be an object of options, not 3"),
-        ({"train": {"stepz": 3}}, r"option 'stepz' of section 'train' is unknown; did you mean steps\?"),
-        ({"optim": {"zzz": 3}}, r"option 'zzz' of section 'optim' is unknown; there are matrix_lr, "),
-        ({"train": {"steps": "many"}}, r"train: steps='many' must be a whole number"),
-        ({"train": {"steps": True}}, r"train: steps=True must be a whole number"),
-        ({"train": {"device": "gpu"}}, r"train: device='gpu' must be auto, cpu, cuda or mps"),
-        ({"optim": {"betas": ["a", "b"]}}, r"optim: betas=\['a', 'b'\] must be 2 numbers"),
-        ({"optim": {"betas": [0.9]}}, r"optim: betas=\[0.9\] must be 2 numbers"),
-        ({"optim": {"clip": "x"}}, r"optim: clip='x' must be a number or none"),
+        ({"train": {"stepz": 3}}, r"option 'stepz' is unknown; did you mean steps\?"),
+        ({"optim": {"zzz": 3}}, r"option 'zzz' is unknown; there are matrix_lr, "),
+        ({"train": {"steps": "many"}}, r"steps='many' must be a whole number"),
+        ({"train": {"steps": True}}, r"steps=True must be a whole number"),
+        ({"train": {"device": "gpu"}}, r"device='gpu' must be auto, cpu, cuda or mps"),
+        ({"optim": {"betas": ["a", "b"]}}, r"betas=\['a', 'b'\] must be 2 numbers"),
+        ({"optim": {"betas": [0.9]}}, r"betas=\[0.9\] must be 2 numbers"),
+        ({"optim": {"clip": "x"}}, r"clip='x' must be a number above 0 and below 1e\+30 or none"),
         ({"model": {"rule": "token_choice"}}, r"rule='token_choice' must be an object such as \{\"name\": "),
         ({"model": {"rule": {"name": "best"}}}, r"rule='best' is unknown; use one of dense, token_choice, "),
         ({"model": {"rule": {"name": "token_choice", "decay": 1}}}, r"^decay: rule token_choice has no such option"),
@@ -174,7 +174,7 @@ def test_nonsense_in_a_file_is_refused_by_name(file: dict[str, Any], message: st
 
 
 def test_an_unknown_preset_and_an_incomplete_configuration_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"preset 'd13' is unknown; did you mean d12\? use one of tiny, "):
+    with pytest.raises(ValueError, match=r"preset 'd13' is unknown; did you mean d12\?"):
         resolve("d13")
     with pytest.raises(ValueError, match=r"configuration has no section 'data'"):
         RunConfig.from_dict({"model": {}})

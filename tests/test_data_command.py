@@ -128,9 +128,9 @@ def test_what_cannot_be_done_is_one_line(
         assert message in error
 
     refused("name a subcommand: fineweb-edu, core, tokenizer, tokenize")
-    refused("unknown fineweb; did you mean fineweb-edu?", "fineweb")
+    refused("unknown subcommand fineweb; did you mean fineweb-edu?", "fineweb")
     refused("--shards 0: there are 1822 for training; give from 1", "fineweb-edu", "--shards", 0)
-    refused("--connections 0: must be at least 1", "fineweb-edu", "--connections", 0)
+    refused("--connections: expected a whole number of at least 1, not 0", "fineweb-edu", "--connections", 0)
     refused("unknown option --shard; did you mean --shards?", "fineweb-edu", "--shard", 3)
     refused("fineweb-edu is not in", "tokenizer")
     file = tmp_path / "file"

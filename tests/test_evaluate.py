@@ -237,8 +237,11 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
             "--tasks animal: unknown task; did you mean animals?",
         ),
         (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
-        (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task 0: must be at least 1"),
-        (["threshold", "--eval-tokens", 0], "--eval-tokens 0: must be at least 1"),
+        (
+            ["threshold", "--bundle", "bundle", "--max-per-task", 0],
+            "--max-per-task: expected a whole number",
+        ),
+        (["threshold", "--eval-tokens", 0], "--eval-tokens: expected a whole number of at least 1 or none, not 0"),
         (["threshold", "--tasks", "copy"], "--tasks copy: is unused without --bundle"),
         (["threshold", "--no-validation"], "--no-validation leaves nothing to do"),
         (["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5], "is unused without --validation"),

@@ -246,12 +246,12 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0"], "--gpus 0: must be above 0"),
+        (["--gpus", "0"], "--gpus: expected a whole number of at least 1, not 0"),
         (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
         (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
-        (["--utilisation", "0"], "--utilisation 0.0: must be above 0"),
-        (["--utilisation", "1.5"], "--utilisation 1.5: must be at most 1, the peak"),
-        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour -1.0: must be"),
+        (["--utilisation", "0"], "--utilisation: expected a number above 0 and at most 1, not 0"),
+        (["--utilisation", "1.5"], "--utilisation: expected a number above 0 and at most 1, not 1.5"),
+        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a number of at least 0, not -1"),
     ],
 )
 def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

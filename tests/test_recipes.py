@@ -235,7 +235,7 @@ def test_a_recipe_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         (["--recipe", "expert_treshold"], "not expert_treshold; did you mean expert_threshold?"),
         (["--recipe", "expert_treshold"], "did you mean expert_threshold?"),
         (["tiny", "--tokens", "2047"], "tokens=2047 is below one batch of 2048 tokens; give at least that many"),
-        (["tiny", "--tokens", "0"], "tokens=0 is below one batch of 2048 tokens"),
+        (["tiny", "--tokens", "1"], "tokens=1 is below one batch of 2048 tokens"),
         (["tiny", "--tokens", "9999", "--steps", "3"], "tokens=9999 and steps=3 both say how long to train; give one"),
         (["tiny", "--warmup-steps", "101"], "warmup_steps=101 is beyond the run of 100 steps; give fewer, or train"),
         (["tiny", "--adamw-warmup-steps", "101"], "adamw_warmup_steps=101 is beyond the run of 100 steps"),
@@ -262,7 +262,5 @@ def test_what_cannot_be_trained_is_one_line(
 
 
 def test_an_unknown_recipe_is_refused_by_the_library() -> None:
-    with pytest.raises(
-        ValueError, match=r"^recipe 'expert_treshold' is unknown; did you mean expert_threshold\? use one of dense, "
-    ):
+    with pytest.raises(ValueError, match=r"^recipe 'expert_treshold' is unknown; did you mean expert_threshold\?"):
         resolve(recipe="expert_treshold")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from difflib import get_close_matches
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from .data import DataConfig
 from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
+from .option import did_you_mean, require_valid
 from .recipes import RECIPES, Recipe, in_proportion, intervals
 from .routing import DENSE, RULES, Rule, option_names, rule_from_dict
 from .train import TrainConfig
@@ -91,47 +90,6 @@ SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": Op
 FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup", "time")
 
 
-def alternatives(kind: Any) -> tuple[Any, ...]:
-    """Return the types and literal values that a field's type allows, each once, literals first: `Literal["a"] | int`
-    gives ("a", int).
-    """
-    if get_origin(kind) is Literal:
-        return get_args(kind)
-    if get_origin(kind) in (Union, UnionType):
-        found = [alternative for part in get_args(kind) for alternative in alternatives(part)]
-        return tuple(sorted(dict.fromkeys(found), key=lambda alternative: not isinstance(alternative, str)))
-    return (kind,)
-
-
-def describe(kind: Any) -> str:
-    """Return a field's type in words."""
-    words: dict[Any, str] = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        type(None): "none",
-    }
-    parts = [
-        f"{len(get_args(a))} numbers such as {','.join('0.9' for _ in get_args(a))}"
-        if get_origin(a) is tuple
-        else words.get(a, str(a))
-        for a in alternatives(kind)
-    ]
-    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
-
-
-def _allows(alternative: Any, value: Any) -> bool:
-    if isinstance(alternative, str):
-        return bool(value == alternative)
-    if get_origin(alternative) is tuple:
-        kinds = get_args(alternative)
-        return isinstance(value, list | tuple) and len(value) == len(kinds) and all(map(_allows, kinds, value))
-    if alternative is float:
-        return type(value) in (int, float)
-    return type(value) is alternative
-
-
 def check_changes(changes: Options) -> None:
     """Raise ValueError for an unknown section or option, or a value of the wrong type."""
     for section, options in changes.items():
@@ -141,17 +99,10 @@ def check_changes(changes: Options) -> None:
             raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
-        kinds = get_type_hints(SECTIONS[section])
-        for option, value in options.items():
-            if option not in kinds:
-                near = get_close_matches(option, kinds, 1)
-                remedy = f"did you mean {near[0]}?" if near else f"there are {', '.join(kinds)}"
-                raise ValueError(f"option {option!r} of section {section!r} is unknown; {remedy}")
-            if option == "rule":
-                if not (isinstance(value, Mapping) and "name" in value):
-                    raise ValueError(f'rule={value!r} must be an object such as {{"name": "expert_threshold"}}')
-            elif not any(_allows(alternative, value) for alternative in alternatives(kinds[option])):
-                raise ValueError(f"{section}: {option}={value!r} must be {describe(kinds[option])}")
+        require_valid(SECTIONS[section], options)
+        rule = options.get("rule", {"name": DENSE})
+        if not (isinstance(rule, Mapping) and "name" in rule):
+            raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
@@ -202,14 +153,8 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
 def recipe_named(name: str) -> Recipe:
     """Return the recipe of that name. Raises ValueError if there is none."""
     if name not in RECIPES:
-        raise ValueError(f"recipe {name!r} is unknown; {_did_you_mean(name, RECIPES)}use one of {', '.join(RECIPES)}")
+        raise ValueError(f"recipe {name!r} is unknown; {did_you_mean(name, RECIPES)}")
     return RECIPES[name]
-
-
-def _did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suggestion followed by a space; empty if no name is close."""
-    near = get_close_matches(name, list(known), 1)
-    return f"did you mean {near[0]}? " if near else ""
 
 
 def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
@@ -273,7 +218,7 @@ def resolve(
     Raises ValueError for unknown names and for values that cannot train.
     """
     if preset not in RUNS:
-        raise ValueError(f"preset {preset!r} is unknown; {_did_you_mean(preset, RUNS)}use one of {', '.join(RUNS)}")
+        raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")
     file = {} if file is None else file
     check_changes(file)
     base, made_by = RUNS[preset], None if recipe is None else recipe_named(recipe)

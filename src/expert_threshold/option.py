@@ -1,13 +1,125 @@
-"""Options of configuration records: dataclass fields that carry their own help."""
+"""Options of configuration records: dataclass fields with a help, types with bounds, and the check of values."""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import TypeVar
+import math
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import field, fields
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+class Bounds(NamedTuple):
+    """Bounds of a number; None is none. `Annotated[int, Bounds(least=1)]` is the type of the numbers within them."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def hold(self, value: float) -> bool:
+        """Return True if the value is within them."""
+        tests = zip((operator.ge, operator.gt, operator.le, operator.lt), self, strict=True)
+        return all(bound is None or test(value, bound) for test, bound in tests)
+
+    def __str__(self) -> str:
+        words = zip(("of at least", "above", "at most", "below"), self, strict=True)
+        return " and ".join(f"{word} {bound}" for word, bound in words if bound is not None)
+
+
+Count = Annotated[int, Bounds(least=1)]
+Whole = Annotated[int, Bounds(least=0)]
+Positive = Annotated[float, Bounds(above=0)]
 
 
 def option(default: T, help: str) -> T:
     """Return a dataclass field with this default; command lines show `help`, one or two sentences, in `--help`."""
     return field(default=default, metadata={"help": help})
+
+
+def require_valid(record: type, values: Mapping[str, Any]) -> None:
+    """Raise ValueError for the first of a record's options that is unknown, of the wrong type or out of bounds.
+
+    Fields that are not made by `option` may have any value.
+    """
+    kinds, known = kinds_of(record), {field.name: field for field in fields(record)}
+    for name, value in values.items():
+        if name not in known:
+            raise ValueError(f"option {name!r} is unknown; {did_you_mean(name, known)}")
+        if known[name].metadata and not allows(kinds[name], value):
+            raise ValueError(f"{name}={value!r} must be {describe(kinds[name])}")
+
+
+def kinds_of(record: type) -> dict[str, Any]:
+    """Return the types of a record's fields, with their bounds."""
+    return get_type_hints(record, include_extras=True)
+
+
+def alternatives(kind: Any) -> tuple[Any, ...]:
+    """Return the types and literal values that a field's type allows, each once, literals first: `Literal["a"] | int`
+    gives ("a", int).
+    """
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    if get_origin(kind) in (Union, UnionType):
+        found = [alternative for part in get_args(kind) for alternative in alternatives(part)]
+        return tuple(sorted(dict.fromkeys(found), key=lambda alternative: not isinstance(alternative, str)))
+    return (kind,)
+
+
+def bare(alternative: Any) -> tuple[Any, Bounds]:
+    """Return a type without its bounds, and the bounds."""
+    if get_origin(alternative) is Annotated:
+        return get_args(alternative)
+    return alternative, Bounds()
+
+
+def describe(kind: Any) -> str:
+    """Return a field's type in words."""
+    parts = [_in_words(alternative) for alternative in alternatives(kind)]
+    return " or ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def _in_words(alternative: Any) -> str:
+    kind, bounds = bare(alternative)
+    if get_origin(kind) is tuple:
+        within = str(bare(get_args(kind)[0])[1])
+        numbers = f"{len(get_args(kind))} numbers such as {','.join('0.9' for _ in get_args(kind))}"
+        return f"{numbers}, each {within}" if within else numbers
+    words: dict[Any, str] = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        type(None): "none",
+    }
+    return f"{words.get(kind, kind)} {bounds}".rstrip()
+
+
+def allows(kind: Any, value: Any) -> bool:
+    """Return True if a field's type, with its bounds, allows the value; no text may be empty, no number infinite."""
+    return any(_allows(alternative, value) for alternative in alternatives(kind))
+
+
+def _allows(alternative: Any, value: Any) -> bool:
+    kind, bounds = bare(alternative)
+    if isinstance(kind, str):
+        return bool(value == kind)
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        return isinstance(value, list | tuple) and len(value) == len(kinds) and all(map(_allows, kinds, value))
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value) and bounds.hold(value)
+    return type(value) is kind and value != "" and (kind is not int or bounds.hold(value))
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """Return a remedy for an unknown name: the known one that is close, else `otherwise`, or all of them."""
+    near = get_close_matches(name, known := list(known), 1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"there are {', '.join(known)}" if otherwise is None else otherwise

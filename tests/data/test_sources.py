@@ -303,11 +303,11 @@ def test_an_error_of_the_system_stays_one(source: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"source": ""}, 'source="" names nothing: give'),
-        ({"text_field": ""}, 'text_field="" names nothing: give'),
-        ({"validation_fraction": 0.0}, "validation_fraction=0.0 is not between 0 and 1: give"),
-        ({"validation_fraction": 1.0}, "validation_fraction=1.0 is not between 0 and 1: give"),
-        ({"validation_fraction": float("nan")}, "validation_fraction=nan is not between 0 and 1: give"),
+        ({"source": ""}, "source='' must be text"),
+        ({"text_field": ""}, "text_field='' must be text"),
+        ({"validation_fraction": 0.0}, "validation_fraction=0.0 must be a number above 0 and below 1"),
+        ({"validation_fraction": 1.0}, "validation_fraction=1.0 must be a number above 0 and below 1"),
+        ({"validation_fraction": float("nan")}, "validation_fraction=nan must be a number above 0 and below 1"),
     ],
 )
 def test_nonsense_options_are_refused(options: dict[str, str | float], problem: str) -> None:

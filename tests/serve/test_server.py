@@ -728,12 +728,12 @@ def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-queue", "0"], "--max-queue 0 must be at least 1; see et serve --help"),
-        (["--slots", "0"], "--slots 0 must be at least 1"),
-        (["--port", "65536"], "--port 65536 must be from 0 to 65535"),
-        (["--threads", "0"], "--threads 0 must be at least 1; leave it out for the default"),
+        (["--max-queue", "0"], "--max-queue: expected a whole number of at least 1, not 0; see et serve --help"),
+        (["--slots", "0"], "--slots: expected a whole number of at least 1, not 0"),
+        (["--port", "65536"], "--port: expected a whole number of at least 0 and at most 65535, not 65536"),
+        (["--threads", "0"], "--threads: expected a whole number of at least 1 or none, not 0"),
         (["--threads", "1000000"], "threads=1000000 is more than this machine can use; give --threads of at most"),
-        (["--max-body-seconds", "0"], "--max-body-seconds 0.0 must be above 0; see et serve --help"),
+        (["--max-body-seconds", "0"], "--max-body-seconds: expected a number above 0, not 0; see et serve --help"),
         (["--host", "192.0.2.1"], "--host 192.0.2.1: not an address of this machine; leave it out, or give 0.0.0.0"),
         (["--host", "nowhere.invalid"], "--host nowhere.invalid: unknown name"),
         (["--host", ""], "--host: must not be empty"),

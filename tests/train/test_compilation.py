@@ -68,7 +68,7 @@ def test_a_compiled_model_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile='yes' is unknown; use one of auto, on, off"):
+    with pytest.raises(ValueError, match="compile='yes' must be auto, on or off"):
         TrainConfig(compile="yes")  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import os
@@ -13,6 +12,7 @@ from typing import NamedTuple
 from .. import __version__
 from ..errors import is_out_of_memory
 from ..glossary import as_text
+from ..option import did_you_mean
 
 
 class Entry(NamedTuple):
@@ -95,9 +95,7 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"expert-threshold {__version__}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
-        remedy = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
-        raise ValueError(f"unknown command {name}; {remedy}")
+        raise ValueError(f"unknown command {name}; {did_you_mean(name, COMMANDS)}")
     try:
         importlib.import_module(f".{COMMANDS[name].module}", __name__).run(rest)
     except SystemExit as stop:  # --help was shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 
@@ -13,13 +13,14 @@ from ..analysis.figures import FIGURES
 from ..analysis.figures.study import Study
 from ..analysis.material import Material, Streams
 from ..analysis.methods import find_runs, select_runs
+from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress
 from .options import COMPUTE, Command, Option, parse_all, parse_names
 
 # Options of every command that traces runs.
 TRACING = [
-    Option("tokens", int, 32768, "Tokens to trace each run on."),
+    Option("tokens", Annotated[int, Bounds(least=2)], 32768, "Tokens to trace each run on."),
     Option("data", str | None, None, "The text to trace all runs on, its held-out part; none is each run's own."),
     *COMPUTE,
 ]
@@ -53,8 +54,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> Material:
     """Open the runs that `options` name; traces are kept in `out`. Raises ValueError if they cannot be traced."""
-    if options["tokens"] < 2:
-        raise ValueError(f"--tokens {options['tokens']}: must be at least 2")
     for name in ("gsm8k", "human_eval"):
         if options.get(name) is not None and not Path(options[name]).expanduser().exists():
             flag = "--" + name.replace("_", "-")

@@ -16,6 +16,7 @@ from ..data import Loader, open_source, pack
 from ..evaluation import Validation, evaluate
 from ..install import et
 from ..model.calibrate import calibrate
+from ..option import Count, Whole
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
@@ -28,12 +29,12 @@ OPTIONS = [
     Option("to", str, None, "The run folder to make, with the new cutoffs.", required=True),
     Option("data", str, "RUN's", "Text to calibrate on, as et train takes it; its held-out part is for the loss."),
     Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("tokens", int, 262_144, "Tokens to calibrate on, in whole batches."),
-    Option("batch_size", int, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
+    Option("tokens", Count, 262_144, "Tokens to calibrate on, in whole batches."),
+    Option("batch_size", Count, 64, "Sequences per batch, the pool in which the k-th largest score is measured."),
     Option("experts_per_token", float | None, None, "New routed experts per token; none keeps the trained number."),
-    Option("eval_tokens", int | None, None, "Maximum number of tokens to measure the loss on; none is all."),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens to measure the loss on; none is all."),
     STEP,
-    Option("seed", int, 0, "Seed for which rows of the text are read, and in which order."),
+    Option("seed", Whole, 0, "Seed for which rows of the text are read, and in which order."),
     *COMPUTE,
 ]
 DESCRIPTION = (
@@ -50,9 +51,6 @@ def run(arguments: Sequence[str]) -> None:
     source = RunFolder.open(options["run"])
     require_cutoffs(source)
     require_free(options["to"])
-    for name, least in (("tokens", 1), ("batch_size", 1), ("eval_tokens", 1), ("seed", 0)):
-        if options[name] is not None and options[name] < least:
-            raise ValueError(f"--{name.replace('_', '-')} {options[name]}: must be at least {least}")
     device = pick_device(options["device"])
     keep_freed_memory()
     saved = source.load_checkpoint(options["step"], parts=("model",))

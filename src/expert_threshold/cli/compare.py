@@ -16,6 +16,7 @@ from ..compare import Comparison, opened, read_record
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..install import et
+from ..option import Count
 from ..recipes import METHODS, Method, methods
 from ..routing import option_names
 from ..train.checks import require_trainable
@@ -44,7 +45,7 @@ OPTIONS = [
         "The methods to compare, as A,B; paper is the paper's methods, all adds every other rule and variant. A rule's "
         "option applies to the methods that do not fix it.",
     ),
-    Option("seeds", int, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
+    Option("seeds", Count, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
     Option("out", str, "runs/compare-PRESET", "The folder to make, or that of the comparison to continue."),
 ]
 
@@ -62,8 +63,6 @@ def run(arguments: Sequence[str]) -> None:
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=_decided())
     chosen = chosen_methods(given.pop("rules", PAPER))
     seeds = given.pop("seeds", 1)
-    if seeds < 1:
-        raise ValueError(f"--seeds {seeds}: must be at least 1")
     out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
     configs = configure(given, chosen)
     keep_freed_memory()

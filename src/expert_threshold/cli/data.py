@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import shlex
 import time
@@ -22,6 +21,7 @@ from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
 from ..evaluation import read_bundle
 from ..install import et
+from ..option import Count, did_you_mean
 from ..runs.lock import exclusive
 from ..train.log import Display, clock
 from .options import HELP_FLAGS, Command, Option, parse
@@ -36,7 +36,7 @@ SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
 SKIP = Option("skip_damaged", bool, False, "Skip shards, and parts of them, that cannot be read, and report them.")
 OUT = "name another --out"
-CONNECTIONS = Option("connections", int, 8, "Parallel downloads.")
+CONNECTIONS = Option("connections", Count, 8, "Parallel downloads.")
 
 
 class Entry(NamedTuple):
@@ -54,8 +54,7 @@ def run(arguments: Sequence[str]) -> None:
         print(_help())
         return
     if name not in ENTRIES:
-        near = difflib.get_close_matches(name, ENTRIES, 1)
-        raise ValueError(f"unknown {name}; " + (f"did you mean {near[0]}?" if near else f"use {', '.join(ENTRIES)}"))
+        raise ValueError(f"unknown subcommand {name}; {did_you_mean(name, ENTRIES)}")
     entry = ENTRIES[name]
     summary = entry.summary[0].upper() + entry.summary[1:] + "."
     given = parse(Command(f"et data {name}", summary, {"data": entry.options}), rest)
@@ -92,7 +91,6 @@ def _cache(part: str) -> Iterator[Path]:
 
 
 def _fineweb_edu(given: Given, display: Display) -> str:
-    _require_positive(given, "connections")
     with _cache(FINEWEB_EDU) as cache:
         start = time.monotonic()
         progress = display.task("downloading")
@@ -112,7 +110,6 @@ def _core(given: Given, display: Display) -> str:
 
 
 def _tokenizer(given: Given, display: Display) -> str:
-    _require_positive(given, "characters")
     require_vocab_size(given["vocab_size"])
     corpus = _open(given)
     if given["out"] is None and _beside(given).is_file():
@@ -175,11 +172,6 @@ def _beside(given: Given) -> Path:
     return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else Path(given["source"]).expanduser()
 
 
-def _require_positive(given: Given, name: str) -> None:
-    if given[name] < 1:
-        raise ValueError(f"--{name} {given[name]}: must be at least 1")
-
-
 ENTRIES = {
     FINEWEB_EDU: Entry(
         _fineweb_edu,
@@ -197,7 +189,7 @@ ENTRIES = {
         [
             SOURCE,
             Option("vocab_size", int, 65536, "Tokens in the vocabulary."),
-            Option("characters", int, 2_000_000_000, "Characters to train on, from the beginning of the text."),
+            Option("characters", Count, 2_000_000_000, "Characters to train on, from the beginning of the text."),
             Option("out", str, BESIDE, "The file to make; et train finds it beside the shards."),
             TEXT_FIELD,
             SKIP,

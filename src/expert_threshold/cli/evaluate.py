@@ -31,6 +31,7 @@ from ..evaluation import (
 from ..evaluation.core import choose_rows
 from ..install import install
 from ..model import GPT
+from ..option import Count
 from ..runs import RunFolder, load_model
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
@@ -53,7 +54,7 @@ OPTIONS = [
         many=True,
     ),
     Option("text_field", str, "text", "Field or column of --data that holds the text, in .jsonl and .parquet."),
-    Option("eval_tokens", int | None, None, "Maximum number of tokens of each text for the loss; none is all."),
+    Option("eval_tokens", Count | None, None, "Maximum number of tokens of each text for the loss; none is all."),
     Option(
         "bundle", str | None, "CACHE/core", "The eval bundle with the tasks of CORE, if it exists; none skips them."
     ),
@@ -61,7 +62,7 @@ OPTIONS = [
     Option("baselines", Baselines, "nanochat", "Accuracies by chance: the bundle's own table, or DCLM's newer one."),
     Option("harness", str | None, None, "Tasks of lm-evaluation-harness to evaluate, as A,B."),
     Option("harness_path", str | None, None, "A folder with further tasks for the harness."),
-    Option("max_per_task", int | None, None, "Maximum number of questions of each task; none is all."),
+    Option("max_per_task", Count | None, None, "Maximum number of questions of each task; none is all."),
     Option("rate", float | None, None, "Target for routed experts per token, from 0 to all; none is as trained."),
     Option("rates", str | None, None, "Measure the loss at each of these rates, as 0.25,0.5,1,2, and nothing else."),
     Option("figure", str, "RUN/rates.png", "Where to write the figure of --rates; RUN is the first run."),
@@ -187,8 +188,6 @@ def _check(options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{flag} {options[name]}: is unused without {' or '.join(f'--{n}' for n in needed)}; name one"
             )
-        if name in ("max_per_task", "eval_tokens") and options[name] is not None and options[name] < 1:
-            raise ValueError(f"{flag} {options[name]}: must be at least 1; none is all")
 
 
 def _tasks(options: Mapping[str, Any]) -> list[Task]:

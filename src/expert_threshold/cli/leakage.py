@@ -17,15 +17,16 @@ from ..analysis.leakage import MoELayers, decode, encode, least_advice
 from ..analysis.material import NotShownError
 from ..analysis.plain import Data
 from ..analysis.sentences import pool_size
+from ..option import Count
 from .analyze import TRACING, open_material
 from .evaluate import Progress
 from .options import Command, Option, parse_all
 
 OPTIONS = [
     Option("run", str, None, "Runs in whose traces to measure the leakage.", positional=True, many=True),
-    Option("num_experts", int, 16, "Routed experts in a layer."),
-    Option("experts_per_token", int, 2, "Routed experts per token, on average; must divide the experts."),
-    Option("layers", int, 9, "Number of MoE layers."),
+    Option("num_experts", Count, 16, "Routed experts in a layer."),
+    Option("experts_per_token", Count, 2, "Routed experts per token, on average; must divide the experts."),
+    Option("layers", Count, 9, "Number of MoE layers."),
     Option("out", str, "runs/leakage", "The folder to write figures and their data to."),
     *TRACING,
 ]
@@ -66,10 +67,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayers:
     """Return the layers in the paper's notation. Raises ValueError if Eq. 7 does not apply."""
-    given = {"--layers": layers, "--num-experts": num_experts, "--experts-per-token": experts_per_token}
-    for flag, value in given.items():
-        if value < 1:
-            raise ValueError(f"{flag} {value}: must be at least 1")
     if num_experts % experts_per_token or num_experts < 2 * experts_per_token:
         raise ValueError(
             f"--num-experts {num_experts} must be a multiple of --experts-per-token {experts_per_token}, "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
-import math
 import re
 import shlex
 import textwrap
@@ -14,7 +12,7 @@ from dataclasses import fields
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
-from ..config import alternatives, describe
+from ..option import Whole, allows, alternatives, bare, describe, did_you_mean, kinds_of
 from ..train.config import DeviceName, DtypeName
 
 HELP_FLAGS = ("-h", "--help")
@@ -48,7 +46,7 @@ class Option(NamedTuple):
 
 
 # Options of every command that reads a checkpoint, and of every command that computes.
-STEP = Option("step", int | None, None, "The checkpoint to use; none is the last.")
+STEP = Option("step", Whole | None, None, "The checkpoint to use; none is the last.")
 COMPUTE = [
     Option("device", DeviceName, "auto", "Where to compute; auto is cuda if available, else cpu."),
     Option("dtype", DtypeName, "auto", "Dtype of matrix products; auto is bfloat16 where the hardware has it."),
@@ -79,8 +77,8 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
         if not text.startswith("-"):
             parser.error(f"unexpected {text}")
         flag = text.partition("=")[0]
-        near = _did_you_mean(difflib.get_close_matches(flag, parser.flags, 1))
-        raise ValueError(f"unknown option {flag}; {near or f'see {command.prog} --help'}")
+        remedy = did_you_mean(flag, parser.flags, f"see {command.prog} --help")
+        raise ValueError(f"unknown option {flag}; {remedy}")
     return vars(given)
 
 
@@ -158,22 +156,19 @@ def _value(option: Option, text: str) -> Any:
     try:
         return parse_value(option.kind, text)
     except ValueError:
-        near = difflib.get_close_matches(text, [str(a) for a in alternatives(option.kind)], 1)
-        told = [f"expected {describe(option.kind)}, not {text}", _did_you_mean(near)]
-        raise argparse.ArgumentTypeError("; ".join(filter(None, told))) from None
+        near = did_you_mean(text, map(str, alternatives(option.kind)), otherwise="")
+        told = "; ".join(filter(None, [f"expected {describe(option.kind)}, not {text}", near]))
+        raise argparse.ArgumentTypeError(told) from None
 
 
-def _did_you_mean(near: Sequence[str]) -> str:
-    return f"did you mean {near[0]}?" if near else ""
-
-
-def field_help(record: type) -> dict[str, str]:
-    """Return the help of each field of a dataclass that has some (option.py)."""
-    return {field.name: field.metadata["help"] for field in fields(record) if "help" in field.metadata}
+def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:
+    """Return an option for each field in `defaults` of a dataclass whose fields are made by option.py."""
+    kinds, helps = kinds_of(record), {field.name: field.metadata.get("help") for field in fields(record)}
+    return [Option(prefix + name, kinds[name], default, helps[name]) for name, default in defaults.items()]
 
 
 def parse_value(kind: Any, text: str) -> Any:
-    """Return `text` as a value of a record's type. Raises ValueError."""
+    """Return `text` as a value of a record's type. Raises ValueError if it is none."""
     for alternative in sorted(alternatives(kind), key=lambda alternative: alternative is str):  # any text is a str
         if alternative is type(None):
             if text.lower() == "none":
@@ -181,6 +176,8 @@ def parse_value(kind: Any, text: str) -> Any:
         elif isinstance(alternative, str):
             if text == alternative:
                 return text
+        elif alternative is str:
+            return text
         elif alternative is bool:
             if text.lower() in ("true", "false"):
                 return text.lower() == "true"
@@ -190,8 +187,8 @@ def parse_value(kind: Any, text: str) -> Any:
                 return tuple(parse_value(k, t) for k, t in zip(kinds, texts, strict=True))
         else:
             with contextlib.suppress(ValueError):
-                value = alternative(text)
-                if not isinstance(value, float) or math.isfinite(value):
+                value = bare(alternative)[0](text)
+                if allows(alternative, value):
                     return value
     raise ValueError(text)
 
@@ -205,8 +202,7 @@ def parse_names(flag: str, text: str, known: Collection[str] | None = None) -> l
         if name in names[:place]:
             raise ValueError(f"{flag} {text}: {name} is named twice; name it once")
         if known is not None and name not in known:
-            near = _did_you_mean(difflib.get_close_matches(name, known, 1))
-            raise ValueError(f"{flag} {name}: unknown; {near + ' ' if near else ''}there are {', '.join(known)}")
+            raise ValueError(f"{flag} {name}: unknown; {did_you_mean(name, known)}")
     return names
 
 
@@ -215,7 +211,7 @@ def _metavar(kind: Any) -> str:
     words: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", bool: "true|false", type(None): "none"}
     parts = [
         ",".join(_metavar(k) for k in get_args(a)) if get_origin(a) is tuple else words.get(a, str(a))
-        for a in alternatives(kind)
+        for a, _ in map(bare, alternatives(kind))
     ]
     return "|".join(parts)
 

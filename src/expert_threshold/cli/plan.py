@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from rich import box
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
+from ..option import Bounds, Count, Positive
 from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory_by_layout, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
@@ -21,13 +22,14 @@ from .options import Option
 from .run_options import parse_run, resolve_run, start_of
 
 DEFAULTS = Machine()
+Share, Price = Annotated[float, Bounds(above=0, most=1)], Annotated[float, Bounds(least=0)]
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
-    Option("gpus", int, DEFAULTS.gpus, "GPUs that share the batch."),
-    Option("micro_batch", int | None, None, "Sequences per GPU at a time; none splits --batch-size."),
-    Option("utilisation", float, DEFAULTS.utilisation, "Model FLOPs of a GPU as a share of its peak."),
-    Option("peak_tflops", float, DEFAULTS.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
-    Option("price_per_gpu_hour", float, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
+    Option("gpus", Count, DEFAULTS.gpus, "GPUs that share the batch."),
+    Option("micro_batch", Count | None, None, "Sequences per GPU at a time; none splits --batch-size."),
+    Option("utilisation", Share, DEFAULTS.utilisation, "Model FLOPs of a GPU as a share of its peak."),
+    Option("peak_tflops", Positive, DEFAULTS.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
+    Option("price_per_gpu_hour", Price, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
@@ -52,13 +54,6 @@ def run(arguments: Sequence[str]) -> None:
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     """Return all costs of the run on these GPUs, or on the CPU if that is its device. Raises ValueError."""
-    for name in ("gpus", "micro_batch", "utilisation", "peak_tflops", "price_per_gpu_hour"):
-        value = getattr(machine, name)
-        least = 0 if name == "price_per_gpu_hour" else 1e-9
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: must be above 0")
-    if machine.utilisation > 1:
-        raise ValueError(f"--utilisation {machine.utilisation}: must be at most 1, the peak")
     micro_batch, accumulation = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
     on_cpu = config.train.device == "cpu"

@@ -9,19 +9,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_type_hints
 
-from ..config import (
-    DEFAULT_PRESET,
-    RUNS,
-    SECTIONS,
-    RunConfig,
-    require_warmups_fit,
-    resolve,
-    scaled_rule,
-)
+from ..config import DEFAULT_PRESET, RUNS, SECTIONS, RunConfig, require_warmups_fit, resolve, scaled_rule
+from ..option import Count
 from ..recipes import RECIPES
 from ..routing import DENSE, RULES, option_names, rule_to_dict
 from ..runs import RunFolder
-from .options import HELP_FLAGS, Command, Option, field_help, parse
+from .options import HELP_FLAGS, Command, Option, field_options, parse
 
 Given = Mapping[str, Any]
 
@@ -34,7 +27,7 @@ RECIPE = Option(
     None,
     "A run of the paper's tables or with others' settings, see et recipes; a PRESET scales it.",
 )
-TOKENS = Option("tokens", int | None, None, "Tokens to train on, in whole batches, instead of --steps.")
+TOKENS = Option("tokens", Count | None, None, "Tokens to train on, in whole batches, instead of --steps.")
 CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags override it.")
 
 # Flags whose name differs from the field they set.
@@ -50,14 +43,11 @@ def run_groups(config: RunConfig) -> dict[str, Sequence[Option]]:
     chosen = Option("rule", Literal[(DENSE, *RULES)], rule["name"], "How scores become an assignment.")
     return {
         "rule": [chosen, *_rule_options(config, rule)],
-        **{section: _section_options(kind, record[section]) for section, kind in SECTIONS.items()},
+        **{
+            section: [o._replace(name=FLAGS.get(o.name, o.name)) for o in field_options(kind, record[section])]
+            for section, kind in SECTIONS.items()
+        },
     }
-
-
-def _section_options(record: type, defaults: Given) -> list[Option]:
-    """Return an option for each of the record's fields in `defaults`."""
-    kinds, helps = get_type_hints(record), field_help(record)
-    return [Option(FLAGS.get(name, name), kinds[name], default, helps[name]) for name, default in defaults.items()]
 
 
 def rules_having() -> dict[str, list[str]]:
@@ -72,7 +62,7 @@ def rules_having() -> dict[str, list[str]]:
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     """Return every rule's options, those of the chosen rule first, with its defaults."""
     having = rules_having()
-    helps = {rule: field_help(RULES[rule]) for rule in RULES}
+    helps = {rule: {field.name: field.metadata.get("help") for field in fields(RULES[rule])} for rule in RULES}
     options = []
     for name in dict.fromkeys([*option_names(chosen["name"]), *having]):
         rules = sorted(having[name], key=lambda rule: rule != chosen["name"])
@@ -80,7 +70,7 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
         kinds = dict.fromkeys(get_type_hints(RULES[rule])[name] for rule in rules)
         # Rules may use one name with different types; an int is also a float.
         kind = float if kinds.keys() == {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
-        text = _joined({rule: helps[rule].get(name, "An option of the rule.") for rule in rules})
+        text = _joined({rule: helps[rule][name] or "An option of the rule." for rule in rules})
         options.append(Option(name, kind, defaults[name], text, key=RULE + name))
     return options
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
 from ..generate.engine import Engine
 from ..install import install
 from ..model import GPT
+from ..option import Bounds, Count
 from ..runs import load_model
 from ..serve.explorer import Explored, routes
 from ..serve.hosts import bind
@@ -23,30 +23,26 @@ from ..serve.limits import Limits
 from ..serve.worker import Worker
 from ..train.checks import require_few
 from ..train.device import pick_device, pick_dtype
-from .options import COMPUTE, STEP, Command, Option, field_help, parse_all
+from .options import COMPUTE, STEP, Command, Option, field_options, parse_all
 
 API_KEY = "ET_API_KEY"
 
 OPTIONS = [
     Option("run", str, None, "The folder of the run to serve.", positional=True, required=True),
     Option("host", str, "127.0.0.1", "The address to listen on; any but a loopback address admits other machines."),
-    Option("port", int, 8000, "The port; 0 picks a free one."),
+    Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port; 0 picks a free one."),
     Option("name", str | None, None, "The model's name in requests; none is the folder's name."),
     Option("compare", str, None, "Another run for the explorer to show beside it; may be repeated.", many=True),
     Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local --host always has it."),
     Option("api_key", str | None, None, f"Key required on every route but /health; none is {API_KEY}'s, if set."),
-    Option("slots", int, 8, "Texts generated at once."),
+    Option("slots", Count, 8, "Texts generated at once."),
     Option("strict", bool, False, "Compute row by row, for the same bits whoever shares the batch."),
     STEP,
     *COMPUTE,
-    Option("threads", int | None, None, "Threads of torch's matrix products; none is torch's default."),
+    Option("threads", Count | None, None, "Threads of torch's matrix products; none is torch's default."),
 ]
 LOCAL = ("127.0.0.1", "localhost", "::1")
-KINDS, HELPS = get_type_hints(Limits), field_help(Limits)
-LIMITS = [
-    Option("max_" + field.name, KINDS[field.name], field.default, HELPS[field.name])
-    for field in dataclasses.fields(Limits)
-]
+LIMITS = field_options(Limits, vars(Limits()), prefix="max_")
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -58,7 +54,8 @@ def run(arguments: Sequence[str]) -> None:
         from ..serve.server import create_app, run_server
     except ModuleNotFoundError as error:
         raise ValueError(f"et serve needs {error.name}, which is missing; run: {install('serve')}") from None
-    _require_sense(options)
+    if options["threads"] is not None:
+        require_few(options["threads"])
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
     local = is_local(options["host"])
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
@@ -91,19 +88,6 @@ def run(arguments: Sequence[str]) -> None:
             who = "anyone with the key" if api_key else "anyone"
             print(f"et serve: at {options['host']}, {who} who reaches this machine can use it", file=sys.stderr)
         run_server(app, sockets)
-
-
-def _require_sense(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for a number out of range, or no host."""
-    if not options["host"]:
-        raise ValueError("--host is empty; leave it out for this machine only, or give 0.0.0.0 for all its addresses")
-    if not 0 <= options["port"] <= 65535:
-        raise ValueError(f"--port {options['port']} must be from 0 to 65535; 0 takes a free one")
-    for name in ("slots", "threads"):
-        if options[name] is not None and options[name] < 1:
-            raise ValueError(f"--{name} {options[name]} must be at least 1; leave it out for the default")
-    if options["threads"] is not None:
-        require_few(options["threads"])
 
 
 def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT, Engine]:

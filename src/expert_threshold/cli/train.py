@@ -23,6 +23,7 @@ from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, 
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et
+from ..option import Count, Positive
 from ..plan import costs
 from ..routing import rule_name
 from ..runs import RunFolder
@@ -52,10 +53,10 @@ OPTIONS = [
         False,
         "With --init-from: warmup and decay are that run's, and its steps count towards the warmup.",
     ),
-    Option("nproc", int | None, None, "Processes on this machine, one per GPU; torchrun starts more."),
+    Option("nproc", Count | None, None, "Processes on this machine, one per GPU; torchrun starts more."),
     Option(
         "minutes",
-        float | None,
+        Positive | None,
         None,
         "Train for this long, instead of --steps: as many steps as fit, with validation, samples and checkpoints, by "
         "the speed measured first and again during the run. Reading the text, and CORE, take extra time.",
@@ -156,8 +157,6 @@ def _default_out(given: dict[str, Any]) -> str:
 
 def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> None:
     """Run the same command in several processes; first raises ValueError for options that they would reject."""
-    if processes < 1:
-        raise ValueError(f"nproc={processes} must be at least 1")
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
     mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
@@ -178,8 +177,6 @@ def _within_minutes(
             raise ValueError(
                 f"minutes={minutes} and {other}={given[other]} both say how long to train; give one of them"
             )
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"minutes={minutes} must be above 0 and finite")
     console.print("measuring the speed of this machine", highlight=False)
     return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 

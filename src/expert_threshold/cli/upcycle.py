@@ -12,6 +12,7 @@ from ..config import DEFAULT_RULE, scaled_rule
 from ..install import et
 from ..model import parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
+from ..option import Whole
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive, require_free
@@ -32,7 +33,7 @@ def _options() -> list[Option]:
         Option("experts_per_token", float, 1.0, "Routed experts per token, on average."),
         Option("d_expert", int | None, None, "Hidden width of each expert; none is the run's, half a feed-forward."),
         Option("dense_layers", int, 1, "Number of first layers that stay dense."),
-        Option("seed", int, 0, "Seed for routers, and for the hidden units that each expert starts with."),
+        Option("seed", Whole, 0, "Seed for routers, and for the hidden units that each expert starts with."),
         STEP,
     ]
 
@@ -45,8 +46,6 @@ def run(arguments: Sequence[str]) -> None:
     require_free(to)
     if source.section("model")["rule"]["name"] != "dense":
         raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
-    if options["seed"] < 0:
-        raise ValueError(f"--seed {options['seed']}: must be at least 0")
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step

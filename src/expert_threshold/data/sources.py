@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from ..option import option
+from ..option import Bounds, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
 from .shards import Shards, open_shards
@@ -34,7 +34,7 @@ class DataConfig:
         ".txt, .jsonl or .parquet file, a folder of them, or one of tokens.",
     )
     text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
-    validation_fraction: float = option(
+    validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
         0.05, "Share of documents held out if the source has no validation split of its own."
     )
     skip_damaged: bool = option(
@@ -42,14 +42,7 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.source:
-            raise ValueError('source="" names nothing: give "embedded", or a file or folder')
-        if not self.text_field:
-            raise ValueError('text_field="" names nothing: give the field or column that holds the text')
-        if not 0 < self.validation_fraction < 1:
-            raise ValueError(
-                f"validation_fraction={self.validation_fraction} is not between 0 and 1: give a share such as 0.05"
-            )
+        require_valid(DataConfig, vars(self))
 
 
 class Size(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,11 @@ from ..moe import (
     Observation,
     Routing,
     Rule,
-    check_options,
     require_rule,
     rule_from_dict,
     rule_to_dict,
 )
-from ..option import option
+from ..option import Bounds, Count, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS
@@ -41,22 +40,24 @@ class GPTConfig:
     Raises ValueError if an option is invalid or options contradict each other.
     """
 
-    vocab_size: int = option(65536, "Tokens in the vocabulary.")
-    context: int = option(2048, "Tokens in the longest sequence.")
-    layers: int = option(12, "Layers.")
-    d_model: int = option(768, "Width. Other widths of a preset keep their proportion to it unless they are set.")
-    heads: int = option(6, "Attention heads.")
-    kv_heads: int = option(6, "Key-value heads; fewer than heads give grouped-query attention.")
-    d_expert: int = option(1536, "Hidden width of each expert.")
-    d_feed_forward: int = option(3072, "Hidden width of dense layers.")
-    shared_experts: int = option(1, "Experts that see every token; 0 for none.")
-    dense_layers: int = option(1, "Number of leading layers without experts.")
+    vocab_size: Count = option(65536, "Tokens in the vocabulary.")
+    context: Count = option(2048, "Tokens in the longest sequence.")
+    layers: Count = option(12, "Layers.")
+    d_model: Count = option(768, "Width. Other widths of a preset keep their proportion to it unless they are set.")
+    heads: Count = option(6, "Attention heads.")
+    kv_heads: Count = option(6, "Key-value heads; fewer than heads give grouped-query attention.")
+    d_expert: Count = option(1536, "Hidden width of each expert.")
+    d_feed_forward: Count = option(3072, "Hidden width of dense layers.")
+    shared_experts: Whole = option(1, "Experts that see every token; 0 for none.")
+    dense_layers: Whole = option(1, "Number of leading layers without experts.")
     # The rule that turns scores into an assignment; None is dense.
     rule: Rule | None = ExpertThreshold()  # noqa: RUF009  a frozen record
-    softcap: float | None = option(15.0, "Softcap of the logits, which bounds them to ± this; none is off.")
+    softcap: Annotated[float, Bounds(above=0, most=60)] | None = option(
+        15.0, "Softcap of the logits, which bounds them to ± this; none is off."
+    )
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
     activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
-    z_loss: float | None = option(None, "Strength of the router z-loss; none is off.")
+    z_loss: Annotated[float, Bounds(least=0)] | None = option(None, "Strength of the router z-loss; none is off.")
     initialization: Initialization = option(
         "paper", "Distribution of the initial weights; has no effect on a trained model."
     )
@@ -67,30 +68,15 @@ class GPTConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward"):
-            if not (type(getattr(self, name)) is int and getattr(self, name) >= 1):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number of at least 1")
+        require_valid(GPTConfig, vars(self))
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
             raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
-        if not (type(self.dense_layers) is int and 0 <= self.dense_layers <= self.layers):
-            raise ValueError(f"dense_layers={self.dense_layers!r} must be whole, from 0 to layers={self.layers}")
-        if self.softcap is not None and not (type(self.softcap) in (int, float) and 0 < self.softcap <= 60):
-            raise ValueError(f"softcap={self.softcap!r} must lie above 0 and at most 60; None switches it off")
-        if self.initialization not in get_args(Initialization):
-            raise ValueError(f"initialization={self.initialization!r} must be one of paper, nanochat")
+        if self.dense_layers > self.layers:
+            raise ValueError(f"dense_layers={self.dense_layers} must be at most layers={self.layers}")
         if self.rule is not None:
             require_rule(self.rule)
-        check_options(
-            self.d_model,
-            self.d_expert,
-            self.shared_experts,
-            self.dispatch,
-            self.activation,
-            self.gate_norm,
-            self.z_loss,
-        )
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
@@ -106,10 +92,7 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> GPTConfig:
         """Return the configuration from its `to_dict`. Raises ValueError on unknown options."""
-        known = [f.name for f in fields(cls)]
-        for name in record:
-            if name not in known:
-                raise ValueError(f"model option {name!r} is unknown; there are {', '.join(known)}")
+        require_valid(cls, record)
         return cls(**(record | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
 
 

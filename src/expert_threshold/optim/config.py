@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Literal
 
-from ..option import option
+from ..option import Bounds, Count, Whole, option, require_valid
 from .orthogonal import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
 DtypeName = Literal["auto", "bfloat16", "float32"]
 ScheduleName = Literal["linear", "warmup_stable_decay"]
 DecayName = Literal["constant", "cosine"]
-CHOICES: dict[str, Any] = {
-    "router_optimizer": OptimizerName,
-    "orthogonalizer": OrthogonalizerName,
-    "ns_dtype": DtypeName,
-    "equilibrate": Lines,
-    "renormalize": Parts,
-    "normuon": Side,
-    "weight_decay_schedule": DecayName,
-    "schedule": ScheduleName,
-}
 LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
+Rate = Annotated[float, Bounds(above=0, below=LARGEST)]
+Strength = Annotated[float, Bounds(least=0, below=LARGEST)]
+Decay = Annotated[float, Bounds(least=0, below=1)]
+Ratio = Annotated[float, Bounds(least=0, most=1)]
+Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 @dataclass(frozen=True)
@@ -32,21 +27,21 @@ class OptimConfig:
     Warmups are counts of steps and are not scaled to the length of a run: short runs set shorter ones.
     """
 
-    matrix_lr: float = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
-    embed_lr: float = option(0.2, "Learning rate of the embedding.")
-    head_lr: float = option(0.004, "Learning rate of the head.")
-    router_lr: float | None = option(None, "Learning rate of the routers; none is the matrices'.")
+    matrix_lr: Rate = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
+    embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
+    head_lr: Rate = option(0.004, "Learning rate of the head.")
+    router_lr: Rate | None = option(None, "Learning rate of the routers; none is the matrices'.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
-    betas: tuple[float, float] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
-    embed_betas: tuple[float, float] | None = option(None, "The same of the embedding alone; none is betas.")
-    head_betas: tuple[float, float] | None = option(None, "The same of the head alone; none is betas.")
-    eps: float = option(1e-10, "AdamW's epsilon.")
-    adamw_warmup_steps: int = option(250, "Steps over which AdamW's learning rates rise from 0.")
-    muon_warmup_steps: int = option(0, "Steps over which Muon's learning rates rise; 0 starts at the peak.")
-    momentum: float = option(0.95, "Muon's momentum.")
-    momentum_start: float = option(0.85, "Muon's momentum at the first step.")
-    momentum_warmup_steps: int = option(300, "Steps over which Muon's momentum goes from its start to its value.")
-    momentum_end: float | None = option(
+    betas: tuple[Decay, Decay] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
+    embed_betas: tuple[Decay, Decay] | None = option(None, "The same of the embedding alone; none is betas.")
+    head_betas: tuple[Decay, Decay] | None = option(None, "The same of the head alone; none is betas.")
+    eps: Rate = option(1e-10, "AdamW's epsilon.")
+    adamw_warmup_steps: Whole = option(250, "Steps over which AdamW's learning rates rise from 0.")
+    muon_warmup_steps: Whole = option(0, "Steps over which Muon's learning rates rise; 0 starts at the peak.")
+    momentum: Decay = option(0.95, "Muon's momentum.")
+    momentum_start: Decay = option(0.85, "Muon's momentum at the first step.")
+    momentum_warmup_steps: Whole = option(300, "Steps over which Muon's momentum goes from its start to its value.")
+    momentum_end: Decay | None = option(
         None,
         "Muon's momentum at the last step, approached as the learning rates decay; none keeps it constant after its "
         "warmup.",
@@ -54,7 +49,7 @@ class OptimConfig:
     orthogonalizer: OrthogonalizerName = option(
         "newton_schulz", "Muon's iteration: the paper's quintic, or Polar Express, whose polynomial changes every step."
     )
-    ns_steps: int = option(5, "Iterations in each Muon step, of either kind.")
+    ns_steps: Count = option(5, "Iterations in each Muon step, of either kind.")
     ns_dtype: DtypeName = option(
         "auto", "Type of the iteration's products; auto is bfloat16 where the hardware has it."
     )
@@ -67,16 +62,16 @@ class OptimConfig:
     normuon: Side | None = option(
         None, "Divide the update by second moments of its rows, columns or longer side (NorMuon); none is off."
     )
-    normuon_beta: float = option(0.95, "Decay of NorMuon's second moments.")
-    weight_decay: float = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
+    normuon_beta: Decay = option(0.95, "Decay of NorMuon's second moments.")
+    weight_decay: Strength = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
     weight_decay_schedule: DecayName = option("constant", "Course of the weight decay; cosine ends at 0.")
     cautious_weight_decay: bool = option(False, "Decay only weights that the update moves towards 0, too.")
     schedule: ScheduleName = option(
         "linear", "Course of the learning rates: a straight line down, or constant until the cooldown."
     )
-    cooldown: float = option(0.2, "Share of the steps over which warmup_stable_decay falls.")
-    min_lr_ratio: float = option(0.1, "Where the schedule ends, as a fraction of the peak.")
-    clip: float | None = option(
+    cooldown: Share = option(0.2, "Share of the steps over which warmup_stable_decay falls.")
+    min_lr_ratio: Ratio = option(0.1, "Where the schedule ends, as a fraction of the peak.")
+    clip: Rate | None = option(
         None, "Largest global norm of the gradients, above which they are scaled down; none is off."
     )
     scale_muon: bool = option(
@@ -84,41 +79,11 @@ class OptimConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that cannot train."""
-        for name in ("matrix_lr", "embed_lr", "head_lr", "router_lr", "eps", "clip"):
-            value = vars(self)[name]
-            if value is None and name in ("router_lr", "clip"):
-                continue
-            _require(0 < value < LARGEST, name, value, f"use a positive number below {LARGEST:g}")
-        for name in ("momentum", "momentum_start", "momentum_end", "normuon_beta"):
-            value = vars(self)[name]
-            if value is None and name == "momentum_end":
-                continue
-            _require(0 <= value < 1, name, value, "use a number from 0 to below 1")
+        """Raise ValueError for a value that cannot train."""
         for name in ("betas", "embed_betas", "head_betas"):
-            value = vars(self)[name]
-            if value is None and name != "betas":
-                continue
-            value = tuple(value)  # JSON has lists only
-            object.__setattr__(self, name, value)
-            holds = len(value) == 2 and all(0 <= beta < 1 for beta in value)
-            _require(holds, name, value, "use two numbers from 0 to below 1")
-        _require(0 <= self.min_lr_ratio <= 1, "min_lr_ratio", self.min_lr_ratio, "use a number from 0 to 1")
-        _require(0 < self.cooldown <= 1, "cooldown", self.cooldown, "use a number above 0, at most 1")
-        _require(0 <= self.weight_decay < LARGEST, "weight_decay", self.weight_decay, "use 0 (off) or more")
-        for name in ("adamw_warmup_steps", "muon_warmup_steps", "momentum_warmup_steps"):
-            _require(vars(self)[name] >= 0, name, vars(self)[name], "use 0 (off) or more")
-        _require(self.ns_steps >= 1, "ns_steps", self.ns_steps, "use 1 or more; the paper has 5")
-        for name, kind in CHOICES.items():
-            value = vars(self)[name]
-            if value is None and name in ("equilibrate", "renormalize", "normuon"):
-                continue
-            _require(value in get_args(kind), name, value, f"use one of {', '.join(get_args(kind))}")
-
-
-def _require(holds: bool, option: str, value: Any, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{option}={value!r} is not possible: {remedy}")
+            if isinstance(value := vars(self)[name], list):  # JSON has lists only
+                object.__setattr__(self, name, tuple(value))
+        require_valid(OptimConfig, vars(self))
 
 
 # The optimizer of the authors' release, which differs from the paper's tables. Routers are in the head's group.

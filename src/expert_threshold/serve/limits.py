@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from ..option import option
+from ..option import Count, Positive, option, require_valid
 
 
 @dataclass(frozen=True)
 class Limits:
     """Each is at least 1, seconds above 0. None: only the context limits it."""
 
-    body_bytes: int = option(64 * 1024, "Maximum size of a request body in bytes.")
-    prompt_tokens: int | None = option(None, "Tokens in a prompt; none is as many as fit in the context.")
-    output_tokens: int | None = option(None, "Tokens to generate per text; none is as many as fit in the context.")
-    n: int = option(8, "Texts per prompt, the field n.")
-    texts: int = option(32, "Texts per request: its prompts times n.")
-    logprobs: int = option(20, "Likeliest tokens reported at each position, the field logprobs.")
-    stops: int = option(8, "Stop strings.")
-    stop_characters: int = option(128, "Characters in a stop string.")
-    queue: int = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
-    seconds: float = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
-    body_seconds: float = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
-    header_seconds: float = option(
+    body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
+    prompt_tokens: Count | None = option(None, "Tokens in a prompt; none is as many as fit in the context.")
+    output_tokens: Count | None = option(None, "Tokens to generate per text; none is as many as fit in the context.")
+    n: Count = option(8, "Texts per prompt, the field n.")
+    texts: Count = option(32, "Texts per request: its prompts times n.")
+    logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
+    stops: Count = option(8, "Stop strings.")
+    stop_characters: Count = option(128, "Characters in a stop string.")
+    queue: Count = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
+    seconds: Positive = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
+    body_seconds: Positive = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
+    header_seconds: Positive = option(
         10.0, "Seconds that a request's headers may take to arrive; then the connection is closed."
     )
-    unfinished: int = option(
+    unfinished: Count = option(
         64, "Connections per address without a complete request; beyond that the oldest is closed."
     )
 
     def __post_init__(self) -> None:
-        """Raise ValueError, naming the flag of `et serve`, for a limit that lets nothing through."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or (value >= 1 if isinstance(value, int) else value > 0):
-                continue
-            least = "at least 1" if isinstance(value, int) else "above 0"
-            raise ValueError(f"--max-{field.name.replace('_', '-')} {value} must be {least}; see et serve --help")
+        """Raise ValueError for a limit that lets nothing through."""
+        require_valid(Limits, vars(self))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from ..option import option
+from ..option import Bounds, Count, option, require_valid
 
 DeviceName = Literal["auto", "cpu", "cuda", "mps"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
@@ -17,10 +17,12 @@ TrackerName = Literal["none", "tensorboard", "trackio"]
 class TrainConfig:
     """The training loop. The length of a sequence is the model's context. Intervals count optimizer steps."""
 
-    steps: int = option(1000, "Optimizer steps.")
-    batch_size: int = option(8, "Sequences in a micro-batch.")
-    accumulation: int = option(1, "Micro-batches in an optimizer step.")
-    seed: int = option(0, "Seed of the weights and of the order of the documents.")
+    steps: Count = option(1000, "Optimizer steps.")
+    batch_size: Count = option(8, "Sequences in a micro-batch.")
+    accumulation: Count = option(1, "Micro-batches in an optimizer step.")
+    seed: Annotated[int, Bounds(least=0, below=2**63)] = option(
+        0, "Seed of the weights and of the order of the documents."
+    )
     device: DeviceName = option("auto", "Where to compute; auto is cuda where there is one, else cpu.")
     dtype: DtypeName = option(
         "auto", "Type of the matrix products; auto is bfloat16 where the hardware multiplies it, else float32."
@@ -31,51 +33,33 @@ class TrainConfig:
         "Compile the model with torch.compile; auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, "
         "if it works.",
     )
-    log_every: int = option(10, "Steps between two lines of training metrics, which are means over these steps.")
-    eval_every: int | None = option(250, "Steps between two validations, one more at the end; none is off.")
-    eval_tokens: int | None = option(None, "Tokens of the validation split to evaluate on; none is all.")
+    log_every: Count = option(10, "Steps between two lines of training metrics, which are means over these steps.")
+    eval_every: Count | None = option(250, "Steps between two validations, one more at the end; none is off.")
+    eval_tokens: Count | None = option(None, "Tokens of the validation split to evaluate on; none is all.")
     core_bundle: str | None = option(
         None,
         "Eval bundle with the tasks of CORE, asked after a checkpoint was saved; none asks none without core_every.",
     )
-    core_every: int | None = option(
+    core_every: Count | None = option(
         None, "Steps between two times that CORE is asked, one more at the end; none is only at the end."
     )
-    core_max_per_task: int | None = option(None, "Questions of each task of CORE at most; none is all.")
-    sample_every: int | None = option(None, "Steps between two samples of text, one more at the end; none is off.")
-    checkpoint_every: int | None = option(
+    core_max_per_task: Count | None = option(None, "Questions of each task of CORE at most; none is all.")
+    sample_every: Count | None = option(None, "Steps between two samples of text, one more at the end; none is off.")
+    checkpoint_every: Count | None = option(
         250, "Steps between two checkpoints, one more at the end; none is only at the end."
     )
-    keep_checkpoints: int | None = option(None, "How many of the newest checkpoints stay; none keeps all.")
+    keep_checkpoints: Count | None = option(None, "How many of the newest checkpoints stay; none keeps all.")
     track: TrackerName = option("none", "Where metrics go beside metrics.jsonl.")
-    threads: int | None = option(None, "CPU threads; none is torch's default.")
-    tokenizer_threads: int | None = option(
+    threads: Count | None = option(None, "CPU threads; none is torch's default.")
+    tokenizer_threads: Count | None = option(
         None, "Threads that read and tokenize text in shards ahead of training; none is one for each core but one."
     )
-    expert_parallel: int = option(
+    expert_parallel: Count = option(
         1, "Ranks over which the experts of a layer are split; 1 leaves all of them on every rank."
     )
     shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks, to save memory.")
-    timeout: int = option(600, "Seconds after which a rank that does not answer counts as lost.")
+    timeout: Count = option(600, "Seconds after which a rank that does not answer counts as lost.")
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a value that cannot train."""
-        for name in ("steps", "batch_size", "accumulation", "log_every", "expert_parallel", "timeout"):
-            if not (type(vars(self)[name]) is int and vars(self)[name] >= 1):
-                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1")
-        for name in (
-            "eval_every", "eval_tokens", "sample_every", "checkpoint_every", "keep_checkpoints", "threads",
-            "tokenizer_threads", "core_every", "core_max_per_task",
-        ):  # fmt: skip
-            if not (vars(self)[name] is None or (type(vars(self)[name]) is int and vars(self)[name] >= 1)):
-                raise ValueError(f"{name}={vars(self)[name]!r} must be a whole number of at least 1, or none")
-        if not (type(self.seed) is int and 0 <= self.seed < 2**63):
-            raise ValueError(f"seed={self.seed!r} must be a whole number from 0 to below 2**63")
-        for name, known in (
-            ("device", DeviceName),
-            ("dtype", DtypeName),
-            ("compile", CompileName),
-            ("track", TrackerName),
-        ):
-            if vars(self)[name] not in get_args(known):
-                raise ValueError(f"{name}={vars(self)[name]!r} is unknown; use one of {', '.join(get_args(known))}")
+        """Raise ValueError for a value that cannot train."""
+        require_valid(TrainConfig, vars(self))
