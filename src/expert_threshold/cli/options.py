@@ -163,7 +163,7 @@ def _value(option: Option, text: str) -> Any:
 
 def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:
     """Return an option for each field in `defaults` of a dataclass whose fields are made by option.py."""
-    kinds, helps = kinds_of(record), {field.name: field.metadata.get("help") for field in fields(record)}
+    kinds, helps = kinds_of(record), {field.name: field.metadata.get("help", "") for field in fields(record)}
     return [Option(prefix + name, kinds[name], default, helps[name]) for name, default in defaults.items()]
 
 
