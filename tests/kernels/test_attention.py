@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from expert_threshold.kernels.cpu import attention as kernels
-from expert_threshold.kernels.cpu import library
 from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
 from rounding import HALF_A_UNIT, assert_rounded
 
-pytestmark = pytest.mark.skipif(
-    library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
-)
+pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [(2, 64, 2, 2, 64), (1, 7, 2, 1, 32), (2, 150, 4, 2, 96), (1, 1, 1, 1, 128), (3, 65, 3, 1, 32)]
 
@@ -171,8 +168,8 @@ def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
 def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
     x, cos, sin, dy = inputs((1, 66, 2, 1, 32))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels._forward, (x, cos, sin, 1), test_utils=tests)
-    arguments = (dy, x, cos, sin, *kernels._forward(x, cos, sin, 1))
-    torch.library.opcheck(kernels._backward, arguments, test_utils=tests)
-    torch.library.opcheck(kernels._norm, (x,), test_utils=tests)
-    torch.library.opcheck(kernels._norm_backward, (x, x), test_utils=tests)
+    torch.library.opcheck(kernels.attention_forward, (x, cos, sin, 1), test_utils=tests)
+    arguments = (dy, x, cos, sin, *kernels.attention_forward(x, cos, sin, 1))
+    torch.library.opcheck(kernels.attention_backward, arguments, test_utils=tests)
+    torch.library.opcheck(kernels.norm_forward, (x,), test_utils=tests)
+    torch.library.opcheck(kernels.norm_backward, (x, x), test_utils=tests)

@@ -8,11 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from expert_threshold.kernels.cpu import cross_entropy as kernel
-from expert_threshold.kernels.cpu import library
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
 from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler, or a processor without bfloat16")
+pytestmark = pytest.mark.usefixtures("block_kernels")
 SOFTCAP = 15.0
 
 

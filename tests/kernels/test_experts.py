@@ -19,15 +19,12 @@ from backend_cases import (
 )
 from expert_threshold.kernels import off
 from expert_threshold.kernels.cpu import experts as kernels
-from expert_threshold.kernels.cpu import library
 from expert_threshold.moe import BACKENDS, FeedForward, MoE
 from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded
 
 pytestmark = [
-    pytest.mark.skipif(
-        library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
-    ),
+    pytest.mark.usefixtures("block_kernels"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer
 ]
 FAKE = ("test_schema", "test_faketensor")
@@ -278,9 +275,9 @@ def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
         ((None, None), [up[:1], down[:1]], [shared]),
         ((gates, everywhere), [up, down, up[:1], down[:1]], [routed, shared]),
     ):
-        torch.library.opcheck(kernels._forward, (x, *routing, weights, 300), test_utils=FAKE)
-        torch.library.opcheck(kernels._forward, (x, *routing, weights, kernels.NONE), test_utils=FAKE)
-        torch.library.opcheck(kernels._backward, (x, x, *routing, weights, kept), test_utils=FAKE)
+        torch.library.opcheck(kernels.experts_forward, (x, *routing, weights, 300), test_utils=FAKE)
+        torch.library.opcheck(kernels.experts_forward, (x, *routing, weights, kernels.NONE), test_utils=FAKE)
+        torch.library.opcheck(kernels.experts_backward, (x, x, *routing, weights, kept), test_utils=FAKE)
 
 
 def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
@@ -306,4 +303,13 @@ def test_compiled_it_is_one_graph_whatever_the_loads() -> None:
 def test_more_pairs_than_there_is_room_for_are_refused() -> None:
     x, weights = torch.randn(64, 32).bfloat16(), torch.randn(2, 32, 32).bfloat16()
     with pytest.raises(RuntimeError, match="128 pairs of tokens and experts do not fit into 127 rows"):
-        kernels._forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), [weights, weights], 127)
+        kernels.experts_forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), [weights, weights], 127)
+
+
+def test_numbers_of_another_type_are_refused_by_name() -> None:
+    """C++ took any tensor for bfloat16, and read beyond its end."""
+    x, weights = torch.randn(64, 32).bfloat16(), [torch.randn(2, 32, 32), torch.randn(2, 32, 32)]
+    with pytest.raises(RuntimeError, match="a tensor has numbers of another type than BFloat16"):
+        kernels.experts_forward(x, torch.rand(64, 2), torch.ones(64, 2, dtype=torch.bool), weights, kernels.NONE)
+    with pytest.raises(RuntimeError, match="missing value for argument 'room'"):
+        kernels.experts_forward(x, None, None, weights)  # type: ignore[call-arg]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from expert_threshold.generate import kernel
 from expert_threshold.kernels import VARIABLE, cpu, off
-from expert_threshold.kernels.cpu import build
+from expert_threshold.kernels.cpu import attention, build, cross_entropy, experts, muon
 
 NEEDS_COMPILER = pytest.mark.skipif(sys.platform != "linux" or shutil.which("g++") is None, reason="no g++ on Linux")
 PACKAGES = Path(cpu.__file__).parents[3]
@@ -41,16 +42,36 @@ def test_where_there_are_a_compiler_and_products_of_bfloat16_there_are_kernels()
     assert cpu.available()
 
 
+@pytest.mark.usefixtures("block_kernels")
+def test_one_switch_turns_all_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(128, 64).bfloat16(), torch.zeros(64, 32)
+
+    def apply() -> set[bool]:
+        return {
+            attention.applies(x, 64),
+            cross_entropy.applies(x, torch.zeros(96, 64), 15.0),
+            experts.applies(x, 64, "relu2"),
+            muon.applies(weight, weight, torch.bfloat16),
+            kernel.library() is not None,
+        }
+
+    assert apply() == {True}
+    with off():
+        assert apply() == {False}
+    monkeypatch.setenv(VARIABLE, "0")
+    assert apply() == {False}
+
+
 @NEEDS_COMPILER
 def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for said in ("building kernels", ""):
-        library = build.load([source], build.FLAGS, [])
+        library = build.load(source, [], build.FLAGS, [])
         assert library is not None
         assert library.answer() == 42
         assert said in capfd.readouterr().err
     (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
     source.write_text(SOURCE.replace("42", "43"))
-    changed = build.load([source], build.FLAGS, [])
+    changed = build.load(source, [], build.FLAGS, [])
     assert changed is not None
     assert changed.answer() == 43
     assert built.exists()
@@ -59,7 +80,7 @@ def test_a_library_is_built_once(source: Path, capfd: pytest.CaptureFixture[str]
 @NEEDS_COMPILER
 def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source.write_text("int answer() { return nothing; }\n")
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.startswith("kernels for this processor cannot be built: ")
     assert said.endswith("continuing without them, as with EXPERT_THRESHOLD_NATIVE=0")
@@ -69,11 +90,11 @@ def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, cap
 
 @NEEDS_COMPILER
 def test_a_library_that_was_cut_off_is_built_again(source: Path) -> None:
-    assert build.load([source], build.FLAGS, []) is not None
+    assert build.load(source, [], build.FLAGS, []) is not None
     (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
     built.unlink()  # not written over, as it is loaded
     built.write_bytes(b"ELF")
-    library = build.load([source], build.FLAGS, [])
+    library = build.load(source, [], build.FLAGS, [])
     assert library is not None
     assert library.answer() == 42
 
@@ -85,14 +106,14 @@ def test_what_others_may_write_is_not_loaded(
     source: Path, which: str, mode: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A library was looked at alone, and whoever may write to its folder may put another in its place."""
-    assert build.load([source], build.FLAGS, []) is not None
+    assert build.load(source, [], build.FLAGS, []) is not None
     folder = source.parent / "extensions" / "expert_threshold"
     path = folder if which == "folder" else next(folder.iterdir())
     path.chmod(mode)
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     assert f"{path} is writable by others; run: chmod go-w {path}" in capfd.readouterr().err
     path.chmod(0o700)
-    assert build.load([source], build.FLAGS, []) is not None
+    assert build.load(source, [], build.FLAGS, []) is not None
 
 
 @NEEDS_COMPILER
@@ -102,14 +123,14 @@ def test_nothing_is_built_in_a_folder_of_others(
     folder = source.parent / "extensions" / "expert_threshold"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     assert not list(folder.iterdir())
     folder.chmod(0o700)
     if os.getuid() == 0:
         os.chown(folder, 1234, -1)
     else:
         monkeypatch.setattr(os, "getuid", lambda: 1 + folder.stat().st_uid)
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     assert f"{folder} belongs to another user; set TORCH_EXTENSIONS_DIR" in capfd.readouterr().err
 
 
@@ -117,13 +138,11 @@ def test_nothing_is_built_in_a_folder_of_others(
 @pytest.mark.parametrize("which", ["decoder", "blocks"])
 def test_our_sources_compile_without_a_warning(which: str, tmp_path: Path) -> None:
     """Without optimisation, which takes long, and for a processor with all that the sources use."""
-    sources, flags = {"decoder": ([cpu.DECODER], cpu.DECODING), "blocks": (cpu.SOURCES, cpu.BLOCKS)}[which]
-    assert sources
+    source, flags = {"decoder": (cpu.DECODER, cpu.DECODER_FLAGS), "blocks": (cpu.BLOCKS, cpu.BLOCKS_FLAGS)}[which]
     flags = [flag for flag in flags if flag not in ("-O3", "-march=native", "-shared")]
-    for file in sources:
-        command = ["g++", *flags, "-march=sapphirerapids", *build.WARNINGS, "-fsyntax-only", str(file)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert result.returncode == 0, result.stderr
+    command = ["g++", *flags, "-march=sapphirerapids", *build.WARNINGS, "-fsyntax-only", str(source)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @NEEDS_COMPILER
@@ -134,7 +153,7 @@ def test_the_compiler_may_have_arguments_and_is_never_clang(
     monkeypatch.setenv("CXX", chosen)
     if "ANSWER" in chosen:
         source.write_text(SOURCE.replace("42", "ANSWER"))
-    library = build.load([source], build.FLAGS, [])
+    library = build.load(source, [], build.FLAGS, [])
     assert library is not None
     assert library.answer() == 42
 
@@ -150,10 +169,10 @@ def test_without_a_compiler_or_switched_off_nothing_is_tried(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     monkeypatch.delenv("CXX")
     monkeypatch.setenv(VARIABLE, "0")
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     assert capfd.readouterr().err == ""
     assert not (source.parent / "extensions").exists()
 
@@ -195,5 +214,5 @@ def test_a_folder_that_cannot_be_written_is_told_and_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source))  # a file
-    assert build.load([source], build.FLAGS, []) is None
+    assert build.load(source, [], build.FLAGS, []) is None
     assert "cannot be built" in capfd.readouterr().err

@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expert_threshold.kernels.cpu import library
 from expert_threshold.kernels.cpu import muon as kernels
 from expert_threshold.optim import Muon, orthogonal
 from rounding import assert_rounded
 
-pytestmark = pytest.mark.skipif(
-    library() is None, reason="no C++ compiler, or a processor that does not multiply bfloat16 tiles"
-)
+pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [(64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544), (0, 64, 32)]
 

@@ -14,16 +14,24 @@ from pathlib import Path
 import torch
 
 from .. import switched_off
+from ..operator import operator
 from .build import FLAGS, load, missing
 
-DECODER = Path(__file__).parent / "decode.cpp"
-SOURCES = sorted({*Path(__file__).parent.glob("*.cpp")} - {DECODER})
-HEADERS = sorted(Path(__file__).parent.glob("*.h"))
-TORCH = Path(torch.__file__).parent
-BLOCKS = [*FLAGS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512", "-isystem", str(TORCH / "include")]
-DECODING = [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
+DECODER, BLOCKS = FOLDER / "decode.cpp", FOLDER / "blocks.cpp"
+PARTS = sorted({*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")} - {DECODER, BLOCKS})  # included by BLOCKS
+TORCH_FLAGS = ["-isystem", str(TORCH / "include")]
+BLOCKS_FLAGS = [*FLAGS, *TORCH_FLAGS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
+DECODER_FLAGS = [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
 FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
+
+
+@operator()
+def block_products() -> bool:
+    """Return True if this PyTorch multiplies blocks of bfloat16 on this processor."""
+    raise NotImplementedError
 
 
 @functools.cache
@@ -33,22 +41,19 @@ def library() -> ctypes.CDLL | None:
     The first call takes five seconds.
     """
     kernels = _built() if _multiplies_bfloat16() else None
-    return kernels if kernels is not None and kernels.et_works() else None
+    return kernels if kernels is not None and block_products() else None
 
 
 @functools.cache
 def _built() -> ctypes.CDLL | None:
     """Return the built kernels, even if this PyTorch lacks the block products they need; None if the build failed."""
-    kernels = load([*SOURCES, *HEADERS], BLOCKS, [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"])
-    if kernels is not None:
-        kernels.et_works.restype, kernels.et_padded.restype = ctypes.c_bool, ctypes.c_int64
-    return kernels
+    return load(BLOCKS, PARTS, BLOCKS_FLAGS, LIBRARIES)
 
 
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
     """Return the decoder's kernels, a separate library since any CPU can run them; None if they cannot be built."""
-    return load([DECODER], DECODING, [])
+    return load(DECODER, [], DECODER_FLAGS, [])
 
 
 def available() -> bool:
@@ -77,11 +82,3 @@ def reason() -> str | None:
 
 def _multiplies_bfloat16() -> bool:
     return bool(torch.cpu.get_capabilities().get("avx512_bf16", False))
-
-
-def address(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    """Return the address of a contiguous tensor's data, null for None. The pointer keeps the tensor alive."""
-    assert tensor is None or (tensor.is_contiguous() and tensor.is_cpu)
-    pointer = ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-    pointer.tensor = tensor  # type: ignore[attr-defined]
-    return pointer

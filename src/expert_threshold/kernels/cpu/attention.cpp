@@ -10,6 +10,7 @@
 
 #include "common.h"
 
+namespace attention {
 namespace {
 
 constexpr int64_t QUERIES = 64;  // in a block; sequences are padded to whole blocks with rows of zeros
@@ -112,14 +113,31 @@ void spread(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* 
 
 inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
-}  // namespace
+// Projections (batch, time, heads + 2 · kv_heads, width) with their rotary table, (time, width / 2) each.
+struct Input {
+  const Tensor projected, cosines, sines;
+  const Shape shape;
 
-extern "C" {
+  Input(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t kv_heads)
+      : projected(contiguous(x)),
+        cosines(contiguous(cos)),
+        sines(contiguous(sin)),
+        shape{x.size(0), x.size(1), x.size(2) - 2 * kv_heads, kv_heads, x.size(3)} {}
 
-// y (batch, time, heads, width); normaliser (batch, heads, time) is the logarithm of each softmax's sum.
-void et_attention(const bf16* x, const bf16* cos, const bf16* sin, int64_t batch, int64_t time, int64_t heads,
-                  int64_t kv_heads, int64_t width, bf16* y, float* normaliser) {
-  const Shape shape{batch, time, heads, kv_heads, width};
+  std::tuple<const bf16*, Shape, Table> pointers() const {
+    return {data<const bf16>(projected), shape, {data<const bf16>(cosines), data<const bf16>(sines)}};
+  }
+};
+
+// Returns y (batch, time, heads, width) and the logarithm of each softmax's sum, (batch, heads, time).
+std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t sharing) {
+  const Input input(projected, cos, sin, sharing);
+  const auto [x, shape, table] = input.pointers();
+  const auto [batch, time, heads, kv_heads, width] = shape;
+  const Tensor output = new_empty(input.projected, {batch, time, heads, width});
+  const Tensor normalisers = new_empty(input.projected, {batch, heads, time}, ScalarType::Float);
+  bf16* y = data<bf16>(output);
+  float* normaliser = data<float>(normalisers);
   const int64_t padded = shape.padded();
   const float factor = 1 / std::sqrt(float(width));
   at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
@@ -133,12 +151,12 @@ void et_attention(const bf16* x, const bf16* cos, const bf16* sin, int64_t batch
     for (int64_t i = from; i < to; ++i) {
       const int64_t b = i / kv_heads, kv = i % kv_heads;
       const bf16* sequence = x + b * time * shape.stride();
-      turn(sequence + (heads + kv) * width, shape, {cos, sin}, rows);
+      turn(sequence + (heads + kv) * width, shape, table, rows);
       pack_transposed(rows, padded, width, keys);
       copy(sequence + (heads + kv_heads + kv) * width, shape, shape.stride(), rows);
       pack_rows<false>(rows, padded, width, values);
       for (int64_t head = kv * shape.group(); head < (kv + 1) * shape.group(); ++head) {
-        turn(sequence + head * width, shape, {cos, sin}, rows);
+        turn(sequence + head * width, shape, table, rows);
         for (int64_t start = 0; start < padded; start += QUERIES) {
           const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
           float sums[QUERIES];
@@ -170,13 +188,19 @@ void et_attention(const bf16* x, const bf16* cos, const bf16* sin, int64_t batch
     }
     finish();
   });
+  return {output, normalisers};
 }
 
-// The gradient dx of the projection, from dy.
-void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const bf16* sin, const bf16* y,
-                           const float* normaliser, int64_t batch, int64_t time, int64_t heads, int64_t kv_heads,
-                           int64_t width, bf16* dx) {
-  const Shape shape{batch, time, heads, kv_heads, width};
+// Returns the gradient of the projection; y and normalisers are the results of `forward`.
+Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& cos, const Tensor& sin,
+                const Tensor& output, const Tensor& normalisers) {
+  const Input input(projected, cos, sin, (projected.size(2) - output.size(2)) / 2);
+  const auto [x, shape, table] = input.pointers();
+  const auto [batch, time, heads, kv_heads, width] = shape;
+  const Tensor given = contiguous(upstream), result = new_empty(input.projected, input.projected.sizes());
+  const bf16 *dy = data<const bf16>(given), *y = data<const bf16>(output);
+  const float* normaliser = data<const float>(normalisers);
+  bf16* dx = data<bf16>(result);
   const int64_t padded = shape.padded();
   const float factor = 1 / std::sqrt(float(width));
   at::parallel_for(0, batch * kv_heads, 1, [&](int64_t from, int64_t to) {
@@ -198,7 +222,7 @@ void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const
     for (int64_t i = from; i < to; ++i) {
       const int64_t b = i / kv_heads, kv = i % kv_heads;
       const int64_t key = b * time * shape.stride() + (heads + kv) * width, value = key + kv_heads * width;
-      turn(x + key, shape, {cos, sin}, rows);
+      turn(x + key, shape, table, rows);
       pack_rows<false>(rows, padded, width, keys);
       pack_transposed(rows, padded, width, keys_transposed);
       copy(x + value, shape, shape.stride(), rows);
@@ -207,7 +231,7 @@ void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const
       std::fill_n(dv, padded * width, 0.0f);
       for (int64_t head = kv * shape.group(); head < (kv + 1) * shape.group(); ++head) {
         const int64_t query = b * time * shape.stride() + head * width, result = (b * time * heads + head) * width;
-        turn(x + query, shape, {cos, sin}, q);
+        turn(x + query, shape, table, q);
         copy(dy + result, shape, heads * width, rows);
         for (int64_t start = 0; start < padded; start += QUERIES) {
           const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
@@ -229,7 +253,7 @@ void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const
             }
           }
           weigh(ds, keys, width, end, dq, padded);
-          turn_back(x + query, shape, {cos, sin}, start, QUERIES, dq, dx + query);
+          turn_back(x + query, shape, table, start, QUERIES, dq, dx + query);
           transpose<false>(p, QUERIES, end, transposed);
           pack_rows<false>(rows + start * width, QUERIES, width, block);
           spread(transposed, block, width, end, dv);
@@ -238,27 +262,37 @@ void et_attention_backward(const bf16* dy, const bf16* x, const bf16* cos, const
           spread(transposed, block, width, end, dk);
         }
       }
-      turn_back(x + key, shape, {cos, sin}, 0, time, dk, dx + key);
+      turn_back(x + key, shape, table, 0, time, dk, dx + key);
       for (int64_t t = 0; t < time; ++t)
         for (int64_t j = 0; j < width; j += 16)
           store(dx + value + t * shape.stride() + j, _mm512_loadu_ps(dv + t * width + j));
     }
     finish();
   });
+  return result;
 }
 
-// y = x / rms(x) for rows of `width`.
-void et_norm(const bf16* x, int64_t rows, int64_t width, bf16* y) {
-  at::parallel_for(0, rows, 256, [&](int64_t from, int64_t to) {
+// Returns x / rms(x) over the last dimension.
+Tensor norm(const Tensor& given) {
+  const Tensor rows = contiguous(given), result = new_empty(rows, rows.sizes());
+  const int64_t width = rows.size(-1);
+  const bf16* x = data<const bf16>(rows);
+  bf16* y = data<bf16>(result);
+  at::parallel_for(0, rows.numel() / width, 256, [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       const __m512 scale = _mm512_set1_ps(inverse_rms(x + r * width, width));
       for (int64_t j = r * width; j < (r + 1) * width; j += 16) store(y + j, _mm512_mul_ps(load(x + j), scale));
     }
   });
+  return result;
 }
 
-void et_norm_backward(const bf16* dy, const bf16* x, int64_t rows, int64_t width, bf16* dx) {
-  at::parallel_for(0, rows, 256, [&](int64_t from, int64_t to) {
+Tensor norm_backward(const Tensor& upstream, const Tensor& given) {
+  const Tensor slopes = contiguous(upstream), rows = contiguous(given), result = new_empty(rows, rows.sizes());
+  const int64_t width = rows.size(-1);
+  const bf16 *dy = data<const bf16>(slopes), *x = data<const bf16>(rows);
+  bf16* dx = data<bf16>(result);
+  at::parallel_for(0, rows.numel() / width, 256, [&](int64_t from, int64_t to) {
     for (int64_t r = from; r < to; ++r) {
       const bf16 *row = x + r * width, *d = dy + r * width;
       __m512 along = _mm512_setzero_ps();
@@ -268,6 +302,15 @@ void et_norm_backward(const bf16* dy, const bf16* x, int64_t rows, int64_t width
           dx + r * width);
     }
   });
+  return result;
 }
 
-}  // extern "C"
+STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CPU, m) {
+  m.impl("attention_forward", TORCH_BOX(&forward));
+  m.impl("attention_backward", TORCH_BOX(&backward));
+  m.impl("norm_forward", TORCH_BOX(&norm));
+  m.impl("norm_backward", TORCH_BOX(&norm_backward));
+}
+
+}  // namespace
+}  // namespace attention

@@ -40,20 +40,20 @@ def compiler() -> list[str]:
     return chosen if chosen and not any("clang" in word for word in chosen) else ["g++"]
 
 
-def load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
-    """Return the library of these sources and headers, building it if it is not cached.
+def load(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CDLL | None:
+    """Return the library of a source and the files that it includes, building it if it is not cached.
 
     Returns None if kernels are forbidden, something is missing, or the build fails, which is reported in one line.
     """
     if forbidden() is not None or missing() is not None:
         return None
     try:
-        built = _build(files, flags, libraries)
+        built = _build(source, includes, flags, libraries)
         try:
             return ctypes.CDLL(str(built))
         except OSError:  # truncated, or built on a machine with other libraries
             built.unlink()
-            return ctypes.CDLL(str(_build(files, flags, libraries)))
+            return ctypes.CDLL(str(_build(source, includes, flags, libraries)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         reason = next((line for line in said.splitlines() if "error" in line), str(error))
@@ -64,10 +64,10 @@ def load(files: list[Path], flags: list[str], libraries: list[str]) -> ctypes.CD
         return None
 
 
-def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
+def _build(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> Path:
     """Return the path of the library. Raises OSError, RuntimeError or SubprocessError if the build fails."""
     machine = sorted(torch.cpu.get_capabilities().items())
-    contents = [file.read_text(encoding="utf-8") for file in files]
+    contents = [file.read_text(encoding="utf-8") for file in (source, *includes)]
     text = "\0".join([*compiler(), *flags, *libraries, torch.__version__, str(machine), *contents])
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -80,8 +80,7 @@ def _build(files: list[Path], flags: list[str], libraries: list[str]) -> Path:
         print("building kernels for this processor, once, which takes some seconds", file=sys.stderr)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = Path(folder) / "built.so"
-            sources = [str(file) for file in files if file.suffix == ".cpp"]
-            command = [*compiler(), *flags, *sources, "-o", str(built), *libraries]
+            command = [*compiler(), *flags, str(source), "-o", str(built), *libraries]
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             built.chmod(0o700)
             os.replace(built, target)  # atomic, since other processes may build at the same time

@@ -13,6 +13,8 @@
 #include <memory>
 #include <vector>
 
+#include "operators.h"
+
 using bf16 = at::BFloat16;
 
 namespace {

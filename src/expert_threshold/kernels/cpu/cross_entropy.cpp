@@ -7,6 +7,7 @@
 
 #include "common.h"
 
+namespace cross_entropy {
 namespace {
 
 constexpr int64_t GROUP = 256;         // tokens over which a weight's gradient is summed at a time
@@ -110,16 +111,29 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   pack_rows<true>(xs, m, width, packed, rounded, offset);
 }
 
-}  // namespace
-
-extern "C" {
-
-// The losses (tokens,); with `dweight` (vocab, width), the gradients of their sum up to factors of 2 cap (dx) and 4.
-// Tokens are taken `chunk` at a time, a multiple of 256, which bounds turned, (chunk, vocab). Buffers: packed weights
-// as in Head, (vocab, width) each; packed_x, (chunk, width); slope, (tokens,).
-void et_cross_entropy(const bf16* x, const bf16* weight, const int64_t* targets, int64_t tokens, int64_t width,
-                      int64_t vocab, int64_t chunk, float cap, bf16* to_logits, bf16* to_width, bf16* turned,
-                      bf16* packed_x, float* slope, float* losses, bf16* dx, float* dweight) {
+// Returns the losses (tokens,), 0 where the target is negative, and the gradients of their sum by x and weight, up to
+// factors of 2 cap and 4; gradients are empty without `with_gradient`. `scaled` is the weight times 2 / cap. Tokens are
+// taken `chunk` at a time, a multiple of 256, which bounds the memory of the gradients' factors.
+std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tensor& scaled, const Tensor& wanted,
+                                                 double softcap, int64_t chunk, bool with_gradient) {
+  const Tensor inputs = contiguous(given), weights = contiguous(scaled), labels = contiguous(wanted);
+  const int64_t tokens = inputs.size(0), width = inputs.size(1), vocab = weights.size(0);
+  const int64_t rows = with_gradient ? tokens : 0, words = with_gradient ? vocab : 0;
+  const auto room = [&](int64_t m, int64_t n) { return new_empty(inputs, {m, n}); };
+  const auto numbers = [&](int64_t m, int64_t n) { return new_empty(inputs, {m, n}, ScalarType::Float); };
+  // Packed weights as in Head, and the factors of the gradients of a chunk.
+  const Tensor for_logits = room(vocab, width), for_width = room(words, width);
+  const Tensor slopes = room(std::min(chunk, round_up(rows, 32)), vocab), packed = room(slopes.size(0), width);
+  const Tensor own = numbers(rows, 1);
+  const Tensor results = new_empty(inputs, {tokens}, ScalarType::Float), gradient = room(rows, width);
+  const Tensor weight_gradient = numbers(words, width);
+  const float cap = float(softcap);
+  const bf16 *x = data<const bf16>(inputs), *weight = data<const bf16>(weights);
+  const int64_t* targets = data<const int64_t>(labels);
+  bf16 *to_logits = data<bf16>(for_logits), *to_width = data<bf16>(for_width), *turned = data<bf16>(slopes);
+  bf16 *packed_x = data<bf16>(packed), *dx = data<bf16>(gradient);
+  float *slope = data<float>(own), *losses = data<float>(results);
+  float* dweight = with_gradient ? data<float>(weight_gradient) : nullptr;
   const int64_t word_panel = panel(vocab);
   at::parallel_for(0, vocab / word_panel, 1, [&](int64_t from, int64_t to) {
     for (int64_t i = from * word_panel; i < to * word_panel; i += word_panel) {
@@ -173,6 +187,10 @@ void et_cross_entropy(const bf16* x, const bf16* weight, const int64_t* targets,
       finish();
     });
   }
+  return {results, gradient, weight_gradient};
 }
 
-}  // extern "C"
+STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CPU, m) { m.impl("capped_cross_entropy", TORCH_BOX(&cross_entropy)); }
+
+}  // namespace
+}  // namespace cross_entropy

@@ -5,10 +5,13 @@
 // backward needs are written out. Weights are packed for the products on the fly. Sums over a token's experts and over
 // an expert's tokens run in a fixed order, whatever the number of threads.
 //
-// With `token` and `begin` null, row r is token r of one expert without gates: a feed-forward.
+// A shared expert, or a feed-forward, takes every token without a gate: row r is token r.
+
+#include <optional>
 
 #include "common.h"
 
+namespace experts {
 namespace {
 
 constexpr int64_t ROWS = 256;       // in a block, whose rows and activations fit a cache of 2 MiB
@@ -31,11 +34,15 @@ std::vector<Rows> blocks_of(const int64_t* first, int64_t experts) {
   return blocks;
 }
 
+// The rows of all blocks, each rounded up to whole tiles.
+int64_t padded_rows(const std::vector<Rows>& blocks) {
+  return blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
+}
+
 // Calls then(from, to) on each thread, with neighbouring blocks, which share packed weights, and balanced row counts.
 template <class Then>
 void for_neighbours(const std::vector<Rows>& blocks, Then&& then) {
-  const int64_t threads = at::get_num_threads(),
-                rows = blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
+  const int64_t threads = at::get_num_threads(), rows = padded_rows(blocks);
   const auto begin = [&](int64_t thread) {
     return std::partition_point(blocks.begin(), blocks.end(),
                                 [&](const Rows& b) { return (b.padded + b.rounded / 2) * threads < rows * thread; }) -
@@ -119,42 +126,57 @@ void sum_over_rows(const Tile& t, const std::vector<Rows>& blocks, float* sum) {
   unpack(sum, m, n, columns, t.out + t.row * t.n + t.column, t.n);
 }
 
-}  // namespace
+// The pairs of an assignment (tokens, experts), by expert, then token.
+struct Order {
+  std::vector<int64_t> first;  // (experts + 1,) where each expert's rows begin
+  std::vector<int32_t> token;  // (pairs,)
+  std::vector<int32_t> begin;  // (tokens + 1,) where each token's rows begin in `slot`
+  std::vector<int32_t> slot;   // (pairs,) the rows of each token
 
-extern "C" {
+  Order(const uint8_t* assignment, int64_t tokens, int64_t experts) : first(experts + 1), begin(tokens + 1) {
+    for_assigned(assignment, tokens, experts, [&](int64_t, int64_t e) { ++first[e + 1]; });
+    for (int64_t e = 0; e < experts; ++e) first[e + 1] += first[e];
+    token.resize(first[experts]);
+    slot.resize(first[experts]);
+    std::vector<int64_t> next(first);
+    int32_t pairs = 0;
+    for_assigned(assignment, tokens, experts, [&](int64_t t, int64_t e) {
+      token[next[e]] = int32_t(t);
+      slot[pairs++] = int32_t(next[e]++);
+      begin[t + 1] = pairs;
+    });
+    for (int64_t t = 0; t < tokens; ++t) begin[t + 1] = std::max(begin[t], begin[t + 1]);
+  }
+};
 
-// The number of rows if each block is rounded up to whole tiles.
-int64_t et_padded(const int64_t* first, int64_t experts) {
-  const auto blocks = blocks_of(first, experts);
-  return blocks.empty() ? 0 : blocks.back().padded + blocks.back().rounded;
-}
+// One term of the sum, routed experts or a shared one. Of that, gates, token, begin and slot are null.
+struct Term {
+  const bf16 *x, *up, *down;  // x: (tokens, width)
+  int64_t tokens, experts, width, hidden;
+  const int64_t* first = nullptr;
+  const float* gates = nullptr;  // (tokens, experts)
+  const int32_t *token = nullptr, *begin = nullptr, *slot = nullptr;
+  bool add = false;  // to the results of earlier terms
 
-// The offsets (experts + 1,) of each expert's rows for an assignment (tokens, experts).
-void et_count(const uint8_t* assignment, int64_t tokens, int64_t experts, int64_t* first) {
-  std::fill_n(first, experts + 1, 0);
-  for_assigned(assignment, tokens, experts, [&](int64_t, int64_t e) { ++first[e + 1]; });
-  for (int64_t e = 0; e < experts; ++e) first[e + 1] += first[e];
-}
+  // kept: (pairs, hidden), receives relu of the pre-activations, or null; ys: (pairs, width), a buffer for the experts'
+  // outputs, or y itself for a shared expert.
+  void forward(bf16* kept, bf16* ys, bf16* y) const;
 
-// The rows' tokens; the offsets (tokens + 1,) of each token's pairs, and their rows.
-void et_order(const uint8_t* assignment, int64_t tokens, int64_t experts, const int64_t* first, int32_t* token,
-              int32_t* begin, int32_t* slot) {
-  std::vector<int64_t> next(first, first + experts);
-  std::fill_n(begin, tokens + 1, 0);
-  int32_t pairs = 0;
-  for_assigned(assignment, tokens, experts, [&](int64_t t, int64_t e) {
-    token[next[e]] = int32_t(t);
-    slot[pairs++] = int32_t(next[e]++);
-    begin[t + 1] = pairs;
-  });
-  for (int64_t t = 0; t < tokens; ++t) begin[t + 1] = std::max(begin[t], begin[t + 1]);
-}
+  struct Gradients {
+    bf16* x;
+    float* gates;  // zero where nothing is assigned
+    bf16 *up, *down;
+  };
+  // The factors of the weights' gradients, by block; `padded` rows in all.
+  struct Factors {
+    bf16 *transposed_dh, *packed_a;  // (hidden, padded), (padded, hidden)
+    bf16 *packed_x, *transposed_dy;  // (padded, width), (width, padded)
+  };
+  // dxs: like ys.
+  void backward(const bf16* dy, const bf16* kept, const Factors& to, bf16* dxs, const Gradients& d) const;
+};
 
-// gates: (tokens, experts). kept: (pairs, hidden), relu of the pre-activations, or null; ys: (pairs, width), a buffer
-// for the experts' outputs, or y itself if `begin` is null; otherwise results are added to y if `add`.
-void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* down, const int64_t* first,
-                const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens, int64_t experts,
-                int64_t width, int64_t hidden, bool add, bf16* kept, bf16* ys, bf16* y) {
+void Term::forward(bf16* kept, bf16* ys, bf16* y) const {
   const auto blocks = blocks_of(first, experts);
   for_neighbours(blocks, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -198,14 +220,9 @@ void et_forward(const bf16* x, const float* gates, const bf16* up, const bf16* d
   if (begin) combine(ys, begin, slot, tokens, width, add, y);
 }
 
-// dgates: (tokens, experts), zero where nothing is assigned. dxs and dx: like ys and y. Buffers for the factors of the
-// weights' gradients, by block, `padded` rows in all (see et_padded): transposed_dh (hidden, padded), packed_a (padded,
-// hidden), packed_x (padded, width), transposed_dy (width, padded).
-void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* up, const bf16* down,
-                 const int64_t* first, const int32_t* token, const int32_t* begin, const int32_t* slot, int64_t tokens,
-                 int64_t experts, int64_t width, int64_t hidden, bool add, const bf16* kept, bf16* transposed_dh,
-                 bf16* packed_a, bf16* packed_x, bf16* transposed_dy, bf16* dxs, bf16* dx, float* dgates, bf16* dup,
-                 bf16* ddown) {
+void Term::backward(const bf16* dy, const bf16* kept, const Factors& to, bf16* dxs, const Gradients& d) const {
+  const auto [transposed_dh, packed_a, packed_x, transposed_dy] = to;
+  const auto [dx, dgates, dup, ddown] = d;
   const auto blocks = blocks_of(first, experts);
   for_neighbours(blocks, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -285,4 +302,101 @@ void et_backward(const bf16* dy, const bf16* x, const float* gates, const bf16* 
   });
 }
 
-}  // extern "C"
+using MaybeTensor = std::optional<Tensor>;
+
+// Calls then(index, term, pairs) for the shared expert, if there is one, then for routed ones.
+template <class Then>
+void for_terms(const Tensor& given, const MaybeTensor& gates, const MaybeTensor& assignment,
+               const std::vector<Tensor>& weights, Then&& then) {
+  const Tensor x = contiguous(given);
+  for (int64_t i = int64_t(weights.size()) / 2 - 1; i >= 0; --i) {
+    const Tensor up = contiguous(weights[2 * i]), down = contiguous(weights[2 * i + 1]);
+    Term term{
+        .x = data<const bf16>(x),
+        .up = data<const bf16>(up),
+        .down = data<const bf16>(down),
+        .tokens = x.size(0),
+        .experts = up.size(0),
+        .width = x.size(1),
+        .hidden = up.size(1),
+    };
+    if (i > 0 || !assignment) {
+      const int64_t first[] = {0, term.tokens};
+      term.first = first;
+      then(i, term, term.tokens);
+      continue;
+    }
+    const Tensor assigned = contiguous(to(*assignment, ScalarType::Bool));
+    const Tensor scale = contiguous(to(*gates, ScalarType::Float));
+    const Order order((const uint8_t*)data<const bool>(assigned), term.tokens, term.experts);
+    term.first = order.first.data();
+    term.gates = data<const float>(scale);
+    term.token = order.token.data();
+    term.begin = order.begin.data();
+    term.slot = order.slot.data();
+    term.add = weights.size() > 2;
+    then(i, term, order.first.back());
+  }
+}
+
+constexpr int64_t EXACT = -1, NONE = 0;  // rows of pre-activations to allocate: as many as needed, or none
+
+// Returns y and, for each term, relu of the pre-activations (rows, hidden), filled from the first row on; `room` is the
+// rows for routed pairs.
+std::vector<Tensor> forward(const Tensor& x, const MaybeTensor& gates, const MaybeTensor& assignment,
+                            const std::vector<Tensor>& weights, int64_t room) {
+  const Tensor y = new_empty(x, x.sizes());
+  std::vector<Tensor> results(1 + weights.size() / 2, y);
+  for_terms(x, gates, assignment, weights, [&](int64_t i, const Term& term, int64_t pairs) {
+    const bool bounded = term.begin && room != EXACT;
+    STD_TORCH_CHECK(!bounded || room == NONE || pairs <= room, pairs,
+                    " pairs of tokens and experts do not fit into ", room, " rows");
+    const Tensor kept = new_empty(x, {room == NONE ? 0 : bounded ? room : pairs, term.hidden});
+    const Tensor ys = term.begin ? new_empty(x, {pairs, term.width}) : y;
+    term.forward(room == NONE ? nullptr : data<bf16>(kept), data<bf16>(ys), data<bf16>(y));
+    results[1 + i] = kept;
+  });
+  return results;
+}
+
+// Returns the gradients of x, of gates if there are any, and of weights.
+std::vector<Tensor> backward(const Tensor& upstream, const Tensor& x, const MaybeTensor& gates,
+                             const MaybeTensor& assignment, const std::vector<Tensor>& weights,
+                             const std::vector<Tensor>& kept) {
+  const Tensor dy = contiguous(upstream), dx = new_empty(x, x.sizes());
+  MaybeTensor dgates;
+  if (gates) dgates = torch::stable::new_zeros(*gates, gates->sizes(), ScalarType::Float);
+  std::vector<Tensor> dweights;
+  for (const Tensor& weight : weights) dweights.push_back(new_empty(weight, weight.sizes()));
+  for_terms(x, gates, assignment, weights, [&](int64_t i, const Term& term, int64_t pairs) {
+    const int64_t padded = padded_rows(blocks_of(term.first, term.experts));
+    const auto room = [&](int64_t columns) { return new_empty(x, {padded, columns}); };
+    const Tensor dh = room(term.hidden), a = room(term.hidden), xs = room(term.width), dys = room(term.width);
+    const Tensor dxs = term.begin ? new_empty(x, {pairs, term.width}) : dx;
+    const Term::Factors factors{
+        .transposed_dh = data<bf16>(dh),
+        .packed_a = data<bf16>(a),
+        .packed_x = data<bf16>(xs),
+        .transposed_dy = data<bf16>(dys),
+    };
+    const Term::Gradients gradients{
+        .x = data<bf16>(dx),
+        .gates = term.begin ? data<float>(*dgates) : nullptr,
+        .up = data<bf16>(dweights[2 * i]),
+        .down = data<bf16>(dweights[2 * i + 1]),
+    };
+    term.backward(data<const bf16>(dy), data<const bf16>(kept[i]), factors, data<bf16>(dxs), gradients);
+  });
+  std::vector<Tensor> results{dx};
+  if (gates) results.push_back(to(*dgates, gates->scalar_type()));
+  results.insert(results.end(), dweights.begin(), dweights.end());
+  return results;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CPU, m) {
+  m.impl("experts_forward", TORCH_BOX(&forward));
+  m.impl("experts_backward", TORCH_BOX(&backward));
+}
+
+}  // namespace
+}  // namespace experts

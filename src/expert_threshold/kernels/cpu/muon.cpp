@@ -5,6 +5,7 @@
 
 #include "common.h"
 
+namespace muon {
 namespace {
 
 // out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out.
@@ -35,13 +36,23 @@ void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, float 
   }
 }
 
-}  // namespace
+// The matrices of stacks (matrices, rows, columns) float32.
+std::vector<float*> matrices_of(const std::vector<Tensor>& stacks) {
+  std::vector<float*> matrices;
+  for (const Tensor& stack : stacks)
+    for (int64_t i = 0; i < stack.size(0); ++i) matrices.push_back(data<float>(stack) + i * stack.stride(0));
+  return matrices;
+}
 
-extern "C" {
-
-// weight, grad, momentum: pointers per matrix, (rows, columns) float32; a, b, c: coefficients; eps: the smallest norm.
-void et_muon(float* const* weight, const float* const* grad, float* const* momentum, int64_t matrices, int64_t rows,
-             int64_t columns, int64_t steps, float decay, float rate, float a, float b, float c, float eps) {
+// Moves the weights and momenta; a, b, c: coefficients; eps: the smallest norm.
+void step(const std::vector<Tensor>& weights, const std::vector<Tensor>& grads, const std::vector<Tensor>& momenta,
+          int64_t steps, const std::vector<double>& coefficients, double smallest, double nesterov_decay, double lr) {
+  std::vector<Tensor> dense;
+  for (const Tensor& grad : grads) dense.push_back(contiguous(grad));
+  const auto weight = matrices_of(weights), grad = matrices_of(dense), momentum = matrices_of(momenta);
+  const int64_t matrices = weight.size(), rows = weights[0].size(-2), columns = weights[0].size(-1);
+  const float a = coefficients[0], b = coefficients[1], c = coefficients[2];
+  const float eps = smallest, decay = nesterov_decay, rate = lr;
   const int64_t numbers = rows * columns, small = std::min(rows, columns), large = std::max(rows, columns);
   at::parallel_for(0, matrices, 1, [&](int64_t from, int64_t to) {
     Scratch scratch;
@@ -75,4 +86,7 @@ void et_muon(float* const* weight, const float* const* grad, float* const* momen
   });
 }
 
-}  // extern "C"
+STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CPU, m) { m.impl("muon_step", TORCH_BOX(&step)); }
+
+}  // namespace
+}  // namespace muon

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_float, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from . import TILE, available, library
+from ..operator import operator
+from . import TILE, available
 
 MOST_ELEMENTS = 2**20  # in a matrix; a larger one does not stay in a core's cache
-FLOAT32 = 4  # bytes
 
 
 def applies(weight: Tensor, momentum: Tensor, dtype: torch.dtype) -> bool:
@@ -38,17 +37,19 @@ def step(
 
     coefficients: of the iteration's polynomial; eps: the smallest norm to divide by.
     """
-    kernels = library()
-    assert kernels is not None
-    rows, columns = weights[0].shape[-2:]
-    grads = [grad.contiguous() for grad in grads]  # kept alive until the kernel returns
-    matrices = [_addresses(stacks, rows * columns) for stacks in (weights, grads, momenta)]
-    sizes = map(c_int64, (len(matrices[0]), rows, columns, ns_steps))
-    numbers = map(c_float, (momentum, rate, *coefficients, eps))
-    kernels.et_muon(*((c_void_p * len(m))(*m) for m in matrices), *sizes, *numbers)
+    muon_step(list(weights), list(grads), list(momenta), ns_steps, list(coefficients), eps, momentum, rate)
     increment_version([*weights, *momenta])  # tells autograd that what it saved of them is stale
 
 
-def _addresses(stacks: Sequence[Tensor], elements: int) -> list[int]:
-    assert all(stack.is_contiguous() for stack in stacks)
-    return [stack.data_ptr() + i * elements * FLOAT32 for stack in stacks for i in range(len(stack))]
+@operator("weights", "momenta")
+def muon_step(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    ns_steps: int,
+    coefficients: list[float],
+    eps: float,
+    momentum: float,
+    rate: float,
+) -> None:
+    """Move weights and momenta, as above."""

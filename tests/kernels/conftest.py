@@ -1,0 +1,35 @@
+"""The kernels over block products, by this processor's own instructions or, where it has AVX-512 alone, emulated."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+
+from expert_threshold.kernels import cpu
+from expert_threshold.kernels.cpu import build
+
+EMULATED = Path(__file__).parent / "emulated.h"
+CAPABILITIES = torch.cpu.get_capabilities()
+
+
+@functools.cache
+def emulated() -> ctypes.CDLL | None:
+    """Return the kernels with instructions and products from `emulated.h`; None if they cannot be built or run."""
+    if not all(CAPABILITIES.get(f"avx512_{part}", False) for part in ("f", "bw", "dq", "vl")):
+        return None
+    flags = [*cpu.BLOCKS_FLAGS, *build.WARNINGS, "-include", str(EMULATED)]
+    library = build.load(cpu.BLOCKS, [*cpu.PARTS, EMULATED], flags, cpu.LIBRARIES)
+    return library if library is not None and cpu.block_products() else None
+
+
+@pytest.fixture(params=["native" if CAPABILITIES.get("avx512_bf16", False) else "emulated"])
+def block_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with kernels, and say in its name which."""
+    library = cpu.library if request.param == "native" else emulated
+    if library() is None:
+        pytest.skip("no C++ compiler, or a processor without AVX-512")
+    monkeypatch.setattr(cpu, "library", library)
