@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "train": {"install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option"},
     "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
     "integrations": {"runs", "model", "moe", "routing", "generate"},
-    "recipes": {"optim", "routing"},
+    "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
     "plan": {"config", "kernels", "routing", "model", "optim"},
     # The components' own configuration records.

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from expert_threshold.cli import main
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
-from expert_threshold.model import parameter_counts
+from expert_threshold.model import TRUNKS, parameter_counts
 from expert_threshold.optim import NANOCHAT, RELEASE, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
@@ -71,6 +71,7 @@ def test_the_rules_are_those_of_the_tables() -> None:
         "release": ExpertThreshold(decay=0.99, capacity_slack=None),
         "better_rates": ExpertThreshold(),
         "nanochat": ExpertThreshold(),
+        "nanochat_trunk": ExpertThreshold(),
     }
     assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
     for name in RECIPES:
@@ -125,6 +126,15 @@ def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> N
     assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=10)
 
 
+def test_nanochats_trunk_is_the_same_recipe_on_another_trunk_of_which_any_flag_takes_a_piece_away() -> None:
+    plain, trunk = of_paper("nanochat"), of_paper("nanochat_trunk")
+    assert trunk.optim == plain.optim
+    assert trunk.model == replace(plain.model, **TRUNKS["nanochat"])
+    for name, value in TRUNKS["paper"].items():
+        without = resolve("quickstart", "dense", recipe="nanochat_trunk", changes={"model": {name: value}}).model
+        assert getattr(without, name) == value
+
+
 def test_the_release_keeps_its_own_settings() -> None:
     assert of_paper("release").optim == RELEASE
     assert resolve("d12", recipe="release", tokens=10**9).optim.adamw_warmup_steps == 0
@@ -154,7 +164,12 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
     if isinstance(rule, ExpertThreshold):
         assert rule.warmup_steps in (0, min(4000, steps // 5), 4000)
         assert rule.warmup_steps <= max(steps, 4000 * (steps >= PAPER_STEPS))
-    if isinstance(rule, ExpertThreshold | ExpertChoice) and name not in ("release", "better_rates", "nanochat"):
+    if isinstance(rule, ExpertThreshold | ExpertChoice) and name not in (
+        "release",
+        "better_rates",
+        "nanochat",
+        "nanochat_trunk",
+    ):
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)
     pool, whole = window(config)[0], window(of_paper(name))[0]

@@ -202,9 +202,9 @@ def _laid_out(
 
 
 def _parameters(model: GPT) -> list[tuple[int, int]]:
-    """Return pairs (other weights, weights of routed experts): embedding and head together, then each block."""
-    outside = model.embed.weight.numel() + model.head.weight.numel()
+    """Return pairs (other weights, weights of routed experts): those outside of blocks together, then each block's."""
     all_of_it = [sum(weight.numel() for weight in block.parameters()) for block in model.blocks]
+    outside = sum(weight.numel() for weight in model.parameters()) - sum(all_of_it)
     experts = [0] * len(all_of_it)
     for layer, moe in model.moe_layers():
         experts[layer] = sum(weight.numel() for weight in moe.experts.parameters())

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from .model import TRUNKS
 from .optim import NANOCHAT, RELEASE, OptimConfig
 from .routing import PAPER_STEPS, RULES, scaled_decay
 
@@ -197,6 +198,8 @@ ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold
 TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
+_NANOCHAT = {**_changes(NANOCHAT), "matrix_lr": NANOCHAT.matrix_lr}  # a preset may have another
+
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe("no routed experts", DENSE, Reported("Table 1", 3.002, 15.743)),
     "token_choice": Recipe(
@@ -275,6 +278,13 @@ RECIPES: dict[str, Recipe] = {
         _rule("expert_threshold"),
         Reported("nanochat 92d63d4"),
         model={"initialization": "nanochat"},
-        optim={**_changes(NANOCHAT), "matrix_lr": NANOCHAT.matrix_lr},  # a preset may have another
+        optim=_NANOCHAT,
+    ),
+    "nanochat_trunk": Recipe(
+        "the same in nanochat's trunk: value embeddings, scalars, smear, backout, sharper attention, windows",
+        _rule("expert_threshold"),
+        Reported("nanochat 92d63d4"),
+        model={"initialization": "nanochat", **TRUNKS["nanochat"]},
+        optim=_NANOCHAT,
     ),
 }

@@ -87,6 +87,42 @@ def test_the_router_can_have_adamw_and_its_own_learning_rate() -> None:
     assert optimizer.learning_rates(0, 10)["router"] == pytest.approx(0.25)
 
 
+TRUNK = {
+    "embed.weight": (12, 8),
+    "blocks.1.attention.value_embed.weight": (12, 8),
+    "blocks.1.attention.value_gate.weight": (2, 8),
+    "residual_scalars": (2,),
+    "skip_scalars": (2,),
+    "smear_gate.weight": (1, 8),
+    "smear_scalar": (1,),
+    "backout_scalar": (1,),
+}
+
+
+def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_any_width() -> None:
+    named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in TRUNK.items()}
+    config = dataclasses.replace(NANOCHAT, min_lr_ratio=1.0, adamw_warmup_steps=0, muon_warmup_steps=0)
+    optimizer = make_optimizers(named.items(), config, d_model=192)
+    own = {"value_embed", "residual", "skip", "smear"}
+    assert kinds(optimizer) == {"embed": AdamW, "matrix": Muon, **dict.fromkeys(own, AdamW)}
+    assert members(optimizer, "matrix") == {"blocks.1.attention.value_gate.weight"}
+    assert members(optimizer, "value_embed") == {"blocks.1.attention.value_embed.weight"}
+    assert members(optimizer, "smear") == {"smear_gate.weight", "smear_scalar", "backout_scalar"}
+    rates = optimizer.learning_rates(5, 10)
+    expected = {"embed": 0.6, "value_embed": 0.3, "residual": 0.005, "skip": 0.5, "smear": 0.2, "matrix": 0.02}
+    assert rates == pytest.approx(expected)
+    betas = {name: optimizer.groups[name].optimizers[0].param_groups[0]["betas"] for name in ("embed", *own)}
+    assert betas == {
+        "embed": (0.8, 0.995),
+        "value_embed": (0.8, 0.995),
+        "residual": (0.8, 0.95),
+        "skip": (0.96, 0.95),
+        "smear": (0.8, 0.95),
+    }
+    given = make_optimizers(named.items(), dataclasses.replace(config, value_embed_lr=0.7), d_model=768)
+    assert given.learning_rates(5, 10)["value_embed"] == 0.7
+
+
 def test_a_parameter_that_fits_nowhere_is_named() -> None:
     with pytest.raises(ValueError, match=re.escape("blocks.0.norm.weight of shape (8,)")):
         make_optimizers([("blocks.0.norm.weight", nn.Parameter(torch.zeros(8)))], SHORT, 768)

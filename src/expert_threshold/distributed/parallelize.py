@@ -68,7 +68,7 @@ def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
 def _fully_shard(model: GPT, parallel: Parallel) -> None:
     """Split parameters and gradients with FSDP2; each block is gathered, in the compute dtype, during the one before.
 
-    The router, the embedding and the head stay float32, because they compute more than products in the compute dtype.
+    Routers, embeddings, the head and the scalars stay float32, because they are not just products in the compute dtype.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -79,6 +79,9 @@ def _fully_shard(model: GPT, parallel: Parallel) -> None:
         fully_shard(moe.router, mesh=parallel.flat)
         if parallel.ep is not None:
             fully_shard(moe.experts, mesh=parallel.mesh[DP], mp_policy=rounded)
+    for block in model.blocks:
+        if block.attention.value_embed is not None:
+            fully_shard(block.attention.value_embed, mesh=parallel.flat)
     blocks = [fully_shard(block, mesh=parallel.flat, mp_policy=rounded) for block in model.blocks]
     fully_shard(model, mesh=parallel.flat)
     for block, following in itertools.pairwise(blocks):

@@ -159,8 +159,11 @@ class Kernel:
 
 def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler or switched off, or unless the rule has sigmoid gates and either thresholds or a biased top k.
+    a compiler or switched off, unless the rule has sigmoid gates and either thresholds or a biased top k, or for
+    another trunk than the paper's.
     """
+    if model.config.beyond_the_paper():
+        return None
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = library()

@@ -39,6 +39,10 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     _require_free(to, "--to")
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
+    if beyond := model.config.beyond_the_paper():
+        raise ValueError(
+            f"{path}: its trunk has {', '.join(beyond)}, which cannot be exported yet; keep the run folder"
+        )
     place = Path(os.path.realpath(to))  # a link cannot be replaced by a folder; its target can
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))

@@ -83,6 +83,15 @@ class ExpertThresholdConfig(PreTrainedConfig):
     activation: str = "relu2"
     z_loss: float | None = None
     initialization: str = "paper"
+    value_embeddings: str | None = None
+    residual_scalars: bool = False
+    skip_scalars: bool = False
+    smear: bool = False
+    backout: bool = False
+    qk_scale: float = 1.0
+    rotary_base: float = 10_000.0
+    windows: str | None = None
+    short_window: int | None = None
     dispatch: str = "auto"
     use_cache: bool = True
     tie_word_embeddings: bool = False

@@ -3,12 +3,13 @@
 from ..moe import Observation, Routing, Rule
 from .attention import Cache
 from .gpt import GPT, GPTConfig, Output
-from .presets import PRESETS, flops_per_token, parameter_counts
+from .presets import PRESETS, TRUNKS, flops_per_token, parameter_counts
 from .score import Continuation, Score, common_prefix, crop, score
 
 __all__ = [
     "GPT",
     "PRESETS",
+    "TRUNKS",
     "Cache",
     "Continuation",
     "GPTConfig",

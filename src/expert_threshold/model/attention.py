@@ -15,13 +15,15 @@ from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import attention as kernels
 from ..kernels.planned import on_cpu
 from ..moe import Linear, Past
+from .presets import VALUE_GATE_CHANNELS
 
 
 class Cache:
     """The past of sequences, one in each row: keys and values of every layer, and what routing needs of it.
 
     Rows have lengths of their own. A forward appends its i-th sequence to the i-th of the selected rows, which are all
-    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout.
+    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout. smeared: width of
+    `last`, each row's last embedding, zeros before its first; 0 for a model without smear.
     """
 
     def __init__(
@@ -33,8 +35,10 @@ class Cache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        smeared: int = 0,
     ) -> None:
         self.held = torch.zeros(layers, rows, capacity, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self.last = torch.zeros(rows, smeared, dtype=dtype, device=device)
         self.lengths = [0] * rows
         self.rows: Sequence[int] = range(rows)
         self._pasts: list[dict[int, Past]] = [{} for _ in range(rows)]  # by layer
@@ -58,16 +62,19 @@ class Cache:
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
         """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
+        self.last[row] = 0
         self._pasts[row] = dict(pasts)
 
     def copies(self, rows: Sequence[int], capacity: int) -> Cache:
         """Return a cache of another capacity whose i-th row holds a copy of the sequence in rows[i]."""
         layers, _, _, _, kv_heads, head_dim = self.held.shape
-        other = Cache(layers, len(rows), kv_heads, capacity, head_dim, self.held.dtype, self.held.device)
+        smeared, dtype, device = self.last.shape[1], self.held.dtype, self.held.device
+        other = Cache(layers, len(rows), kv_heads, capacity, head_dim, dtype, device, smeared)
         other.lengths = [self.lengths[row] for row in rows]
         longest = max(other.lengths, default=0)
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
         other.held[:, :, :longest] = self.held[:, chosen, :longest]
+        other.last = self.last[chosen]
         other._pasts = [dict(self._pasts[row]) for row in rows]
         return other
 
@@ -92,8 +99,7 @@ class Cache:
 class Span:
     """The places in a cache where one forward appends `time` tokens to each selected row.
 
-    positions: (rows, time) in the sequences; end: the length of the longest of them afterwards; mask: added to the
-    attention scores, or None if every token attends to all keys up to its own.
+    positions: (rows, time) in the sequences; end: the length of the longest of them afterwards.
     """
 
     def __init__(self, cache: Cache, time: int) -> None:
@@ -103,15 +109,41 @@ class Span:
         self.cache = cache
         self.end = max(starts, default=0) + time
         self.positions = begun[:, None] + torch.arange(time, device=device)
-        self.mask: Tensor | None = None
-        alike = len(set(starts)) < 2
-        if not alike or 1 < time < self.end:
-            later = torch.arange(self.end, device=device) > self.positions[: 1 if alike else None, None, :, None]
-            self.mask = torch.zeros(later.shape, dtype=cache.held.dtype, device=device).masked_fill_(later, -math.inf)
+        self._chosen = rows
+        self._masks: dict[int | None, Tensor | None] = {}  # by window
+        self._alike = len(set(starts)) < 2
         self._places = (rows[:, None] * cache.capacity + self.positions).flatten()
         first, last = min(cache.rows, default=0), max(cache.rows, default=-1)
         neighbours = list(cache.rows) == list(range(first, last + 1))
         self._rows: slice | Tensor = slice(first, last + 1) if neighbours else rows  # a slice is not copied
+
+    def mask(self, window: int | None) -> Tensor | None:
+        """Return what is added to attention scores (…, time, end), or None if every token attends to all keys up to its
+        own. window: the number of tokens before its own that a token attends to; None for all.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._mask(window)
+        return self._masks[window]
+
+    def _mask(self, window: int | None) -> Tensor | None:
+        time = self.positions.shape[1]
+        reaches_all = window is None or self.end <= window + 1
+        if self._alike and not 1 < time < self.end and reaches_all:
+            return None
+        positions = self.positions[: 1 if self._alike else None, None, :, None]
+        hidden = _hidden(positions, torch.arange(self.end, device=positions.device), window)
+        return torch.zeros(hidden.shape, dtype=self.cache.held.dtype, device=hidden.device).masked_fill_(
+            hidden, -math.inf
+        )
+
+    def last(self) -> Tensor:
+        """Return the embedding (rows, d_model) of each row's token before these, zeros before its first."""
+        return self.cache.last[self._chosen]
+
+    def keep_last(self, embedded: Tensor) -> None:
+        """Keep the last of these embeddings (rows, time, d_model) of each row for the next forward's `last`."""
+        if embedded.shape[1]:
+            self.cache.last[self._chosen] = embedded[:, -1]
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row."""
@@ -122,11 +154,17 @@ class Span:
         return k, v
 
 
-def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (…, time, head_dim / 2) float32, for positions (…, time)."""
+def _hidden(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """Return True where a query's position does not attend to a key's, which is later or beyond the window."""
+    hidden = keys > queries
+    return hidden if window is None else hidden | (keys < queries - window)
+
+
+def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines, (…, time, head_dim / 2) float32, times `scale`, for positions (…, time)."""
     frequencies = base ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
     angles = positions[..., None] * frequencies
-    return angles.cos(), angles.sin()
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -168,7 +206,7 @@ def _norm_backward(x: Tensor, scale: Tensor, dy: Tensor) -> Tensor:
 
 
 class _RotaryNorm(torch.autograd.Function):
-    """norm(rotate(x)); a rotation preserves length, so the scale is that of x."""
+    """rotate(norm(x)), where the rotary table may scale; a rotation preserves length, so the norm can wait."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -195,10 +233,10 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary positions, then the norm, to x (batch, heads, time, head_dim)."""
+    """Apply the norm, then rotary positions and their scale, to x (batch, heads, time, head_dim)."""
     if torch.compiler.is_compiling():
-        a, b = x.chunk(2, -1)
-        return norm(torch.cat((a * cos + b * sin, b * cos - a * sin), -1))
+        a, b = norm(x).chunk(2, -1)
+        return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
     y: Tensor = apply(_RotaryNorm, x, cos, sin)
     return y
 
@@ -207,68 +245,87 @@ QUERIES_PER_BLOCK = 256
 
 
 class _CausalAttention(torch.autograd.Function):
-    """Causal softmax(q kᵀ / √head_dim) v, in blocks of queries that each meet only the keys before their end; saves the
-    probabilities. q, k, v: (batch · heads, time, head_dim).
+    """Causal softmax(q kᵀ / √head_dim) v, in blocks of queries that each meet only the keys before their end and within
+    the window of their first; saves the probabilities. q, k, v: (batch · heads, time, head_dim).
 
     Used for bfloat16 on CPUs without our kernels, where torch's fused attention is slower; in float32 it is faster.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         y, probabilities = [], []
         for start in range(0, q.shape[1], QUERIES_PER_BLOCK):
             rows = q[:, start : start + QUERIES_PER_BLOCK]
             end = start + rows.shape[1]
-            later = q.new_full((rows.shape[1], end), -math.inf).triu_(start + 1)
-            p = torch.baddbmm(later, rows, k[:, :end].mT, alpha=q.shape[2] ** -0.5).softmax(-1)
-            y.append(p @ v[:, :end])
+            first = 0 if window is None else max(start - window, 0)
+            positions = torch.arange(end, device=q.device)
+            hidden = _hidden(positions[start:, None], positions[first:], window)
+            mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            p = torch.baddbmm(mask, rows, k[:, first:end].mT, alpha=q.shape[2] ** -0.5).softmax(-1)
+            y.append(p @ v[:, first:end])
             probabilities.append(p)
         ctx.save_for_backward(q, k, v, *probabilities)
         return torch.cat(y, 1)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         q, k, v, *probabilities = ctx.saved_tensors
         dq, dk, dv = [], torch.zeros_like(k), torch.zeros_like(v)
         end = 0
         for p in probabilities:
-            start, end = end, p.shape[2]
+            start, end = end, end + p.shape[1]
+            seen = slice(end - p.shape[2], end)
             dys = dy[:, start:end]
-            dv[:, :end] += p.mT @ dys
-            ds = torch._softmax_backward_data(dys @ v[:, :end].mT, p, -1, p.dtype).mul_(q.shape[2] ** -0.5)
-            dq.append(ds @ k[:, :end])
-            dk[:, :end] += ds.mT @ q[:, start:end]
-        return torch.cat(dq, 1), dk, dv
+            dv[:, seen] += p.mT @ dys
+            ds = torch._softmax_backward_data(dys @ v[:, seen].mT, p, -1, p.dtype).mul_(q.shape[2] ** -0.5)
+            dq.append(ds @ k[:, seen])
+            dk[:, seen] += ds.mT @ q[:, start:end]
+        return torch.cat(dq, 1), dk, dv, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask it is causal, and a
-    single query attends to every key.
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int | None = None) -> Tensor:
+    """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask it is causal, each
+    query attends to `window` keys before its own, None for all, and a single query to every key.
     """
     causal = mask is None and q.shape[2] > 1
     if on_cpu(q) and q.dtype == torch.bfloat16 and causal:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
-        y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)))
+        y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), window)
         return y.view(q.shape)
     if q.is_meta:  # for which torch would take the definition, and make the probabilities
         attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
         return attended
+    if causal and window is not None and window + 1 < q.shape[2]:
+        positions = torch.arange(q.shape[2], device=q.device)
+        mask, causal = ~_hidden(positions[:, None], positions, window), False
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
 class Attention(nn.Module):
-    """Multi-head attention; kv_heads < heads is grouped-query attention."""
+    """Multi-head attention; kv_heads < heads is grouped-query attention.
 
-    def __init__(self, d_model: int, heads: int, kv_heads: int) -> None:
+    window: the number of tokens before its own that a token attends to; None for all. vocab_size: that of a table of
+    value embeddings; None for no table.
+    """
+
+    def __init__(
+        self, d_model: int, heads: int, kv_heads: int, window: int | None = None, vocab_size: int | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = d_model // heads
+        self.window = window
         self.query = Linear(d_model, heads * self.head_dim)
         self.key = Linear(d_model, kv_heads * self.head_dim)
         self.value = Linear(d_model, kv_heads * self.head_dim)
         self.output = Linear(heads * self.head_dim, d_model)
+        self.value_embed: nn.Embedding | None = None
+        self.value_gate: Linear | None = None
+        if vocab_size is not None:
+            self.value_embed = nn.Embedding.from_pretrained(torch.empty(vocab_size, kv_heads * self.head_dim), False)
+            self.value_gate = Linear(min(VALUE_GATE_CHANNELS, d_model), kv_heads)
         self._joined: Tensor | None = None
 
     def joined(self, *, keep: bool = False) -> Tensor:
@@ -282,14 +339,19 @@ class Attention(nn.Module):
             self._joined = weights.detach()
         return weights
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, layer: int) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, layer: int, tokens: Tensor | None = None
+    ) -> Tensor:
         """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
-        rotary table.
+        rotary table; tokens: (batch, time) int64, which value embeddings need.
         """
         projected = F.linear(x, self.joined().to(x.dtype)).unflatten(-1, (-1, self.head_dim))
         kv_heads = len(self.key.weight) // self.head_dim
+        if self.value_embed is not None:
+            assert tokens is not None
+            projected[:, :, -kv_heads:] += self._value_embeddings(x, tokens)
         output: Tensor
-        if span is None and kernels.applies(projected, self.head_dim):
+        if span is None and self._sees_all(x) and kernels.applies(projected, self.head_dim):
             output = self.output(kernels.attention(projected, cos, sin, kv_heads).flatten(2))
             return output
         heads = projected.transpose(1, 2)
@@ -297,5 +359,17 @@ class Attention(nn.Module):
         q, k = rotary_norm(straight, cos, sin).split((straight.shape[1] - kv_heads, kv_heads), 1)
         if span is not None:
             k, v = span.append(layer, k, v)
-        output = self.output(attend(q, k, v, None if span is None else span.mask).transpose(1, 2).flatten(2))
+        mask = None if span is None else span.mask(self.window)
+        output = self.output(attend(q, k, v, mask, self.window).transpose(1, 2).flatten(2))
         return output
+
+    def _sees_all(self, x: Tensor) -> bool:
+        return self.window is None or x.shape[1] <= self.window + 1
+
+    def _value_embeddings(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Return the gated value embeddings, 3 σ(gate · x) table[token], (batch, time, kv_heads, head_dim)."""
+        assert self.value_embed is not None
+        assert self.value_gate is not None
+        gates = 3 * self.value_gate(x[..., :VALUE_GATE_CHANNELS]).sigmoid()
+        embedded: Tensor = self.value_embed(tokens).to(x.dtype)
+        return gates[..., None] * embedded.unflatten(-1, (-1, self.head_dim))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -25,12 +26,13 @@ from ..moe import (
     rule_from_dict,
     rule_to_dict,
 )
-from ..option import Bounds, Count, Whole, option, require_valid
+from ..option import Bounds, Count, Positive, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
-from .presets import PRESETS
+from .presets import PRESETS, SMEAR_GATE_CHANNELS, TRUNKS
 
 Initialization = Literal["paper", "nanochat"]
+ValueEmbeddings = Literal["alternate", "all"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,27 @@ class GPTConfig:
     initialization: Initialization = option(
         "paper", "Distribution of the initial weights; has no effect on a trained model."
     )
+    value_embeddings: ValueEmbeddings | None = option(
+        None,
+        "Layers whose values gain a learned vector of their token, gated; alternate is every other one and the last; "
+        "none is off.",
+    )
+    residual_scalars: bool = option(False, "Scale the residual stream before each layer by a learned number.")
+    skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, before each layer.")
+    smear: bool = option(False, "Add some of the previous token's embedding to each token's, gated.")
+    backout: bool = option(False, "Subtract the middle layer's output, times a learned number, before the head.")
+    qk_scale: Positive = option(1.0, "Factor of queries and of keys after their norm; above 1 attention is sharper.")
+    rotary_base: Annotated[float, Bounds(above=1)] = option(10_000.0, "Base of the rotary positions' wavelengths.")
+    windows: str | None = option(
+        None,
+        "Attention's reach by layer, a pattern such as SSSL, repeated: L is long and sees all, S is short. The last "
+        "layer is always long; none is L.",
+    )
+    short_window: Count | None = option(
+        None,
+        "Tokens before its own that a token of a short layer sees; none is a quarter of the context, rounded up to a "
+        "multiple of 128.",
+    )
     dispatch: DispatchName = option(
         "auto",
         "Backend of the experts; auto is static if the rule bounds loads, in bfloat16 on a Hopper GPU or newer, cpu if "
@@ -75,6 +98,10 @@ class GPTConfig:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers={self.dense_layers} must be at most layers={self.layers}")
+        if self.windows is not None and not set(self.windows) <= set("SL"):
+            raise ValueError(f"windows={self.windows!r} must be a pattern of S and L such as SSSL; None is all L")
+        if self.short_window is not None and "S" not in (self.windows or ""):
+            raise ValueError(f"short_window={self.short_window} needs short layers; give windows, such as SSSL")
         if self.rule is not None:
             require_rule(self.rule)
 
@@ -84,6 +111,21 @@ class GPTConfig:
         if name not in PRESETS:
             raise ValueError(f"preset {name!r} is unknown; use one of {', '.join(PRESETS)}")
         return cls(**(PRESETS[name] | changes))
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Return True if the layer has a table of value embeddings."""
+        alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
+        return alternates or self.value_embeddings == "all"
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens before its own that a token sees in the layer; None for all."""
+        if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
+            return None
+        return 128 * math.ceil(self.context / 512) if self.short_window is None else self.short_window
+
+    def beyond_the_paper(self) -> list[str]:
+        """Return the names of the options in which the trunk differs from the paper's."""
+        return [name for name, value in TRUNKS["paper"].items() if getattr(self, name) != value]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as a JSON object."""
@@ -118,7 +160,13 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.attention = Attention(config.d_model, config.heads, config.kv_heads)
+        self.attention = Attention(
+            config.d_model,
+            config.heads,
+            config.kv_heads,
+            config.window(layer),
+            config.vocab_size if config.has_value_embedding(layer) else None,
+        )
         self.feed_forward: FeedForward | None = None
         self.moe: MoE | None = None
         if config.rule is None or layer < config.dense_layers:
@@ -135,8 +183,10 @@ class Block(nn.Module):
                 z_loss=config.z_loss,
             )
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None) -> tuple[Tensor, Routing | None]:
-        x = x + self.attention(norm(x), cos, sin, span, self.layer)
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, tokens: Tensor
+    ) -> tuple[Tensor, Routing | None]:
+        x = x + self.attention(norm(x), cos, sin, span, self.layer, tokens)
         if self.moe is None:
             assert self.feed_forward is not None
             return x + self.feed_forward(norm(x)), None
@@ -144,6 +194,26 @@ class Block(nn.Module):
         if span is not None and self.moe.router.rule.scope(training=False) != "token":
             span.cache.append_scores(self.layer, routing.scores)
         return x + y, routing
+
+
+def _as_the_trunk(part: str, weight: Tensor, generator: torch.Generator | None) -> bool:
+    """Draw a weight that the paper's trunk lacks as in nanochat at 92d63d4 (July 2026); return False for any other."""
+    if part == "value_embed":
+        bound = (3 / weight.shape[-1]) ** 0.5
+        weight.uniform_(-bound, bound, generator=generator)
+    elif part in ("value_gate", "smear_gate"):
+        weight.uniform_(0, 0.02, generator=generator)
+    elif part == "residual_scalars":
+        weight.copy_(torch.linspace(1.15, 1.05, len(weight), device=weight.device))
+    elif part == "skip_scalars":
+        weight.copy_(torch.linspace(0.20, 0.05, len(weight), device=weight.device))
+    elif part == "smear_scalar":
+        weight.zero_()
+    elif part == "backout_scalar":
+        weight.fill_(0.2)
+    else:
+        return False
+    return True
 
 
 def _as_the_paper(part: str, weight: Tensor, generator: torch.Generator | None) -> None:
@@ -179,8 +249,15 @@ def _as_nanochat(part: str, weight: Tensor, generator: torch.Generator | None) -
         weight.uniform_(-bound, bound, generator=generator)
 
 
+def _learned(count: int, there: bool) -> nn.Parameter | None:
+    return nn.Parameter(torch.empty(count)) if there else None
+
+
 class GPT(nn.Module):
     """Rotary positions, RMSNorm without parameters, QK norm, untied embeddings, softcapped logits.
+
+    With all pieces of the trunk, s = smeared embedding, and layer i computes x ← block_i(λ_i x + μ_i s); the head reads
+    norm(x − β x_mid), with x_mid the middle layer's output.
 
     Weights are float32 masters; products run in compute_dtype. Random numbers come from torch's global generator.
     """
@@ -195,6 +272,11 @@ class GPT(nn.Module):
             self.embed = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.d_model), freeze=False)
             self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
             self.head = Linear(config.d_model, config.vocab_size)
+            self.residual_scalars = _learned(config.layers, config.residual_scalars)
+            self.skip_scalars = _learned(config.layers, config.skip_scalars)
+            self.backout_scalar = _learned(1, config.backout)
+            self.smear_scalar = _learned(1, config.smear)
+            self.smear_gate = Linear(min(SMEAR_GATE_CHANNELS, config.d_model), 1) if config.smear else None
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -204,7 +286,9 @@ class GPT(nn.Module):
         """Apply the configured initialisation, rule states included."""
         initialize = {"paper": _as_the_paper, "nanochat": _as_nanochat}[self.config.initialization]
         for name, weight in self.named_parameters():
-            initialize(name.removesuffix(".weight").rsplit(".", 1)[-1], weight, generator)
+            part = name.removesuffix(".weight").rsplit(".", 1)[-1]
+            if not _as_the_trunk(part, weight, generator):
+                initialize(part, weight, generator)
         for _, moe in self.moe_layers():
             moe.router.reset_state()
 
@@ -245,21 +329,30 @@ class GPT(nn.Module):
         if end > limit:
             raise ValueError(f"sequence of {end} tokens is longer than the context of {limit}; shorten it")
         positions = torch.arange(time, device=tokens.device) if span is None else span.positions[:, None]
-        head_dim = self.config.d_model // self.config.heads
-        cos, sin = (t.to(self.compute_dtype) for t in rotary(positions.float(), head_dim))
+        cos, sin = (t.to(self.compute_dtype) for t in self.rotary(positions.float()))
 
-        x = norm(self.embed(tokens).to(self.compute_dtype))
+        embedded = norm(self.embed(tokens).to(self.compute_dtype))
+        x = start = self._smeared(embedded, span)
+        middle: Tensor | None = None
         routings: list[Routing] = []
-        for block in self.blocks:
+        for layer, block in enumerate(self.blocks):
+            x = self._mixed(x, start, layer)
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x, routing = checkpoint(block, x, cos, sin, span, use_reentrant=False)
+                x, routing = checkpoint(block, x, cos, sin, span, tokens, use_reentrant=False)
             else:
-                x, routing = block(x, cos, sin, span)
+                x, routing = block(x, cos, sin, span, tokens)
             if routing is not None:
                 routings.append(routing)
+            if layer == self.config.layers // 2:
+                middle = x
+        if self.backout_scalar is not None:
+            assert middle is not None
+            x = x - self.backout_scalar.to(x.dtype) * middle
         x = norm(x)
-        if cache is not None:
-            cache.advance(time)
+        if span is not None:
+            span.cache.advance(time)
+            if self.smear_gate is not None:
+                span.keep_last(embedded)
 
         observations = tuple(routing.observation for routing in routings)
         recorded = tuple(routings) if record else None
@@ -271,6 +364,29 @@ class GPT(nn.Module):
         )
         loss = sum((routing.loss for routing in routings if routing.loss is not None), mean)
         return Output(None, loss, mean, token_losses.view(targets.shape), observations, recorded)
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines (…, time, head_dim / 2) float32, times qk_scale, for positions (…, time)."""
+        head_dim = self.config.d_model // self.config.heads
+        return rotary(positions, head_dim, self.config.rotary_base, self.config.qk_scale)
+
+    def _smeared(self, x: Tensor, span: Span | None) -> Tensor:
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; x: (batch, time, d_model)."""
+        if self.smear_gate is None:
+            return x
+        assert self.smear_scalar is not None
+        last = x.new_zeros(len(x), x.shape[2]) if span is None else span.last()
+        before = torch.cat((last[:, None], x), 1)[:, :-1]
+        gates = self.smear_scalar.to(x.dtype) * self.smear_gate(x[..., :SMEAR_GATE_CHANNELS]).sigmoid()
+        return x + gates * before
+
+    def _mixed(self, x: Tensor, start: Tensor, layer: int) -> Tensor:
+        """Return the layer's λ x + μ start, without the scalars that the model lacks."""
+        if self.residual_scalars is not None:
+            x = self.residual_scalars[layer].to(x.dtype) * x
+        if self.skip_scalars is not None:
+            x = x + self.skip_scalars[layer].to(x.dtype) * start
+        return x
 
     def set_rate(self, rate: float | None) -> None:
         """Set the mean fanout of inference to `rate` in every MoE layer; None is as trained.
@@ -298,14 +414,14 @@ class GPT(nn.Module):
     def snapshot(self) -> GPT:
         """Return a copy for inference, its matrices in the compute dtype, of a model that changes no more.
 
-        Matrices that need no cast are shared with this model; queries, keys and values are copied. Embedding and
-        routers keep their dtype, since a forward does not cast them to the compute dtype.
+        Matrices that need no cast are shared with this model; queries, keys and values are copied. Embeddings and
+        routers keep their dtype, since a forward casts at most what it looks up in them to the compute dtype.
         """
         with torch.device("meta"):
             other = GPT(self.config, self.compute_dtype)
         weights = self.state_dict()
         for name, weight in weights.items():
-            if name != "embed.weight" and ".router." not in name:
+            if not name.endswith("embed.weight") and ".router." not in name:
                 weights[name] = weight.to(self.compute_dtype)
         other.load_state_dict(weights, assign=True)
         for block in other.blocks:
@@ -320,5 +436,12 @@ class GPT(nn.Module):
         head_dim = self.config.d_model // self.config.heads
         weight = self.embed.weight
         return Cache(
-            self.config.layers, batch, self.config.kv_heads, length, head_dim, self.compute_dtype, weight.device
+            self.config.layers,
+            batch,
+            self.config.kv_heads,
+            length,
+            head_dim,
+            self.compute_dtype,
+            weight.device,
+            self.config.d_model if self.config.smear else 0,
         )

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
     from .gpt import GPTConfig
 
 
+# Channels of their input that the gates of value embeddings and of smear read; all, if there are fewer.
+VALUE_GATE_CHANNELS, SMEAR_GATE_CHANNELS = 12, 24
+
+
 def _size(layers: int, d_model: int, head_dim: int, vocab_size: int, context: int) -> dict[str, Any]:
     heads = d_model // head_dim
     return {
@@ -34,9 +38,36 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
+# The model around its experts, which any preset can have; each option by itself is one flag.
+TRUNKS: dict[str, dict[str, Any]] = {
+    "paper": {
+        "value_embeddings": None,
+        "residual_scalars": False,
+        "skip_scalars": False,
+        "smear": False,
+        "backout": False,
+        "qk_scale": 1.0,
+        "rotary_base": 10_000.0,
+        "windows": None,
+        "short_window": None,
+    },
+    "nanochat": {  # at 92d63d4 (July 2026)
+        "value_embeddings": "alternate",
+        "residual_scalars": True,
+        "skip_scalars": True,
+        "smear": True,
+        "backout": True,
+        "qk_scale": 1.2,
+        "rotary_base": 100_000.0,
+        "windows": "SSSL",
+    },
+}
+
+
 def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:
     """Return parameters by part, their `total`, and `active`, the mean used per token, embedding and head included.
 
+    Value embeddings are look-ups: only the token's own vector of each table is active, and it costs no product.
     rate: routed experts per token in each layer; None is the rule's.
     """
     matrices = 3 if config.activation == "swiglu" else 2
@@ -44,6 +75,7 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
     moe_layers = config.layers - config.dense_layers if config.rule is not None else 0
     num_experts, num_scores = (0, 0) if config.rule is None else (config.rule.num_experts, config.rule.num_scores)
     expert = matrices * config.d_model * config.d_expert
+    tables, value_width = sum(map(config.has_value_embedding, range(config.layers))), config.kv_heads * head_dim
     parts = {
         "embedding": config.vocab_size * config.d_model,
         "head": config.vocab_size * config.d_model,
@@ -52,23 +84,35 @@ def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[st
         "shared_experts": moe_layers * config.shared_experts * expert,
         "routed_experts": moe_layers * num_experts * expert,
         "routers": moe_layers * num_scores * config.d_model,
+        "value_embeddings": tables * config.vocab_size * value_width,
+        "gates": tables * min(VALUE_GATE_CHANNELS, config.d_model) * config.kv_heads
+        + config.smear * min(SMEAR_GATE_CHANNELS, config.d_model),
+        "scalars": (config.residual_scalars + config.skip_scalars) * config.layers + config.smear + config.backout,
     }
     total = sum(parts.values())
     trained = config.rule.experts_per_token if config.rule is not None else 0
     per_token = trained if rate is None else rate
-    idle = round(moe_layers * (num_experts - per_token) * expert)
+    idle = round(moe_layers * (num_experts - per_token) * expert) + tables * (config.vocab_size - 1) * value_width
     return parts | {"total": total, "active": total - idle}
 
 
 def flops_per_token(config: GPTConfig, *, context: int | None = None, rate: float | None = None) -> int:
     """Return model FLOPs of forward and backward per token: 6 per active weight in a product, plus attention's.
 
-    The embedding is a look-up and costs nothing. Attention is causal: a token meets (context + 1) / 2 keys on average,
-    with 2 products forward and 4 backward. A third of the total is the forward's. context defaults to the model's; rate
-    as in `parameter_counts`.
+    Embeddings are look-ups and cost nothing. Attention is causal: without a window a token meets (context + 1) / 2 keys
+    on average, with 2 products forward and 4 backward. A third of the total is the forward's. context defaults to the
+    model's; rate as in `parameter_counts`.
     """
     length = config.context if context is None else context
     counts = parameter_counts(config, rate=rate)
     head_dim = config.d_model // config.heads
-    attention = 12 * config.layers * config.heads * head_dim * (length + 1) / 2
-    return round(6 * (counts["active"] - counts["embedding"]) + attention)
+    attention = 12 * config.heads * head_dim * sum(_keys(length, config.window(i)) for i in range(config.layers))
+    tables = sum(map(config.has_value_embedding, range(config.layers)))
+    looked_up = counts["embedding"] + tables * config.kv_heads * head_dim
+    return round(6 * (counts["active"] - looked_up - counts["scalars"]) + attention)
+
+
+def _keys(length: int, window: int | None) -> float:
+    """Return the mean number of keys that a token of `length` attends to, its own among them."""
+    most = length if window is None else min(window + 1, length)
+    return most - most * (most - 1) / 2 / length

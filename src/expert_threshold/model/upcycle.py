@@ -44,18 +44,13 @@ def upcycle(dense: GPT, config: GPTConfig, generator: torch.Generator) -> GPT:
         if not weight.isfinite().all():
             raise ValueError(f"weight {name} is not finite; upcycle an earlier checkpoint")
     model = GPT(config, dense.compute_dtype)
-    for new, old in zip(model.blocks, dense.blocks, strict=True):
-        assert isinstance(new, Block)
+    there = model.state_dict()
+    model.load_state_dict({name: w for name, w in dense.state_dict().items() if name in there}, strict=False)
+    for layer, moe in model.moe_layers():
+        old = dense.blocks[layer]
         assert isinstance(old, Block)
-        new.attention.load_state_dict(old.attention.state_dict())
         assert old.feed_forward is not None
-        if new.moe is None:
-            assert new.feed_forward is not None
-            new.feed_forward.load_state_dict(old.feed_forward.state_dict())
-        else:
-            _fill(new.moe, old.feed_forward, generator)
-    model.embed.weight.copy_(dense.embed.weight)
-    model.head.weight.copy_(dense.head.weight)
+        _fill(moe, old.feed_forward, generator)
     return model.train(dense.training)
 
 

@@ -31,10 +31,15 @@ class OptimConfig:
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
     head_lr: Rate = option(0.004, "Learning rate of the head.")
     router_lr: Rate | None = option(None, "Learning rate of the routers; none is the matrices'.")
+    value_embed_lr: Rate | None = option(None, "Learning rate of value embeddings; none is half the embedding's.")
+    residual_lr: Rate = option(0.005, "Learning rate of the residual scalars, at any width.")
+    skip_lr: Rate = option(0.5, "Learning rate of the skip scalars, at any width.")
+    smear_lr: Rate = option(0.2, "Learning rate of smear and of the backout scalar, at any width.")
     router_optimizer: OptimizerName = option("muon", "Optimizer of the routers.")
     betas: tuple[Decay, Decay] = option((0.9, 0.95), "AdamW's decay of the first and of the second moment.")
-    embed_betas: tuple[Decay, Decay] | None = option(None, "The same of the embedding alone; none is betas.")
+    embed_betas: tuple[Decay, Decay] | None = option(None, "The same of all embeddings alone; none is betas.")
     head_betas: tuple[Decay, Decay] | None = option(None, "The same of the head alone; none is betas.")
+    skip_betas: tuple[Decay, Decay] | None = option(None, "The same of the skip scalars alone; none is betas.")
     eps: Rate = option(1e-10, "AdamW's epsilon.")
     adamw_warmup_steps: Whole = option(250, "Steps over which AdamW's learning rates rise from 0.")
     muon_warmup_steps: Whole = option(0, "Steps over which Muon's learning rates rise; 0 starts at the peak.")
@@ -80,7 +85,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that cannot train."""
-        for name in ("betas", "embed_betas", "head_betas"):
+        for name in ("betas", "embed_betas", "head_betas", "skip_betas"):
             if isinstance(value := vars(self)[name], list):  # JSON has lists only
                 object.__setattr__(self, name, tuple(value))
         require_valid(OptimConfig, vars(self))
@@ -103,8 +108,10 @@ NANOCHAT = OptimConfig(
     matrix_lr=0.02,
     embed_lr=0.3,
     head_lr=0.008,
+    betas=(0.8, 0.95),
     embed_betas=(0.8, 0.995),
     head_betas=(0.8, 0.96),
+    skip_betas=(0.96, 0.95),
     adamw_warmup_steps=40,
     muon_warmup_steps=40,
     momentum=0.97,

@@ -81,6 +81,10 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
 }
 
 
+def _betas(betas: tuple[float, float]) -> dict[str, Any]:
+    return {"betas": tuple(map(float, betas))}
+
+
 class Row(NamedTuple):
     """A group of parameters, chosen by name and shape, and the options that a configuration gives it."""
 
@@ -88,6 +92,7 @@ class Row(NamedTuple):
     optimizer: Callable[[OptimConfig], str]
     peak: Callable[[OptimConfig], float]  # learning rate, before λ
     options: Callable[[OptimConfig], dict[str, Any]] = lambda config: {}  # of its parameter groups, where they differ
+    scaled: bool = True  # by λ, if the optimizer's rates are; scalars do not depend on the width
 
 
 GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes it
@@ -96,13 +101,38 @@ GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes i
         lambda name, parameter: "embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr,
-        lambda config: {"betas": tuple(map(float, config.embed_betas or config.betas))},
+        lambda config: _betas(config.embed_betas or config.betas),
+    ),
+    "value_embed": Row(
+        lambda name, parameter: "value_embed" in name.split("."),
+        lambda config: "adamw",
+        lambda config: config.embed_lr / 2 if config.value_embed_lr is None else config.value_embed_lr,
+        lambda config: _betas(config.embed_betas or config.betas),
     ),
     "head": Row(
         lambda name, parameter: "head" in name.split("."),
         lambda config: "adamw",
         lambda config: config.head_lr,
-        lambda config: {"betas": tuple(map(float, config.head_betas or config.betas))},
+        lambda config: _betas(config.head_betas or config.betas),
+    ),
+    "residual": Row(
+        lambda name, parameter: name == "residual_scalars",
+        lambda config: "adamw",
+        lambda config: config.residual_lr,
+        scaled=False,
+    ),
+    "skip": Row(
+        lambda name, parameter: name == "skip_scalars",
+        lambda config: "adamw",
+        lambda config: config.skip_lr,
+        lambda config: _betas(config.skip_betas or config.betas),
+        scaled=False,
+    ),
+    "smear": Row(
+        lambda name, parameter: name in ("smear_gate.weight", "smear_scalar", "backout_scalar"),
+        lambda config: "adamw",
+        lambda config: config.smear_lr,
+        scaled=False,
     ),
     "router": Row(
         lambda name, parameter: "router" in name.split("."),
@@ -253,7 +283,7 @@ def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: Opti
 def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_model: int) -> Group:
     kind = GROUPS[group].optimizer(config)
     row = OPTIMIZERS[kind]
-    scale = (d_model / 768) ** -0.5 if row.scaled(config) else 1
+    scale = (d_model / 768) ** -0.5 if row.scaled(config) and GROUPS[group].scaled else 1
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
         by_shape.setdefault(parameter.shape[-2:], []).append((name, parameter))

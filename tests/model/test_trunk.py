@@ -1,0 +1,330 @@
+"""The trunk's pieces beside the paper's: each by itself and all together, in training and with a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
+from expert_threshold.model.attention import attend
+from expert_threshold.routing import ExpertThreshold, Rule
+from expert_threshold.testing import same
+
+VOCAB, CONTEXT = 61, 16
+PIECES: dict[str, dict[str, Any]] = {
+    "value embeddings, alternating": {"value_embeddings": "alternate"},
+    "value embeddings, all": {"value_embeddings": "all"},
+    "residual scalars": {"residual_scalars": True},
+    "skip scalars": {"skip_scalars": True},
+    "smear": {"smear": True},
+    "backout": {"backout": True},
+    "sharper attention": {"qk_scale": 1.2},
+    "rotary base": {"rotary_base": 100_000.0},
+    "windows": {"windows": "SL", "short_window": 3},
+    "all of them": TRUNKS["nanochat"] | {"windows": "SSL", "short_window": 3},
+}
+ALL = PIECES["all of them"]
+pieces = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
+
+
+def small(rule: Rule | None = None, **changes: Any) -> GPTConfig:
+    options = {"layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "d_expert": 24, "d_feed_forward": 48}
+    return GPTConfig(**(options | {"vocab_size": VOCAB, "context": CONTEXT, "rule": rule} | changes))
+
+
+def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def lively(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """A model none of whose weights is zero, and whose rule has moved."""
+    torch.manual_seed(1)
+    model = GPT(config, dtype)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(0, 0.5 if weight.ndim == 1 else weight.shape[-1] ** -0.5)
+        for seed in range(3):
+            model.update_rules(model(tokens_of(4, CONTEXT, seed)).observations)
+    return model
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).detach().abs().max())
+
+
+# Each piece as its equation.
+
+
+def test_a_trunk_names_the_same_options_and_the_papers_is_the_default() -> None:
+    assert TRUNKS["nanochat"].keys() <= TRUNKS["paper"].keys()
+    assert replace(GPTConfig(), **TRUNKS["paper"]) == GPTConfig()
+    assert GPTConfig().beyond_the_paper() == []
+    assert GPTConfig(**TRUNKS["nanochat"]).beyond_the_paper() == list(TRUNKS["nanochat"])
+
+
+@pieces
+def test_every_piece_changes_the_logits_and_adds_to_the_papers_weights(piece: dict[str, Any]) -> None:
+    paper, model = GPT(small()), GPT(small(**piece))
+    assert paper.state_dict().keys() <= model.state_dict().keys()
+    weights = lively(small(**piece)).state_dict()
+    model.load_state_dict(weights)
+    paper.load_state_dict({name: weights[name] for name in paper.state_dict()})
+    tokens = tokens_of(2, CONTEXT)
+    assert difference(model(tokens).logits, paper(tokens).logits) > 1e-3
+
+
+@pytest.mark.parametrize(("which", "layers"), [("alternate", [1, 3]), ("all", [0, 1, 2, 3]), (None, [])])
+def test_value_embeddings_are_in_every_other_layer_the_last_included_or_in_all(which: Any, layers: list[int]) -> None:
+    model = GPT(small(value_embeddings=which))
+    assert [i for i, block in enumerate(model.blocks) if block.attention.value_embed is not None] == layers  # type: ignore[union-attr]
+
+
+def test_a_value_embedding_adds_its_tokens_row_to_the_values_times_a_gate_below_three() -> None:
+    model = lively(small(layers=1, value_embeddings="all"))
+    attention = model.blocks[0].attention
+    x, tokens, table = torch.randn(2, 5, 32), tokens_of(2, 5), model.rotary(torch.arange(5.0))
+    gates = 3 * torch.sigmoid(F.linear(x[..., :12], attention.value_gate.weight))
+    values = F.linear(x, attention.value.weight) + gates.repeat_interleave(8, -1) * attention.value_embed.weight[tokens]
+    q, k = (F.linear(x, p.weight).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (attention.query, attention.key))
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = F.rms_norm(x, (8,)).chunk(2, -1)
+        return torch.cat((a * table[0] + b * table[1], b * table[0] - a * table[1]), -1)
+
+    y = attend(turned(q), turned(k), values.unflatten(-1, (-1, 8)).transpose(1, 2))
+    expected = F.linear(y.transpose(1, 2).flatten(2), attention.output.weight)
+    torch.testing.assert_close(attention(x, *table, None, 0, tokens), expected)
+
+
+def test_smear_adds_the_previous_tokens_embedding_and_none_to_the_first() -> None:
+    model = lively(small(smear=True))
+    x = torch.randn(2, 5, 32)
+    gates = model.smear_scalar * torch.sigmoid(F.linear(x[..., :24], model.smear_gate.weight))
+    y = model._smeared(x, None)
+    torch.testing.assert_close(y[:, 1:], x[:, 1:] + gates[:, 1:] * x[:, :-1])
+    assert torch.equal(y[:, 0], x[:, 0])
+
+
+def test_scalars_of_one_and_zero_are_the_papers_trunk() -> None:
+    model = lively(small(residual_scalars=True, skip_scalars=True, smear=True, backout=True))
+    with torch.no_grad():
+        model.residual_scalars.fill_(1)
+        for scalars in (model.skip_scalars, model.smear_scalar, model.backout_scalar):
+            scalars.zero_()
+    paper = GPT(small())
+    paper.load_state_dict({name: model.state_dict()[name] for name in paper.state_dict()})
+    tokens = tokens_of(2, CONTEXT)
+    torch.testing.assert_close(model(tokens).logits, paper(tokens).logits, atol=1e-6, rtol=0)
+
+
+def test_queries_and_keys_have_the_root_mean_square_of_their_scale() -> None:
+    cos, sin = GPT(small(qk_scale=1.5)).rotary(torch.arange(4.0))
+    torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, 1.5**2))
+
+
+def test_scalars_start_as_in_nanochat() -> None:
+    model = GPT(small(**ALL))
+    torch.testing.assert_close(model.residual_scalars, torch.tensor([1.15 - 0.10 * i / 3 for i in range(4)]))
+    torch.testing.assert_close(model.skip_scalars, torch.tensor([0.20 - 0.15 * i / 3 for i in range(4)]))
+    assert (model.smear_scalar.item(), round(model.backout_scalar.item(), 6)) == (0, 0.2)
+    for weight in (model.smear_gate.weight, model.blocks[3].attention.value_gate.weight):
+        assert weight.min() >= 0
+        assert weight.max() <= 0.02
+
+
+def test_the_last_layer_sees_all_and_short_ones_their_window() -> None:
+    config = small(layers=5, windows="SSSL", short_window=7)
+    assert [config.window(layer) for layer in range(5)] == [7, 7, 7, None, None]
+    assert small(context=2048, windows="S").window(0) == 512
+    assert small(context=300, windows="S").window(0) == 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("time", "window"), [(9, 3), (300, 100), (600, 256), (600, 1)])
+def test_a_token_attends_to_itself_and_its_window_before_it(dtype: torch.dtype, time: int, window: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, time, 8).to(dtype).requires_grad_() for heads in (4, 2, 2))
+    distance = torch.arange(time)[:, None] - torch.arange(time)
+    mask = (distance >= 0) & (distance <= window)
+    wide = [t.detach().float().requires_grad_() for t in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*wide, attn_mask=mask, enable_gqa=True)
+    y = attend(q, k, v, window=window)
+    dy = torch.randn(y.shape)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.06, "rtol": 0.06}
+    torch.testing.assert_close(y.float(), expected, **tolerance)
+    for own, other in zip(
+        torch.autograd.grad(y, (q, k, v), dy.to(dtype)), torch.autograd.grad(expected, wide, dy), strict=True
+    ):
+        torch.testing.assert_close(own.float(), other, **tolerance)
+
+
+# Training.
+
+
+@pytest.mark.parametrize("rule", [None, ExpertThreshold(4, 1, decay=0.5)], ids=["dense", "expert threshold"])
+def test_every_parameter_gets_a_gradient_and_checkpointing_changes_none(rule: Rule | None) -> None:
+    model = lively(small(rule, **ALL))
+    tokens, targets = tokens_of(3, CONTEXT), tokens_of(3, CONTEXT, 1)
+    model(tokens, targets).loss.backward()
+    first = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert [name for name, gradient in first.items() if gradient is None or not gradient.any()] == []
+    model.zero_grad()
+    model.activation_checkpointing = True
+    model(tokens, targets).loss.backward()
+    assert all(same(parameter.grad, first[name]) for name, parameter in model.named_parameters())
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    model = lively(small(**ALL))
+    tokens, targets = tokens_of(3, CONTEXT), tokens_of(3, CONTEXT, 1)
+    model(tokens, targets).loss.backward()
+    for name in ("residual_scalars", "skip_scalars", "smear_scalar", "backout_scalar", "smear_gate.weight"):
+        weight = model.get_parameter(name)
+        losses = []
+        for step in (1e-2, -1e-2):
+            with torch.no_grad():
+                before = weight.clone()
+                weight.add_(step * weight.grad / weight.grad.norm())
+                losses.append(model(tokens, targets).loss.item())
+                weight.copy_(before)
+        assert (losses[0] - losses[1]) / 2e-2 == pytest.approx(float(weight.grad.norm()), rel=0.02, abs=2e-5), name
+
+
+@pieces
+def test_bfloat16_is_float32_rounded(piece: dict[str, Any]) -> None:
+    wide, narrow = lively(small(**piece)), GPT(small(**piece), torch.bfloat16)
+    narrow.load_state_dict(wide.state_dict())
+    tokens = tokens_of(3, CONTEXT)
+    a, b = wide(tokens).logits, narrow(tokens).logits
+    assert ((a - b).square().mean() / a.square().mean()).sqrt() < 0.05
+
+
+def test_a_model_that_left_the_meta_device_equals_one_built_directly() -> None:
+    torch.manual_seed(3)
+    direct = GPT(small(**ALL))
+    with torch.device("meta"):
+        model = GPT(small(**ALL))
+    torch.manual_seed(3)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    assert all(same(value, direct.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+# Costs.
+
+
+@pieces
+@pytest.mark.parametrize("rule", [None, ExpertThreshold(4, 1)], ids=["dense", "expert threshold"])
+def test_the_closed_form_counts_every_parameter(piece: dict[str, Any], rule: Rule | None) -> None:
+    config = small(rule, **piece)
+    assert parameter_counts(config)["total"] == sum(p.numel() for p in GPT(config).parameters())
+
+
+def test_a_table_of_value_embeddings_adds_parameters_but_no_flops() -> None:
+    config = small(value_embeddings="all")
+    larger = replace(config, vocab_size=100 * VOCAB)
+    more = parameter_counts(larger)["value_embeddings"] - parameter_counts(config)["value_embeddings"]
+    assert more == 99 * VOCAB * 16 * 4
+    ends = 2 * 99 * VOCAB * 32  # embedding and head
+    assert parameter_counts(larger)["active"] == parameter_counts(config)["active"] + ends
+    assert flops_per_token(larger) == flops_per_token(config) + 6 * ends // 2
+
+
+@pytest.mark.parametrize("window", [1, 3, 15, 99])
+def test_the_flops_of_a_window_are_those_of_the_keys_in_it(window: int) -> None:
+    keys = sum(min(t + 1, window + 1) for t in range(CONTEXT)) / CONTEXT
+    saved = (CONTEXT + 1) / 2 - keys
+    config = small(windows="SSSL", short_window=window)
+    assert flops_per_token(config) == flops_per_token(small()) - round(12 * 32 * 3 * saved)
+
+
+# With a cache.
+
+
+@pieces
+@pytest.mark.parametrize("lengths", [[CONTEXT], [1] * CONTEXT, [5, 1, 1, 9], [2, 7, 7]])
+def test_cached_decoding_equals_the_full_forward(piece: dict[str, Any], lengths: list[int]) -> None:
+    model, tokens = lively(small(**piece)).eval(), tokens_of(3, CONTEXT)
+    cache = model.new_cache(3, CONTEXT)
+    with torch.no_grad():
+        parts = [model(part, cache=cache).logits for part in tokens.split(lengths, 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits, atol=1e-5, rtol=1e-5)
+
+
+@pieces
+def test_sequences_of_their_own_lengths_share_a_cache_and_a_forward(piece: dict[str, Any]) -> None:
+    model, tokens = lively(small(**piece)).eval(), tokens_of(3, CONTEXT)
+    whole = model(tokens).logits
+    cache, starts = model.new_cache(4, CONTEXT), {3: 8, 0: 0, 2: 5}
+    with torch.no_grad():
+        for sequence, (row, start) in enumerate(starts.items()):
+            if start:
+                model(tokens[sequence : sequence + 1, :start], cache=cache.select([row]))
+        for step in range(4):
+            taken = torch.stack([tokens[i, s + 2 * step : s + 2 * step + 2] for i, s in enumerate(starts.values())])
+            logits = model(taken, cache=cache.select(list(starts))).logits
+            for i, start in enumerate(starts.values()):
+                expected = whole[i, start + 2 * step : start + 2 * step + 2]
+                torch.testing.assert_close(logits[i], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_copy_of_a_cache_goes_on_where_it_was_and_a_row_begun_anew_has_no_past() -> None:
+    model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
+    cache = model.new_cache(2, CONTEXT)
+    with torch.no_grad():
+        whole = model(tokens).logits
+        model(tokens[:, :6], cache=cache)
+        logits = model(tokens[[1, 0, 1], 6:], cache=cache.copies([1, 0, 1], CONTEXT)).logits
+        torch.testing.assert_close(logits, whole[[1, 0, 1], 6:], atol=1e-5, rtol=1e-5)
+        cache.begin(0, {})
+        logits = model(tokens[:1], cache=cache.select([0])).logits
+        torch.testing.assert_close(logits, whole[:1], atol=1e-5, rtol=1e-5)
+
+
+def test_a_forward_that_failed_leaves_the_cache_as_it_was() -> None:
+    model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
+    cache = model.new_cache(2, CONTEXT)
+    with torch.no_grad():
+        model(tokens[:, :6], cache=cache)
+        hook = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(tokens[:, 9:10], cache=cache)
+        hook.remove()
+        torch.testing.assert_close(
+            model(tokens[:, 6:], cache=cache).logits, model(tokens).logits[:, 6:], atol=1e-5, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_computes_the_same_bits_and_shares_its_tables(dtype: torch.dtype) -> None:
+    model, tokens = lively(small(**ALL), dtype).eval(), tokens_of(2, CONTEXT)
+    snapshot = model.snapshot()
+    assert torch.equal(snapshot(tokens).logits, model(tokens).logits)
+    mine, its = (m.blocks[3].attention.value_embed.weight for m in (model, snapshot))
+    assert mine.data_ptr() == its.data_ptr()
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"value_embeddings": "none"}, "value_embeddings='none' must be alternate, all or none"),
+        ({"qk_scale": 0.0}, "qk_scale=0.0 must be a number above 0"),
+        ({"rotary_base": float("inf")}, "rotary_base=inf must be a number above 1"),
+        ({"windows": "SXL"}, "windows='SXL' must be a pattern of S and L such as SSSL; None is all L"),
+        ({"windows": ""}, "windows='' must be text or none"),
+        ({"windows": "S", "short_window": 0}, "short_window=0 must be a whole number of at least 1 or none"),
+        ({"short_window": 4}, "short_window=4 needs short layers; give windows, such as SSSL"),
+    ],
+)
+def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011  compared whole below
+        small(**options)
+    assert str(raised.value) == message
