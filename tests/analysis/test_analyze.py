@@ -229,12 +229,16 @@ def test_optima_have_as_many_routed_tokens_as_the_rule(out: Path) -> None:
     """EC and ET routed fewer than the optima they were compared with, and fewer score higher."""
     entries = {entry["method"]: entry for entry in data_of(out, "objective")["methods"]}
     assert entries["TC"]["load"] == 1
-    assert "balanced" in entries["TC"]
     for name in ("EC 64", "EC 16", "ET"):
         assert entries[name]["load"] != 1
-        assert "balanced" not in entries[name]
-        assert entries[name]["own"] == "population"
     assert "(load 100 %)" in load.say_objective(data_of(out, "objective"))
+
+
+def test_each_rule_has_its_share_of_both_optima(out: Path) -> None:
+    for entry in data_of(out, "objective")["methods"]:
+        assert entry["shares"]["free"] == pytest.approx(entry["rule"] / entry["population"], rel=1e-4)
+        assert entry["shares"]["fixed"] == pytest.approx(entry["rule"] / entry["balanced"], rel=1e-4)
+        assert entry["balanced"] <= entry["choice"] + 1e-6 or entry["load"] != 1
 
 
 def test_the_page_is_whole_in_itself(out: Path) -> None:

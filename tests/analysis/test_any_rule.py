@@ -130,7 +130,7 @@ def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:
         "experts": [16], "devices": [8], "at": 1024, "experts_share": 0.2, "reference": "d20",
         "methods": [{**tag, "exact": False, "by_devices": {"resampled": [1.5]}}],
     }  # fmt: skip
-    objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "own": "population", "load": 0.9}]}
+    objective = {"methods": [{**tag, "rule": 1.0, "population": 1.1, "shares": {"free": 0.91}, "load": 0.9}]}
     histogram = {"methods": [{**tag, "experts": [{"skewness": 0.1, "cutoff": None}] * 2}]}
     for text in (say_load_at_scale(load), say_objective(objective), say_score_histograms(histogram)):
         assert "choice" not in text

@@ -83,7 +83,8 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
                                 "weighted_jaccard": np.where(np.eye(4) > 0, 1, 0.9 * matrix).tolist()},
         "routing_divergence": {"steps": [4, 8, 12, 16], "joint_jsd": np.where(np.eye(4) > 0, 0, matrix).tolist()},
         "load_balance": {"layers": every, "spread": [1 + value for value in values(layers)]},
-        "objective": {"rule": 1.0, "choice": 0.9, "population": 1.1, "load": 0.71, "own": "population"},
+        "objective": {"rule": 1.0, "choice": 0.9, "population": 1.1, "balanced": 0.8, "load": 0.71,
+                      "shares": {"free": 0.91, "fixed": 1.25}},
         "load_at_scale": {
             "by_tokens": {"resampled": [[2, 1.5], [3, 2]], "closed_form": [[2, 1.5], [3, 2]]},
             "by_devices": {"resampled": [1, 2, 3], "closed_form": [1, 2, 3]},

@@ -232,6 +232,21 @@ def test_with_one_expert_per_token_the_optimum_is_that_of_linear_assignment(
     assert found.item() == pytest.approx(places[rows, columns].sum(), abs=1e-9)
 
 
+@pytest.mark.parametrize(("experts_per_token", "load"), [(1, 1), (1, 2), (2, 1), (2, 3), (2, 0)])
+def test_with_less_to_route_the_optimum_leaves_the_worst_places_empty(experts_per_token: int, load: int) -> None:
+    both = [z for z in every_assignment(5, 2) if (z.sum(0) == load).all() and (z.sum(1) <= experts_per_token).all()]
+    for seed in range(3):
+        scores = torch.randn(5, 2, generator=torch.Generator().manual_seed(seed))
+        best = max(routing_objective(scores, z) for z in both)
+        found = routing_objective(scores, best_token_choice(scores, experts_per_token, load))
+        assert found == pytest.approx(best.item(), abs=1e-12)
+
+
+def test_a_load_that_tokens_cannot_give_is_refused() -> None:
+    with pytest.raises(ValueError, match="load=3 must be from 0 to 2, all that tokens=5 have"):
+        best_token_choice(torch.zeros(5, 2), 1, 3)
+
+
 @settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(1, 6), st.data())
 def test_more_constraints_never_raise_the_optimum(k: int, experts: int, data: st.DataObject) -> None:

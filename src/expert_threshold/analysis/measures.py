@@ -123,7 +123,8 @@ def routing_objective(scores: Tensor, assignment: Tensor) -> Tensor:
 def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
     """Return the assignment that maximises Σ z·r over scores (tokens, experts) float32 with k tokens per expert.
 
-    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Raises ValueError if k is 0.
+    k = ⌊tokens · experts_per_token / experts⌋ (paper, Eq. 4). Fanouts are free, so no constraint joins two experts, and
+    the k best tokens of each are the optimum. Raises ValueError if k is 0.
     """
     tokens, experts = scores.shape
     k, _, _ = bounds(tokens, experts_per_token, experts, slack=0)
@@ -131,12 +132,13 @@ def best_expert_choice(scores: Tensor, experts_per_token: float) -> Tensor:
     return take(scores[None], cut)[0]
 
 
-def best_token_choice(scores: Tensor, experts_per_token: int) -> Tensor:
-    """Return the assignment that maximises Σ z·r over scores (tokens, experts) with equal fanouts and equal loads.
+def best_token_choice(scores: Tensor, experts_per_token: int, load: int | None = None) -> Tensor:
+    """Return the assignment that maximises Σ z·r over scores (tokens, experts) with bounded fanouts and equal loads.
 
-    Every token goes to `experts_per_token` experts (paper, Eq. 3). Solves a linear program whose vertices are integral
-    because its constraints form a bipartite graph; thousands of tokens take seconds. Raises ValueError if the experts
-    cannot share the tokens equally or scipy is missing.
+    Every expert gets `load` tokens and no token more than `experts_per_token` experts; the default load, tokens ·
+    experts_per_token / experts, gives each token exactly that many (paper, Eq. 3). Solves a linear program whose
+    vertices are integral because its constraints form a bipartite graph; thousands of tokens take seconds. Raises
+    ValueError if tokens cannot fill the experts equally or scipy is missing.
     """
     try:
         from scipy.optimize import linprog
@@ -144,19 +146,26 @@ def best_token_choice(scores: Tensor, experts_per_token: int) -> Tensor:
     except ImportError:
         raise ValueError("the optimum of token choice needs scipy, which is missing; pip install scipy") from None
     tokens, experts = scores.shape
-    k, rest = divmod(tokens * experts_per_token, experts)
-    if rest or not 1 <= experts_per_token <= experts:
+    most, rest = divmod(tokens * experts_per_token, experts)
+    if (rest and load is None) or not 1 <= experts_per_token <= experts:
         raise ValueError(
             f"tokens={tokens} with experts_per_token={experts_per_token} cannot fill {experts} experts equally; "
             f"take a multiple of {experts} tokens and 1 to {experts} experts per token"
         )
+    load = most if load is None else load
+    if not 0 <= load <= most:
+        raise ValueError(f"load={load} must be from 0 to {most}, all that tokens={tokens} have to give")
     of_token = kron(eye(tokens), np.ones((1, experts)))  # Σ_i z[t, i]
     of_expert = kron(np.ones((1, tokens)), eye(experts))  # Σ_t z[t, i]
-    sums = np.repeat([experts_per_token, k], [tokens, experts])
     costs = -scores.detach().double().cpu().numpy().ravel()
-    solution = linprog(costs, A_eq=vstack([of_token, of_expert]).tocsr(), b_eq=sums, bounds=(0, 1), method="highs-ds")
+    fanouts, loads = np.full(tokens, experts_per_token), np.full(experts, load)
+    if load == most and not rest:
+        constraints = {"A_eq": vstack([of_token, of_expert]).tocsr(), "b_eq": np.concatenate([fanouts, loads])}
+    else:
+        constraints = {"A_ub": of_token.tocsr(), "b_ub": fanouts, "A_eq": of_expert.tocsr(), "b_eq": loads}
+    solution = linprog(costs, bounds=(0, 1), method="highs-ds", **constraints)
     assert solution.success, solution.message
     best = torch.from_numpy(solution.x > 0.5).view(tokens, experts)
-    assert (best.sum(1) == experts_per_token).all(), "a vertex is whole"
-    assert (best.sum(0) == k).all(), "a vertex is whole"
+    assert (best.sum(1) <= experts_per_token).all(), "a vertex is whole"
+    assert (best.sum(0) == load).all(), "a vertex is whole"
     return best.to(scores.device)

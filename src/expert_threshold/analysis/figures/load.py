@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,13 +65,17 @@ def say_load_balance(data: Data) -> str:
 def objective(material: Material) -> Data:
     """Compute the mean score of a routed token, Σ z·r / Σ z, under each rule and at the optima (paper, Eq. 3 to 5).
 
-    Values are standard deviations above the layer's mean score, averaged over layers. Fewer routed tokens score higher,
-    so the optima route as many tokens as the rule; `load` is its load divided by the load aimed at. `population`: equal
-    loads over the whole trace, Eq. 5 on average; `choice`: equal loads in each batch of `BATCH` tokens, Eq. 4;
-    `balanced`: equal fanouts too, Eq. 3, by linear programming, if the fanout is a whole number.
+    Values are standard deviations above the layer's mean score, averaged over layers, so random routing has 0. Fewer
+    routed tokens score higher, so the optima route as many tokens as the rule; `load` is its load divided by the load
+    aimed at. With free fanouts each expert's best tokens are the optimum: `population`, equal loads over the whole
+    trace (Eq. 5 on average), and `choice`, in each batch of `BATCH` tokens (Eq. 4). `balanced` bounds fanouts too, by
+    linear programming (Eq. 3): no token has more experts than the mean fanout, rounded. `shares`: the rule's value
+    over that of the optima with free and with fixed fanouts.
     """
     methods: list[dict[str, Any]] = []
     left_out = {}
+    if find_spec("scipy") is None:
+        left_out["Eq. 3"] = "it needs scipy, which is missing; pip install scipy"
     for subject in material.each("routing objective", material.routed):
         trace = material.trace(subject)
         layers = trace.layers[:LAYERS]
@@ -80,10 +85,10 @@ def objective(material: Material) -> Data:
             continue
         shared = set.intersection(*map(set, found))
         means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
+        optima = {"free": means["population"], "fixed": means.get("balanced", 0)}
+        shares = {name: means["rule"] / best for name, best in optima.items() if best > 0}
         means["load"] /= subject.run.rule["experts_per_token"]
-        fixed = subject.rule.biased_top_k(subject.rule.init()) is not None
-        own = "balanced" if fixed and "balanced" in means else "population"
-        methods.append({**subject.tag, **means, "own": own})
+        methods.append({**subject.tag, **means, "shares": shares})
     if not methods:
         raise NotShownError("no token is routed")
     return {"batch": BATCH, "methods": methods, "left_out": left_out}
@@ -94,7 +99,7 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
     methods = data["methods"]
     marks: dict[str, tuple[str, dict[str, Any]]] = {
         "rule": ("the rule", {"marker": "o", "markersize": 6}),
-        "balanced": ("Eq. 3, token and expert fixed", {"marker": "s", "markersize": 5, "markerfacecolor": "none"}),
+        "balanced": ("Eq. 3, token bounded, expert fixed", {"marker": "s", "markersize": 5, "markerfacecolor": "none"}),
         "choice": ("Eq. 4, expert fixed per batch", {"marker": "D", "markersize": 5, "markerfacecolor": "none"}),
         "population": ("Eq. 5, expert on average", {"marker": "^", "markersize": 6, "markerfacecolor": "none"}),
     }
@@ -117,14 +122,15 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
 
 def say_objective(data: Data) -> str:
     parts = [
-        f"{entry['method']} {entry['rule']:.2f} against {entry[entry['own']]:.2f} (load {percent(entry['load'])})"
+        " and ".join(f"{percent(share)} with {name} fanouts" for name, share in entry["shares"].items())
+        + f" in {entry['method']} (load {percent(entry['load'])})"
         for entry in data["methods"]
     ]
     return (
-        "The mean score of a routed token, in standard deviations above the layer's mean, is compared with the best "
-        "that equal loads allow with as many routed tokens (Eq. 3 if every token goes to the same number of experts, "
-        f"otherwise Eq. 5), at a load given as a share of the load aimed at: {listed(parts)}. Unequal loads can put a "
-        "rule above that optimum."
+        "The mean score of a routed token, above the layer's mean, is compared with the best that equal loads allow "
+        f"with as many routed tokens, at a load given as a share of the load aimed at: {listed(parts)}. With free "
+        "fanouts (Eq. 5) each expert's best tokens are the optimum; with fixed ones (Eq. 3) no token has more experts "
+        "than the mean, rounded. Unequal loads can put a rule above an optimum."
     )
 
 
@@ -148,12 +154,10 @@ def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
     found["load"] = fanout
     if size * fanout >= experts:
         found["choice"] = edge(torch.stack([best_expert_choice(batch, fanout) for batch in batches]), batches)
-    if fanout == int(fanout):
-        try:
-            balanced = torch.stack([best_token_choice(batch, int(fanout)) for batch in batches])
-        except ValueError as missing:
-            raise NotShownError(str(missing)) from None
-        found["balanced"] = edge(balanced, batches)
+    if find_spec("scipy") is not None:
+        most = max(round(fanout), 1)
+        load = min(max(round(size * fanout / experts), 1), size * most // experts)
+        found["balanced"] = edge(torch.stack([best_token_choice(batch, most, load) for batch in batches]), batches)
     return found
 
 
