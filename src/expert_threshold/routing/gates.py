@@ -1,20 +1,33 @@
-"""Gates of token choice: the factors of experts' outputs in published models."""
+"""Gates of published models: the factors of experts' outputs."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from .options import is_number, require
+
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
-GATE_LABELS: dict[Gate, str] = {
+_LABELS: dict[Gate, str] = {
     "sigmoid": "",
     "softmax": " softmax",
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-"""What a rule's label says of its gates."""
+
+
+def check_gate(gate: object, scale: float) -> None:
+    """Raise ValueError unless the options of a rule's gates are valid."""
+    known = get_args(Gate)
+    require(gate in known, "gate", gate, f"is unknown; use one of {', '.join(known)}")
+    require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+
+
+def label_of_gates(gate: Gate, scale: float) -> str:
+    """Return what a rule's label says of its gates, nothing for plain sigmoids."""
+    return _LABELS[gate] + ("" if scale == 1 else f" ×{scale:g}")
 
 
 def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import option
+from .gates import Gate, check_gate, gates_of, label_of_gates, weights_of
 from .observation import Observation, Routing, observe
 from .options import check_decay, check_experts, is_whole, require, whole_fanout
 from .pools import form_pools
@@ -39,9 +40,10 @@ class QuantileBalancing(Rule):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
 
     Solves the dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert,
-    with one iteration per step and neither a loss nor a step size. With s the scores r, or σ(r):
+    with one iteration per step and neither a loss nor a step size. With s the scores r, or with over="gates" σ(r) or
+    softmax(r) as the gates have it:
 
-        z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i])
+        z[t,i] = 1{i among the k largest of s[t,·] − β},   g[t,i] = σ(r[t,i]), or another gate
         α_t    = the (k+1)-th largest of s[t,·] − β
         β_i    ← the (⌊m k / n⌋ + 1)-th largest of s[·,i] − α, less the mean over experts
 
@@ -53,7 +55,7 @@ class QuantileBalancing(Rule):
 
     num_experts: int = option(16, "Routed experts in a layer.")
     experts_per_token: int = option(1, "Routed experts of one token.")
-    over: Over = option("scores", "Values that prices are subtracted from: scores, or gates, their sigmoid.")
+    over: Over = option("scores", "Values that prices are subtracted from: scores, or gates, their sigmoid or softmax.")
     decay: float = option(0.0, "Decay of the running mean of prices; 0 uses the last step's.")
     pool: PricePool = option(
         "global",
@@ -64,6 +66,8 @@ class QuantileBalancing(Rule):
         "Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.",
     )
     bins: int = option(1000, "Bins of each expert's histogram.")
+    gate: Gate = option("sigmoid", "Gate of an expert's output, see token_choice; prices do not enter it.")
+    gate_scale: float = option(1.0, "Factor applied to all gates.")
 
     def __post_init__(self) -> None:
         check_experts(self.num_experts, self.experts_per_token)
@@ -73,6 +77,7 @@ class QuantileBalancing(Rule):
             known, value = get_args(kind), getattr(self, name)
             require(value in known, name, value, f"is unknown; use {' or '.join(map(repr, known))}")
         check_decay(self.decay)
+        check_gate(self.gate, self.gate_scale)
         require(is_whole(self.bins, at_least=1), "bins", self.bins, "must be a whole number of at least 1")
 
     def init(self) -> PriceState:
@@ -83,12 +88,12 @@ class QuantileBalancing(Rule):
     ) -> Routing:
         """Return the routing of scores (batch, time, experts) float32; in training, observe this batch's prices."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
-        gates = scores.sigmoid()
-        values = (scores if self.over == "scores" else gates).detach()
+        values = scores.detach() if self.over == "scores" else weights_of(self.gate, scores.detach())
         # Experts compete for a token, so every token is a pool; if there is no (k+1)-th, it takes all of them.
         net = (values - price(state)).reshape(tokens, experts, 1)
         lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])
         assignment = take(net, lowest).reshape(scores.shape)
+        gates = gates_of(self.gate, scores, assignment, self.gate_scale)
         pools, price_sum = assignment.new_zeros((), dtype=torch.int64), torch.zeros_like(state.mean)
         if training:
             pools, price_sum = self._measured(values - next_best.score.reshape(*scores.shape[:2], 1), group)
@@ -117,11 +122,11 @@ class QuantileBalancing(Rule):
 
     @property
     def label(self) -> str:
-        return "QB" if self.estimator == "exact" else "QB histogram"
+        return f"QB{'' if self.estimator == 'exact' else ' histogram'}{label_of_gates(self.gate, self.gate_scale)}"
 
     @property
     def sigmoid_gates(self) -> bool:
-        return True
+        return self.gate == "sigmoid" and self.gate_scale == 1
 
     def scope(self, training: bool) -> Scope:
         return "token"
@@ -155,6 +160,8 @@ class QuantileBalancing(Rule):
             "all of them": cls(6, 6),
             "running mean": cls(6, 2, decay=0.5),
             "over gates": cls(6, 2, over="gates"),
+            "over shares": cls(6, 2, over="gates", gate="softmax"),
+            "histogram over sigmoids": cls(6, 2, over="gates", gate="sigmoid_normalised", estimator="histogram"),
             "micro-batch": cls(6, 2, pool="batch"),
             "histogram": cls(6, 2, estimator="histogram", bins=50),
         }

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import option
-from .gates import GATE_LABELS, Gate, gates_of
+from .gates import Gate, check_gate, gates_of, label_of_gates, weights_of
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, is_whole, require
+from .options import check_experts, is_whole, require
 from .pools import as_ratio
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
@@ -58,9 +58,7 @@ class SeqTopK(Rule):
             f"must be a whole number above experts_per_token={k:g}, which is token_choice, and at most num_experts="
             f"{self.num_experts}; None allows all",
         )
-        gates, scale = get_args(Gate), self.gate_scale
-        require(self.gate in gates, "gate", self.gate, f"is unknown; use one of {', '.join(gates)}")
-        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+        check_gate(self.gate, self.gate_scale)
 
     def init(self) -> Stateless:
         return Stateless()
@@ -89,7 +87,7 @@ class SeqTopK(Rule):
 
     def _values(self, scores: Tensor) -> Tensor:
         """Return s, by which pairs are ordered; −∞ for those beyond the max_per_token best of their token."""
-        values = scores.softmax(-1) if self.gate == "softmax" else scores
+        values = weights_of(self.gate, scores) if self.gate == "softmax" else scores
         if self.max_per_token is None:
             return values
         of_token = values.reshape(-1, self.num_experts, 1)
@@ -107,8 +105,7 @@ class SeqTopK(Rule):
     @property
     def label(self) -> str:
         most = "" if self.max_per_token is None else f" ≤ {self.max_per_token}"
-        scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
-        return f"SeqTopK{most}{GATE_LABELS[self.gate]}{scale}"
+        return f"SeqTopK{most}{label_of_gates(self.gate, self.gate_scale)}"
 
     @property
     def sigmoid_gates(self) -> bool:

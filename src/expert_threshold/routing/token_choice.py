@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..option import option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import GATE_LABELS, Gate, gates_of, shares_of, weights_of
+from .gates import Gate, check_gate, gates_of, label_of_gates, shares_of, weights_of
 from .observation import Observation, Routing, observe
 from .options import check_experts, is_number, is_whole, require, whole_fanout
 from .rule import Rule, Scope, Window
@@ -78,9 +78,7 @@ class TokenChoice(Rule):
         require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
         for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):
             require(is_number(value, at_least=0), name, value, "must be a number of at least 0")
-        gates, scale = get_args(Gate), self.gate_scale
-        require(self.gate in gates, "gate", self.gate, f"is unknown; use one of {', '.join(gates)}")
-        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+        check_gate(self.gate, self.gate_scale)
         require(self.over in get_args(Over), "over", self.over, "is unknown; use 'scores' or 'gates'")
         experts, groups, of_token = self.num_experts, self.num_groups, self.groups_per_token
         divides = is_whole(groups, at_least=1) and experts % groups == 0
@@ -131,9 +129,8 @@ class TokenChoice(Rule):
 
     @property
     def label(self) -> str:
-        scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
         groups = "" if self.num_groups == 1 else f" {self.groups_per_token} of {self.num_groups} groups"
-        return _LABELS[self.balance] + GATE_LABELS[self.gate] + scale + groups
+        return _LABELS[self.balance] + label_of_gates(self.gate, self.gate_scale) + groups
 
     @property
     def sigmoid_gates(self) -> bool:
