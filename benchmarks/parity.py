@@ -1,0 +1,521 @@
+"""Compares routing rules with their published code on the same random scores.
+
+    python benchmarks/parity.py --out docs/results/parity --megatron ../Megatron-LM --torchtitan ../torchtitan \
+        --remoe ../ReMoE --dynamic-moe ../Dynamic_MoE --moe-plus-plus ../MoE-plus-plus \
+        --release ../Expert-Threshold-Routing
+
+Each path is a checkout or a bare repository; files are read at its HEAD. What has no path is left out. Only the
+functions that route are taken from a file, since most packages cannot be imported without a GPU. transformers is the
+installed package. --seq-top-k names a file with the functions of Megatron-LM's pull request #6208, which is not merged.
+
+An assignment must be equal in every pair, numbers (gates, losses, the next step's biases, prices or cutoffs) to
+within a relative 1e-5. Ends with exit code 1 if one is not. Not part of CI.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from expert_threshold.routing import (
+    BiasState,
+    ExpertChoice,
+    ExpertThreshold,
+    NullSlots,
+    NullSlotState,
+    QuantileBalancing,
+    ReLU,
+    Routing,
+    SeqTopK,
+    TokenChoice,
+    TopP,
+    cutoff,
+)
+from expert_threshold.routing.quantile_balancing import price
+
+EXPERTS, BATCH, TIME, STEPS = 16, 4, 96, 5
+TOKENS = BATCH * TIME
+
+
+class Found(NamedTuple):
+    """One implementation's result on one batch: the assignment (tokens, experts), and numbers to compare by name."""
+
+    assignment: Tensor
+    numbers: dict[str, Tensor]
+
+
+class Source(NamedTuple):
+    """Published code: the repository, the option with its path, and the file."""
+
+    name: str
+    option: str | None
+    file: str
+
+
+@dataclass
+class Code:
+    """Published code that is at hand, read from a path at a version."""
+
+    path: Path | None
+    version: str
+    file: str
+
+    def lift(self, *names: str, **surroundings: Any) -> SimpleNamespace:
+        """Return the functions and classes of these names, run by themselves among `surroundings`."""
+        assert self.path is not None
+        whole = self.path.read_text() if self.path.is_file() else git(self.path, "show", f"HEAD:{self.file}")
+        parts = [
+            node
+            for node in ast.parse(whole).body
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
+        ]
+        missing = set(names) - {part.name for part in parts}
+        if missing:
+            raise ValueError(f"{self.file} at {self.version} has no {sorted(missing)[0]}")
+        typing = {"Optional": Optional, "Literal": Literal, "Any": Any, "Tensor": Tensor}
+        typing |= {"Tuple": tuple, "Dict": dict, "List": list, "Callable": Callable, "Module": nn.Module}
+        known = {"torch": torch, "F": F, "nn": nn, "dataclass": dataclass, "defaultdict": defaultdict}
+        names_there = typing | known | surroundings
+        exec(compile(ast.Module(parts, []), self.file, "exec"), names_there)
+        return SimpleNamespace(**{name: names_there[name] for name in names})
+
+    def model(self, module: str, name: str) -> Any:
+        """Return a class of the installed transformers."""
+        return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+
+
+def git(path: Path, *arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(path), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+Compare = Callable[[Code, Callable[[int], Tensor]], Iterator[tuple[Found, Found]]]
+
+
+@dataclass
+class Comparison:
+    """A rule and the code that it is compared with, on several batches."""
+
+    rule: str
+    source: Source
+    compare: Compare
+    remark: str = ""
+
+
+COMPARISONS: list[Comparison] = []
+
+
+def against(rule: str, source: Source, remark: str = "") -> Callable[[Compare], Compare]:
+    def enter(compare: Compare) -> Compare:
+        COMPARISONS.append(Comparison(rule, source, compare, remark))
+        return compare
+
+    return enter
+
+
+def ours(routing: Routing, **numbers: Tensor) -> Found:
+    """Return our result; gates are zero where the assignment is False."""
+    gates = routing.gates.detach() * routing.assignment
+    return Found(routing.assignment.flatten(0, 1), {"gates": gates.flatten(0, 1), **numbers})
+
+
+def dense(chosen: Tensor, gates: Tensor, width: int = EXPERTS) -> tuple[Tensor, Tensor]:
+    """Return assignment and gates (tokens, width) of the chosen experts and their gates (tokens, k)."""
+    zeros = torch.zeros(len(chosen), width)
+    return zeros.scatter(1, chosen, 1.0).bool(), zeros.scatter(1, chosen, gates.detach())
+
+
+def random_bias(seed: int, width: int = EXPERTS, scale: float = 0.1) -> Tensor:
+    return scale * torch.randn(width, generator=torch.Generator().manual_seed(1000 + seed))
+
+
+TRANSFORMERS = "huggingface/transformers"
+PUBLISHED: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "Mixtral": ("mixtral", "MixtralTopKRouter", {"num_experts_per_tok": 2}, {"gate": "softmax_chosen"}),
+    "OLMoE": ("olmoe", "OlmoeTopKRouter", {"num_experts_per_tok": 8, "norm_topk_prob": False}, {"gate": "softmax"}),
+    "Qwen3-MoE": (
+        "qwen3_moe", "Qwen3MoeTopKRouter", {"num_experts_per_tok": 8, "norm_topk_prob": True},
+        {"gate": "softmax_chosen"},
+    ),
+    "DeepSeek-V3": (
+        "deepseek_v3", "DeepseekV3TopkRouter",
+        {"num_experts_per_tok": 4, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+        {"gate": "sigmoid_normalised", "gate_scale": 2.5, "over": "gates", "num_groups": 8, "groups_per_token": 4},
+    ),
+}  # fmt: skip
+
+
+def against_transformers(model: str) -> None:
+    module, name, theirs, options = PUBLISHED[model]
+    rule = TokenChoice(EXPERTS, theirs["num_experts_per_tok"], **options)
+
+    def compare(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+        sizes = {"hidden_size": EXPERTS, "num_experts": EXPERTS, "num_local_experts": EXPERTS}
+        router = code.model(module, name)(SimpleNamespace(**sizes, n_routed_experts=EXPERTS, **theirs))
+        nn.init.eye_(router.weight)  # scores are the hidden states themselves
+        for step in range(STEPS):
+            bias = torch.zeros(EXPERTS)
+            if hasattr(router, "e_score_correction_bias"):
+                bias = random_bias(step)
+                router.e_score_correction_bias.copy_(bias)
+            routing = rule.route(scores(step), BiasState(bias), training=True)
+            assignment, gates = dense(*reversed(router(scores(step))[1:]))
+            yield ours(routing), Found(assignment, {"gates": gates})
+
+    source = Source(TRANSFORMERS, None, f"models/{module}/modeling_{module}.py")
+    against(f"token_choice as {model}", source)(compare)
+
+
+for model in PUBLISHED:
+    against_transformers(model)
+
+
+@against("null_slots, copy", Source(TRANSFORMERS, None, "models/longcat_flash/modeling_longcat_flash.py"))
+def longcat(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    null, slots = 6, 3
+    experts = EXPERTS - null
+    rule = NullSlots(experts, 2, null_slots=null, slots_per_token=slots, null="copy", gate_scale=2.5)
+    config = {"hidden_size": EXPERTS, "num_local_experts": experts, "n_routed_experts": experts}
+    config |= {"zero_expert_num": null, "num_experts_per_tok": slots}
+    router = code.model("longcat_flash", "LongcatFlashTopkRouter")(SimpleNamespace(routed_scaling_factor=2.5, **config))
+    nn.init.eye_(router.classifier.weight)
+    for step in range(STEPS):
+        bias = random_bias(step, scale=0.02)
+        router.e_score_correction_bias.copy_(bias)
+        routing = rule.route(scores(step), NullSlotState(bias), training=True)
+        assert routing.passthrough is not None
+        assignment, gates = dense(*reversed(router(scores(step))[1:]))
+        copied = {"passthrough": gates[:, experts:].sum(1)}
+        yield (
+            ours(routing, passthrough=routing.passthrough.flatten()),
+            Found(assignment[:, :experts], {"gates": gates[:, :experts], **copied}),
+        )
+
+
+@against(
+    "null_slots",
+    Source("SkyworkAI/MoE-plus-plus", "moe_plus_plus", "MoE++/moe_plus_plus_layer.py"),
+    "gates differ by definition: over the chosen slots there, over all here; it has constant slots too",
+)
+def moe_plus_plus(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    gating = code.lift("gating", MOE_TOP_K=2).gating
+    rule = NullSlots(EXPERTS - 4, 1, null_slots=4, slots_per_token=2, bias_rate=0.0)
+    for step in range(STEPS):
+        routing = rule.route(scores(step), rule.init(), training=True)
+        assignment = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
+        for expert, (tokens, _) in gating(scores(step).flatten(0, 1), moe_use_mixtral_gating=True).items():
+            assignment[tokens, expert] = True
+        yield Found(routing.assignment.flatten(0, 1), {}), Found(assignment[:, : rule.num_experts], {})
+
+
+MEGATRON = Source("NVIDIA/Megatron-LM", "megatron", "megatron/core/transformer/moe/moe_utils.py")
+
+
+def megatron_routing(code: Code) -> Any:
+    return code.lift(
+        "topk_routing_with_score_function", "group_limited_topk", "qb_dual_update", "get_updated_expert_bias",
+        is_batch_invariant_mode_enabled=lambda: False, HAVE_TE=False,
+    )  # fmt: skip
+
+
+@against("quantile_balancing", MEGATRON, "prices before their mean is subtracted, as in both")
+def quantile_balancing(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    megatron = megatron_routing(code)
+    for rule in (
+        QuantileBalancing(EXPERTS, 2, gate="sigmoid_normalised"),
+        QuantileBalancing(EXPERTS, 2, gate="softmax_chosen", decay=0.5),
+        QuantileBalancing(EXPERTS, 1, over="gates"),
+    ):
+        state, score_function = rule.init(), "softmax" if rule.gate.startswith("softmax") else "sigmoid"
+        for step in range(STEPS):
+            logits = scores(step).flatten(0, 1)
+            values = logits if rule.over == "scores" else logits.sigmoid()
+            indices, beta = megatron.qb_dual_update(values, rule.experts_per_token, price(state))
+            gates, assignment = megatron.topk_routing_with_score_function(
+                logits, rule.experts_per_token, score_function=score_function, precomputed_indices=indices
+            )
+            routing = rule.route(scores(step), state, training=True)
+            yield (
+                ours(routing, price=routing.observation.price_sum),
+                Found(assignment, {"gates": gates, "price": beta}),
+            )
+            state = rule.update(state, routing.observation)
+
+
+@against("token_choice, loss_free over gates, in groups", MEGATRON, "the next step's biases too")
+def loss_free(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    megatron = megatron_routing(code)
+    rule = TokenChoice(
+        EXPERTS, 4, balance="loss_free", bias_rate=0.001, over="gates", gate="sigmoid_normalised", gate_scale=2.5,
+        num_groups=4, groups_per_token=2,
+    )  # fmt: skip
+    state = rule.init()
+    for step in range(STEPS):
+        gates, assignment = megatron.topk_routing_with_score_function(
+            scores(step).flatten(0, 1), 4, score_function="sigmoid", expert_bias=state.bias, scaling_factor=2.5,
+            num_groups=4, group_topk=2,
+        )  # fmt: skip
+        counts = assignment.sum(0).float()
+        bias = megatron.get_updated_expert_bias(counts, state.bias, rule.bias_rate, dist.group.WORLD)
+        routing = rule.route(scores(step), state, training=True)
+        state = rule.update(state, routing.observation)
+        yield ours(routing, bias=state.bias), Found(assignment, {"gates": gates, "bias": bias})
+
+
+@against(
+    "token_choice as DeepSeek-V3",
+    Source("pytorch/torchtitan", "torchtitan", "torchtitan/models/common/moe.py"),
+    "its biases move by sign less the mean of signs, which changes no selection",
+)
+def torchtitan(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    base = type("Module", (nn.Module,), {"Config": type("Config", (), {})})
+    there = code.lift("TokenChoiceTopKRouter", Module=base, Linear=SimpleNamespace(Config=Any))
+    groups = {"num_expert_groups": 8, "num_limited_groups": 4}
+    config = {"num_experts": EXPERTS, "top_k": 4, "route_norm": True, "route_scale": 2.5, **groups}
+    identity = SimpleNamespace(build=nn.Identity)
+    rule = TokenChoice(EXPERTS, 4, **PUBLISHED["DeepSeek-V3"][3])
+    router = there.TokenChoiceTopKRouter(
+        SimpleNamespace(gate=identity, score_func="sigmoid", _debug_force_load_balance=False, **config)
+    )
+    for step in range(STEPS):
+        bias = random_bias(step)
+        weights, chosen, _ = router(scores(step).flatten(0, 1), bias)
+        assignment, gates = dense(chosen, weights)
+        yield ours(rule.route(scores(step), BiasState(bias), training=True)), Found(assignment, {"gates": gates})
+
+
+@against("relu", Source("thu-ml/ReMoE", "remoe", "megatron/core/transformer/moe/router.py"))
+def remoe(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    router = code.lift("ReLURouter", Router=object, TransformerConfig=Any).ReLURouter
+    losses = Code(code.path, code.version, "megatron/core/transformer/moe/moe_utils.py")
+    loss = losses.lift("switch_load_balancing_loss_func").switch_load_balancing_loss_func
+    rule = ReLU(EXPERTS, 2.0, l1_start=1e-3)
+    for step in range(STEPS):
+        logits = scores(step).flatten(0, 1)
+        gates, assignment = router.l1_reg_load_balancing(SimpleNamespace(training=False), logits)
+        l1 = loss(gates, assignment.sum(0), 2, rule.l1_start)
+        routing = rule.route(scores(step), rule.init(), training=True)
+        assert routing.loss is not None
+        yield ours(routing, loss=routing.loss), Found(assignment, {"gates": gates, "loss": l1})
+
+
+@against("top_p", Source("ZhenweiAn/Dynamic_MoE", "dynamic_moe", "modeling/modeling_moe.py"))
+def top_p(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    sample = code.lift("top_p_sampling_batched_all_sequence").top_p_sampling_batched_all_sequence
+    for p in (0.1, 0.4, 0.9):
+        rule = TopP(EXPERTS, p=p)
+        for step in range(STEPS):
+            weights, chosen = sample(scores(step).flatten(0, 1).softmax(-1), top_p=p)
+            assignment, gates = dense(chosen + 1, weights, EXPERTS + 1)  # −1 is none
+            gates, assignment = gates[:, 1:], assignment[:, 1:]
+            yield ours(rule.route(scores(step), rule.init(), training=True)), Found(assignment, {"gates": gates})
+
+
+@against(
+    "seq_top_k",
+    Source("NVIDIA/Megatron-LM #6208", "seq_top_k", "seqtopk_routing.py"),
+    "its selection alone; in inference among the tokens so far",
+)
+def seq_top_k(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+    select = code.lift("_per_key_cumcount", "_capped_per_sequence_budget_select")._capped_per_sequence_budget_select
+
+    def theirs(rows: Tensor, most: int) -> Tensor:
+        batch, time, experts = rows.shape
+        of_token = torch.arange(batch).repeat_interleave(time)
+        lengths = torch.full((batch,), time)
+        return select(rows.reshape(-1, experts), of_token, lengths, 2, most).view(rows.shape)
+
+    for rule in (SeqTopK(EXPERTS, 2), SeqTopK(EXPERTS, 2, max_per_token=4), SeqTopK(EXPERTS, 2, gate="softmax")):
+        most = rule.max_per_token or EXPERTS
+        for step in range(STEPS):
+            values = scores(step).softmax(-1) if rule.gate == "softmax" else scores(step)
+            routing = rule.route(scores(step), rule.init(), training=True)
+            yield Found(routing.assignment, {}), Found(theirs(values, most), {})
+        so_far = torch.stack([theirs(values[:, : t + 1], most)[:, t] for t in range(TIME)], 1)
+        yield Found(rule.route(scores(step), rule.init(), training=False).assignment, {}), Found(so_far, {})
+
+
+RELEASE = Source("MasterGodzilla/Expert-Threshold-Routing", "release", "src/models/engines/common.py")
+
+
+def against_release(rule: ExpertThreshold | ExpertChoice) -> Compare:
+    """Train some steps in both; in the end route as in inference."""
+
+    def compare(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
+        common = code.lift("ExpertEngineCommon").ExpertEngineCommon
+
+        class Engine(common):  # type: ignore[misc, valid-type]
+            training = True
+            cutoff_ema_raw, cutoff_accum_sum = torch.zeros(EXPERTS), torch.zeros(EXPERTS)
+            cutoff_ema_updates, cutoff_accum_count = torch.tensor([0]), torch.tensor([0])
+            config = SimpleNamespace(
+                granularity=1, expansion=EXPERTS, cutoff_ema_alpha=rule.decay,
+                expert_capacity_factor=-1 if rule.slack is None else rule.slack,
+            )  # fmt: skip
+
+        engine, state = Engine(), rule.init()
+        for step in range(2 * STEPS):
+            engine.training = step < 2 * STEPS - 1
+            warm = isinstance(rule, ExpertChoice) or step < rule.warmup_steps
+            policy = "topk" if engine.training and warm else "threshold"
+            plan = engine._build_routing_plan(policy, scores(step).flatten(0, 1), TOKENS, is_shared=False)
+            assignment = plan["above_mask"]
+            if plan["topk_indices"] is not None:
+                taken = (
+                    plan["k_actual"] if plan["k_actual"] is not None else torch.tensor(plan["topk_indices"].shape[1])
+                )
+                ranks = torch.arange(plan["topk_indices"].shape[1]).expand_as(plan["topk_indices"])
+                inside = ranks < taken[..., None]
+                assignment = torch.zeros(EXPERTS, TOKENS).scatter(1, plan["topk_indices"], inside.float()).bool().T
+            engine.finalize_cutoff_accumulation()
+            routing = rule.route(scores(step), state, training=engine.training)
+            if engine.training:
+                state = rule.update(state, routing.observation)
+            gates = scores(step).flatten(0, 1).sigmoid() * assignment
+            yield (
+                ours(routing, cutoff=cutoff(state)),
+                Found(assignment, {"gates": gates, "cutoff": engine._effective_cutoff()}),
+            )
+
+    return compare
+
+
+for name, of_release in {
+    "expert_threshold, with bounds": ExpertThreshold(EXPERTS, 1, decay=0.9, warmup_steps=2, capacity_slack=0.5),
+    "expert_threshold, without bounds": ExpertThreshold(EXPERTS, 1, decay=0.9, warmup_steps=2, capacity_slack=None),
+    "expert_choice, batch": ExpertChoice(EXPERTS, 1, decay=0.9),
+}.items():
+    against(name, RELEASE, "training, then inference; it compares with ≥, which no random score meets")(
+        against_release(of_release)
+    )
+
+
+def code_of(source: Source, path: Path | None) -> Code:
+    """Return the code at a path. Raises ValueError with the reason if it is not at hand."""
+    if source.option is None:
+        try:
+            version = importlib.import_module("transformers").__version__
+        except ImportError:
+            raise ValueError("transformers is not installed") from None
+        return Code(None, version, source.file)
+    if path is None:
+        raise ValueError(f"no --{source.option.replace('_', '-')}")
+    if not path.exists():
+        raise ValueError(f"--{source.option.replace('_', '-')} {path} does not exist")
+    version = "text of the pull request" if path.is_file() else git(path, "rev-parse", "HEAD").strip()[:10]
+    return Code(path, version, source.file)
+
+
+@dataclass
+class Outcome:
+    """How far two implementations are apart over all batches."""
+
+    batches: int = 0
+    pairs: int = 0
+    differing: int = 0
+    apart: dict[str, float] = field(default_factory=dict)  # largest relative distance by name
+
+    def add(self, mine: Found, theirs: Found) -> None:
+        self.batches += 1
+        self.pairs += int(theirs.assignment.sum())
+        self.differing += int((mine.assignment != theirs.assignment).sum())
+        for name, expected in theirs.numbers.items():
+            scale = expected.abs().max().clamp(min=1e-30)
+            distance = float((mine.numbers[name] - expected).detach().abs().max() / scale)
+            self.apart[name] = max(self.apart.get(name, 0.0), distance)
+
+    @property
+    def equal(self) -> bool:
+        return self.differing == 0 and all(distance <= 1e-5 for distance in self.apart.values())
+
+
+def make_scores(seed: int) -> Tensor:
+    """Return scores (batch, time, experts) without ties, experts of different means and spreads."""
+    scores = torch.randn(BATCH, TIME, EXPERTS, generator=torch.Generator().manual_seed(seed))
+    return scores * torch.linspace(0.5, 2, EXPERTS) + torch.linspace(-1, 1, EXPERTS)
+
+
+def compare_all(paths: dict[str, Path | None]) -> list[dict[str, Any]]:
+    rows = []
+    for comparison in COMPARISONS:
+        source = comparison.source
+        row: dict[str, Any] = {"rule": comparison.rule, "code": source.name, "file": source.file}
+        try:
+            code = code_of(source, paths.get(source.option or ""))
+        except ValueError as reason:
+            rows.append(row | {"left_out": str(reason)})
+            continue
+        outcome = Outcome()
+        for mine, theirs in comparison.compare(code, make_scores):
+            outcome.add(mine, theirs)
+        shown = {"version": code.version, "remark": comparison.remark, "equal": outcome.equal}
+        rows.append(row | shown | {name: getattr(outcome, name) for name in ("batches", "pairs", "differing", "apart")})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Rules beside their published code",
+        "",
+        f"Made by `benchmarks/parity.py` on random scores of {BATCH} × {TIME} tokens and {EXPERTS} experts.",
+        "`pairs` are the token-expert pairs that the published code assigns, `differing` those on which the two",
+        "disagree; distances of numbers are relative to the largest.",
+        "",
+        "| rule | published code | version | batches | pairs | differing | distances | remark |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        code = f"{row['code']}, `{row['file']}`"
+        if "left_out" in row:
+            lines.append(f"| {row['rule']} | {code} | left out: {row['left_out']} | | | | | |")
+            continue
+        apart = ", ".join(f"{name} {distance:.1g}" for name, distance in row["apart"].items())
+        cells = [
+            row["rule"],
+            code,
+            row["version"],
+            row["batches"],
+            row["pairs"],
+            row["differing"],
+            apart,
+            row["remark"],
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = sorted({each.source.option for each in COMPARISONS if each.source.option})
+    for option in options:
+        parser.add_argument(f"--{option.replace('_', '-')}", type=Path, metavar="PATH")
+    parser.add_argument("--out", type=Path, help="folder for results.json and results.md")
+    given = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    rows = compare_all({option: getattr(given, option) for option in options})
+    dist.destroy_process_group()
+    print(table(rows))
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        record = {"torch": torch.__version__, "experts": EXPERTS, "batch": BATCH, "time": TIME, "comparisons": rows}
+        (given.out / "results.json").write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        (given.out / "results.md").write_text(table(rows))
+    return int(not all(row.get("equal", True) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
