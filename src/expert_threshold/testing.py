@@ -139,7 +139,10 @@ def _shapes_and_dtypes_are_those_of_the_contract(rule: Rule) -> None:
             f"gates are {tuple(routing.gates.shape)}",
         )
         _require(bool(routing.gates.isfinite().all()), "gates are not finite")
-        _require(routing.passthrough is None or routing.passthrough.shape == scores.shape[:2], "passthrough's shape")
+        _require(
+            routing.passthrough is None or routing.passthrough.shape == scores.shape[:2],
+            "passthrough has the wrong shape",
+        )
         if not training:
             _require(routing.loss is None, "there is a loss in inference")
         elif routing.loss is not None:
@@ -317,7 +320,10 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
             _require([float(f) for f in fanout] == [0, rule.num_experts], "rates 0 and num_experts are not met")
         seen = rule.route(make_scores(rule), state, training=True).observation
         shown = rule.describe(state) | rule.measure(state, seen)
-        _require(all(isinstance(value, Tensor) and value.ndim <= 1 for value in shown.values()), "what is shown")
+        _require(
+            all(isinstance(value, Tensor) and value.ndim <= 1 for value in shown.values()),
+            "describe or measure is not () or (n,)",
+        )
 
 
 @_property

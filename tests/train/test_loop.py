@@ -335,7 +335,7 @@ def test_resuming_on_changed_text_is_refused(start: Start, tmp_path: Path, corpu
         ({"steps": 16}, "steps=16 differs from 8"),
         ({"batch_size": 4}, "batch_size=4 differs from 2"),
         ({"model": tiny(context=8)}, "context=8 differs from 16"),
-        ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\[0.8, 0.95\] differs"),
+        ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\(0.8, 0.95\) differs"),
     ],
 )
 def test_what_a_run_learns_with_cannot_change_in_the_middle(

@@ -1,13 +1,12 @@
-"""All that knows of ranks, expert parallelism's dispatch aside: rendezvous, process groups, sharded optimizers.
+"""Everything about ranks except expert parallelism's dispatch: rendezvous, process groups, sharded optimizers.
 
-One rank is one process with one device. Nothing in the model or in the optimizers knows of this package: it is applied
-to them from outside.
+One rank is one process with one device. Models and optimizers do not know this package; it is applied from outside.
 """
 
 from .launch import is_lost_rank, launch
 from .local_batch import LocalBatch, local_batch
 from .mesh import Parallel, mesh_sizes, process_groups
-from .optimizer_shards import OptimizerShards, Slice, Unsharded
+from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
 from .rendezvous import Failure, Rendezvous, from_main
 from .status import Status, all_reduce_status
@@ -20,7 +19,6 @@ __all__ = [
     "Rendezvous",
     "Slice",
     "Status",
-    "Unsharded",
     "all_reduce_status",
     "from_main",
     "is_lost_rank",

@@ -9,34 +9,24 @@ it there, `world_size` times.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .optimizer_shards import Slice
+from .optimizer_shards import LocalParameter, OptimizerShards, Slice
 
 
-class Shard(NamedTuple):
-    """A parameter split along its first dimension. by_row: its optimizer steps each row independently."""
+def _weight(shard: LocalParameter) -> Tensor:
+    """Return this rank's rows, sharing memory with the parameter."""
+    return _local(shard.parameter.detach())
 
-    name: str
-    parameter: nn.Parameter  # a DTensor
-    by_row: bool
-    slice: Slice  # this rank's part of the full parameter
-    group: dist.ProcessGroup  # the ranks it is split over
 
-    @property
-    def weight(self) -> Tensor:
-        """This rank's rows, sharing memory with the parameter."""
-        return _local(self.parameter.detach())
-
-    def gradient(self) -> Tensor:
-        """Returns the sum over ranks of this rank's rows; `fully_shard` leaves the mean."""
-        assert self.parameter.grad is not None, f"{self.name} has no gradient"
-        return _local(self.parameter.grad) * self.group.size()
+def _gradient(shard: LocalParameter) -> Tensor:
+    """Return the sum over ranks of this rank's rows; `fully_shard` leaves the mean."""
+    assert shard.parameter.grad is not None, f"{shard.name} has no gradient"
+    return _local(shard.parameter.grad) * shard.group.size()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -48,36 +38,36 @@ class _Matrices:
     """Matrices of one shape; rank i % ranks owns the i-th.
 
     updates: (matrices, out, in), of those owned here. Optimizers step these zeros in place of the weights, so that
-    afterwards they hold the update. with_weights: they read the weights, so these are gathered, too, and the steps
-    taken from them.
+    afterwards they hold the update. with_weights: optimizers read the weights too, so `updates` holds copies of them.
     """
 
-    def __init__(self, shards: list[Shard], with_weights: bool) -> None:
+    def __init__(self, shards: list[LocalParameter], with_weights: bool) -> None:
         self.shards = shards
         self.with_weights = with_weights
         self.group = shards[0].group
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rows = _rows(shards[0].slice.shape[0], self.ranks)
-        mine = len(shards[self.rank :: self.ranks])
-        self.updates = shards[0].weight.new_zeros(mine, *shards[0].slice.shape)
+        self.by_owner = [shards[rank :: self.ranks] for rank in range(self.ranks)]
+        self.updates = _weight(shards[0]).new_zeros(len(self.by_owner[self.rank]), *shards[0].slice.shape)
         self.waiting: set[str] = set()  # matrices that this step has yet to update
 
-    def by_owner(self) -> list[list[Shard]]:
-        return [self.shards[rank :: self.ranks] for rank in range(self.ranks)]
+    def place(self, number: int) -> slice:
+        """Return where matrix `number` lies among those owned here; empty on the other ranks."""
+        place = number // self.ranks
+        return slice(place, place + (number % self.ranks == self.rank))
 
     def gather(self) -> Tensor:
-        """Returns the full gradients of the matrices owned here, (matrices, out, in)."""
+        """Return the full gradients of the matrices owned here, (matrices, out, in)."""
         if self.with_weights:
-            self.updates.copy_(self._gather(lambda shard: shard.weight))
-        return self._gather(Shard.gradient)
+            self.updates.copy_(self._gather(_weight))
+        return self._gather(_gradient)
 
-    def _gather(self, part: Callable[[Shard], Tensor]) -> Tensor:
-        """Returns full matrices from the part of each that every rank has."""
+    def _gather(self, part: Callable[[LocalParameter], Tensor]) -> Tensor:
+        """Return full matrices from the part of each that every rank has."""
         own = self.rows[self.rank]
-        sent = [torch.stack([part(shard) for shard in shards]) if shards else None for shards in self.by_owner()]
         columns = self.updates.shape[-1]
-        sizes = [own * columns * len(shards) for shards in self.by_owner()]
-        flat = torch.cat([part.flatten() for part in sent if part is not None])
+        sizes = [own * columns * len(shards) for shards in self.by_owner]
+        flat = torch.cat([part(shard).flatten() for shards in self.by_owner for shard in shards])
         received = [rows * columns * len(self.updates) for rows in self.rows]
         parts = self._exchange(flat, sizes, received)
         return torch.cat(
@@ -89,14 +79,14 @@ class _Matrices:
         columns = self.updates.shape[-1]
         parts = self.updates.split(self.rows, dim=1)
         own = self.rows[self.rank]
-        received = [own * columns * len(shards) for shards in self.by_owner()]
+        received = [own * columns * len(shards) for shards in self.by_owner]
         back = self._exchange(torch.cat([part.flatten() for part in parts]), [part.numel() for part in parts], received)
-        for shards, part in zip(self.by_owner(), back, strict=True):
+        for shards, part in zip(self.by_owner, back, strict=True):
             for shard, update in zip(shards, part.view(len(shards), own, columns), strict=True):
                 if self.with_weights:
-                    shard.weight.copy_(update)
+                    _weight(shard).copy_(update)
                 else:
-                    shard.weight.add_(update)
+                    _weight(shard).add_(update)
         self.updates.zero_()
 
     def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> list[Tensor]:
@@ -106,54 +96,47 @@ class _Matrices:
 
 
 def _rows(count: int, ranks: int) -> list[int]:
-    """Returns the rows of each rank as DTensor splits a dimension: equal chunks, the last ones smaller or empty."""
+    """Return the rows of each rank as DTensor splits a dimension: equal chunks, the last ones smaller or empty."""
     most = -(-count // ranks)
     return [max(min(count - rank * most, most), 0) for rank in range(ranks)]
 
 
-class FSDP:
+class FSDP(OptimizerShards):
     """Optimizer shards for ranks that each hold a part of every parameter.
 
     with_weights: an update of a matrix depends on its weights, not on its gradients alone.
     """
 
-    def __init__(self, shards: Iterable[Shard], with_weights: bool = False) -> None:
+    def __init__(self, shards: Iterable[LocalParameter], with_weights: bool = False) -> None:
+        super().__init__({})
         self._shards = {shard.name: shard for shard in shards}
-        self.parameters: dict[str, Tensor] = {}
-        self.slices: dict[str, Slice] = {}
-        by_shape: dict[object, list[Shard]] = {}
+        by_shape: dict[object, list[LocalParameter]] = {}
         for name, shard in self._shards.items():
             if shard.by_row:
-                self.parameters[name], self.slices[name] = shard.weight, shard.slice
+                self.parameters[name], self.slices[name] = _weight(shard), shard.slice
             else:
                 by_shape.setdefault((shard.slice.shape, shard.group), []).append(shard)
         self._matrices = [_Matrices(shards, with_weights) for shards in by_shape.values()]
         self._matrices_of: dict[str, _Matrices] = {}
         for matrices in self._matrices:
             for number, shard in enumerate(matrices.shards):
-                owned = number % matrices.ranks == matrices.rank
-                place = number // matrices.ranks
-                self.parameters[shard.name] = matrices.updates[place : place + 1] if owned else matrices.updates[:0]
-                self.slices[shard.name] = Slice(0, shard.slice.shape[0] if owned else 0, shard.slice.shape)
+                mine = matrices.updates[matrices.place(number)]
+                self.parameters[shard.name] = mine
+                self.slices[shard.name] = Slice(0, len(mine) * shard.slice.shape[0], shard.slice.shape)
                 self._matrices_of[shard.name] = matrices
 
     def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
-        return {name: (shard.weight, shard.slice) for name, shard in self._shards.items()}
-
-    def begin_last_backward(self) -> None:
-        pass
+        return {name: (_weight(shard), shard.slice) for name, shard in self._shards.items()}
 
     def reduce_gradients(self) -> None:
         for name, shard in self._shards.items():
             if shard.by_row:
-                self.parameters[name].grad = shard.gradient()
+                self.parameters[name].grad = _gradient(shard)
         for matrices in self._matrices:
             gradients = matrices.gather()
             matrices.waiting = {shard.name for shard in matrices.shards}
             for number, shard in enumerate(matrices.shards):
-                place = number // matrices.ranks
-                owned = number % matrices.ranks == matrices.rank
-                self.parameters[shard.name].grad = gradients[place : place + 1] if owned else gradients[:0]
+                self.parameters[shard.name].grad = gradients[matrices.place(number)]
 
     @torch.no_grad()
     def gather_updated(self, names: Collection[str]) -> None:
@@ -165,6 +148,6 @@ class FSDP:
                     matrices.scatter()
 
     def finish_step(self) -> None:
-        for name, shard in self._shards.items():
+        for shard in self._shards.values():
             shard.parameter.grad = None
-            self.parameters[name].grad = None
+        super().finish_step()

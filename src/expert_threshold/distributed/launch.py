@@ -15,7 +15,7 @@ LOST = re.compile("gloo|nccl|connection|timed out|socket|broken pipe|recv|heartb
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Returns True for the errors that a collective raises when another rank has exited or does not answer."""
+    """Return True for the errors that a collective raises when another rank has exited or does not answer."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
 
 

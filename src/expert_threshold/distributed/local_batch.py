@@ -25,7 +25,7 @@ class LocalBatch(NamedTuple):
     def losses(self, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
         """Returns the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
 
-        targets: this rank's, (batch, time), negative where ignored. loader: knows how many the ranks have in all.
+        targets: this rank's, (batch, time), negative where ignored. loader: counts those of all ranks.
         """
         loss, cross_entropy = output.loss, output.cross_entropy
         assert loss is not None

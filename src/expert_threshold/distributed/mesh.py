@@ -41,7 +41,7 @@ class Parallel:
         return self.rank == 0
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Returns the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order."""
+        """Return the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order."""
         return from_main(self.rendezvous, make)
 
     @property
@@ -56,7 +56,7 @@ class Parallel:
 
 
 def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
-    """Returns the sizes of the dimensions (dp, ep). Raises ValueError if ep does not divide the ranks."""
+    """Return the sizes of the dimensions (dp, ep). Raises ValueError if ep does not divide the ranks."""
     if world_size % expert_parallel:
         raise ValueError(
             f"expert_parallel={expert_parallel} does not divide the {world_size} ranks; launch a multiple of "
@@ -66,7 +66,7 @@ def mesh_sizes(world_size: int, expert_parallel: int) -> tuple[int, int]:
 
 
 def local_device(device: torch.device, local_rank: int, local_world_size: int) -> torch.device:
-    """Returns this rank's device of that type. Raises ValueError if there are fewer than ranks on this machine."""
+    """Return this rank's device of that type. Raises ValueError if there are fewer than ranks on this machine."""
     if device.type == "cuda":
         if local_world_size > torch.cuda.device_count():
             raise ValueError(

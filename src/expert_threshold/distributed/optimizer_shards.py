@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 
 class Slice(NamedTuple):
@@ -20,27 +21,34 @@ class Slice(NamedTuple):
         return self.stop - self.start == self.shape[0]
 
     def of(self, full: Tensor) -> Tensor:
-        """Returns this part of the full tensor, a view."""
+        """Return this part of the full tensor, a view."""
         return full[self.start : self.stop]
 
 
-def full_slice(tensor: Tensor) -> Slice:
-    """Returns the slice that is all of the tensor."""
-    return Slice(0, len(tensor), tuple(tensor.shape))
+class LocalParameter(NamedTuple):
+    """A parameter as this rank holds it. by_row: its optimizer steps each row independently."""
+
+    name: str
+    parameter: nn.Parameter
+    by_row: bool
+    slice: Slice  # this rank's part of the full parameter
+    group: dist.ProcessGroup  # the ranks that share it: as replicas, or each with a part
 
 
-class OptimizerShards(Protocol):
-    """The shards that this rank's optimizers step.
+class OptimizerShards:
+    """The shards that this rank's optimizers step; this class is that of a single process, which steps every parameter.
 
     parameters: by name, each of shape (rows, …) with possibly no rows. slices: where these lie in the full parameters.
     The methods are called in their order here, once per optimizer step.
     """
 
-    parameters: dict[str, Tensor]
-    slices: dict[str, Slice]
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = dict(parameters)
+        self.slices = {name: Slice(0, len(each), tuple(each.shape)) for name, each in parameters.items()}
 
     def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
-        """Returns the weights that this rank saves; exactly one rank owns each row of each parameter."""
+        """Return the weights that this rank saves; exactly one rank owns each row of each parameter."""
+        return {name: (tensor, self.slices[name]) for name, tensor in self.parameters.items()}
 
     def begin_last_backward(self) -> None:
         """Announce that the next backward is the last of the step, so that complete gradients may be reduced."""
@@ -53,32 +61,5 @@ class OptimizerShards(Protocol):
 
     def finish_step(self) -> None:
         """Wait until the parameters are updated everywhere, and clear their gradients."""
-
-
-class Unsharded:
-    """A single process: its optimizers step every parameter, and nothing is communicated."""
-
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        self.parameters = dict(parameters)
-        self.slices = {name: full_slice(parameter) for name, parameter in parameters.items()}
-
-    def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
-        return with_slices(self)
-
-    def begin_last_backward(self) -> None:
-        pass
-
-    def reduce_gradients(self) -> None:
-        pass
-
-    def gather_updated(self, names: Collection[str]) -> None:
-        pass
-
-    def finish_step(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
-
-
-def with_slices(shards: OptimizerShards) -> dict[str, tuple[Tensor, Slice]]:
-    """Returns every tensor of `parameters` with its slice."""
-    return {name: (tensor, shards.slices[name]) for name, tensor in shards.parameters.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -13,55 +12,62 @@ from ..model import GPT
 from ..moe.sharding import expert_parameters, shard_experts
 from ..optim import OptimConfig, moves_matrices, reads_weights
 from .mesh import DP, Parallel
-from .optimizer_shards import OptimizerShards, Slice, Unsharded, full_slice
-from .zero1 import Replica, ZeRO1
+from .optimizer_shards import LocalParameter, OptimizerShards, Slice
+from .zero1 import ZeRO1
 
 
 def parallelize(model: GPT, optim: OptimConfig, parallel: Parallel) -> OptimizerShards:
-    """Lay the model out over the ranks; returns what this rank's optimizers step.
+    """Lay the model out over the ranks; return the shards that this rank's optimizers step.
 
     Call it on all ranks, with equal weights on their devices.
     """
     if parallel.world is None:
-        return Unsharded(dict(model.named_parameters()))
+        return OptimizerShards(dict(model.named_parameters()))
     for _, moe in model.moe_layers():
         moe.router.group = parallel.world
     if parallel.ep is not None:
         shard_experts(model, parallel.ep)
     split = expert_parameters(model)
-    if parallel.shard:
-        return _fsdp(model, optim, parallel, split)
-    return ZeRO1(
-        _replica(name, parameter, optim, parallel, name in split) for name, parameter in model.named_parameters()
-    )
-
-
-def _replica(name: str, parameter: nn.Parameter, optim: OptimConfig, parallel: Parallel, split: bool) -> Replica:
-    """split: the parameter belongs to experts that are split over ranks."""
-    assert parallel.world is not None
-    if not split:
-        return Replica(name, parameter, _by_row(name, parameter, optim), full_slice(parameter), parallel.world)
-    assert parallel.ep is not None
-    assert parallel.mesh is not None
-    count, rank, ranks = len(parameter), parallel.ep.rank(), parallel.ep.size()
-    mine = Slice(rank * count, (rank + 1) * count, (ranks * count, *parameter.shape[1:]))
-    return Replica(name, parameter, _by_row(name, parameter, optim), mine, parallel.mesh.get_group(DP))
-
-
-def _fsdp(model: GPT, optim: OptimConfig, parallel: Parallel, split: Collection[str]) -> OptimizerShards:
-    from .fsdp import FSDP, Shard  # takes seconds to import
-
     rows = {name: len(parameter) for name, parameter in model.named_parameters()}
-    _fully_shard(model, parallel)
-    shards = [
-        Shard(name, parameter, _by_row(name, parameter, optim), *_shard(parameter, rows[name], parallel, name in split))
+    if parallel.shard:
+        _fully_shard(model, parallel)
+    held = [
+        LocalParameter(
+            name,
+            parameter,
+            _by_row(name, parameter, optim),
+            *_place(rows[name], parameter.shape, parallel, name in split),
+        )
         for name, parameter in model.named_parameters()
     ]
-    return FSDP(shards, reads_weights(optim))
+    if not parallel.shard:
+        return ZeRO1(held)
+    from .fsdp import FSDP  # takes seconds to import
+
+    return FSDP(held, reads_weights(optim))
+
+
+def _place(rows: int, shape: torch.Size, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
+    """Return this rank's slice of a full parameter, and the ranks that share it.
+
+    rows: of this rank before `fully_shard`, which splits them into equal chunks, the last ones smaller or empty.
+    split: the parameter belongs to experts that are split over ranks.
+    """
+    assert parallel.world is not None
+    group, first, count = parallel.world, 0, rows
+    if split:
+        assert parallel.mesh is not None
+        assert parallel.ep is not None
+        group, first, count = parallel.mesh.get_group(DP), parallel.ep.rank() * rows, parallel.ep.size() * rows
+    start, stop = 0, rows
+    if parallel.shard:
+        chunk = -(-rows // group.size())
+        start, stop = (min(chunk * rank, rows) for rank in (group.rank(), group.rank() + 1))
+    return Slice(first + start, first + stop, (count, *shape[1:])), group
 
 
 def _by_row(name: str, parameter: nn.Parameter, optim: OptimConfig) -> bool:
-    """Returns True if each index of the first dimension is stepped independently; Muon needs single matrices whole."""
+    """Return True if each index of the first dimension is stepped independently; Muon needs single matrices whole."""
     return parameter.ndim > 2 or not moves_matrices(name, parameter, optim)
 
 
@@ -86,16 +92,3 @@ def _fully_shard(model: GPT, parallel: Parallel) -> None:
     fully_shard(model, mesh=parallel.flat)
     for block, following in itertools.pairwise(blocks):
         block.set_modules_to_forward_prefetch([following])
-
-
-def _shard(parameter: nn.Parameter, rows: int, parallel: Parallel, split: bool) -> tuple[Slice, dist.ProcessGroup]:
-    """Returns this rank's slice of the full parameter, and the ranks it is split over. rows: before `fully_shard`."""
-    assert parallel.world is not None
-    group, first, count = parallel.world, 0, rows
-    if split:
-        assert parallel.mesh is not None
-        assert parallel.ep is not None
-        group, first, count = parallel.mesh.get_group(DP), parallel.ep.rank() * rows, parallel.ep.size() * rows
-    chunk = -(-rows // group.size())
-    start, stop = (min(chunk * rank, rows) + first for rank in (group.rank(), group.rank() + 1))
-    return Slice(start, stop, (count, *parameter.shape[1:])), group

@@ -79,11 +79,11 @@ class Rendezvous:
         self._launch_store.set(key, "")
 
     def is_marked(self, key: str) -> bool:
-        """Returns True once any rank has called `mark(key)`, before or after a restart."""
+        """Return True once any rank has called `mark(key)`, before or after a restart."""
         return self._launch_store.check([key])
 
     def from_main(self, make: Callable[[], Any]) -> Any:
-        """Returns the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order.
+        """Return the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order.
 
         `make` may take any length of time, since the main rank sends heartbeats meanwhile. If it raises ValueError or
         OSError, every other rank raises ValueError with the same text. Raises DistError after `heartbeat_timeout`
@@ -208,5 +208,5 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
 
 
 def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
-    """Returns `Rendezvous.from_main(make)`; in a single process, `make()`."""
+    """Return `Rendezvous.from_main(make)`; in a single process, `make()`."""
     return make() if rendezvous is None else rendezvous.from_main(make)

@@ -18,7 +18,7 @@ class Status(NamedTuple):
 
 
 def all_reduce_status(status: Status, group: dist.ProcessGroup | None, device: torch.device) -> Status:
-    """Returns the sum of all ranks' statuses; `status` itself without a group."""
+    """Return the sum of all ranks' statuses; `status` itself without a group."""
     if group is None:
         return status
     total = torch.tensor(status, device=device)

@@ -10,13 +10,12 @@ whole step, and needs DDP to reduce every gradient to every rank first.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from .optimizer_shards import Slice, with_slices
+from .optimizer_shards import LocalParameter, OptimizerShards, Slice
 
 BUCKET_BYTES = 32 << 20  # large enough to use a link's bandwidth, small enough for the first to leave early
 
@@ -25,20 +24,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Replica(NamedTuple):
-    """A parameter that every rank of a group holds. by_row: its optimizer steps each row independently."""
-
-    name: str
-    parameter: nn.Parameter
-    by_row: bool
-    slice: Slice  # of the full parameter; this rank's experts, where they are split over ranks
-    group: dist.ProcessGroup
-
-    @property
-    def rows(self) -> Tensor:
-        """A view of shape (rows, …); a matrix that is stepped as a whole is one row."""
-        data = self.parameter.data
-        return data if self.by_row else data[None]
+def _rows(replica: LocalParameter) -> Tensor:
+    """Return a view of shape (rows, …); a matrix that is stepped as a whole is one row."""
+    data = replica.parameter.data
+    return data if replica.by_row else data[None]
 
 
 class _Bucket:
@@ -47,12 +36,12 @@ class _Bucket:
     Rank i of the group owns the i-th run of rows; all runs are equally long, and the last are padded with zeros.
     """
 
-    def __init__(self, replicas: list[Replica]) -> None:
+    def __init__(self, replicas: list[LocalParameter]) -> None:
         self.replicas = replicas
         self.group = replicas[0].group
         rank, ranks = self.group.rank(), self.group.size()
-        first = replicas[0].rows
-        run = -(-sum(len(replica.rows) for replica in replicas) // ranks)
+        first = _rows(replicas[0])
+        run = -(-sum(len(_rows(replica)) for replica in replicas) // ranks)
         self.weights = first.new_zeros(run * ranks, *first.shape[1:])
         self.gradients = torch.zeros_like(self.weights)
         self.mine = slice(rank * run, (rank + 1) * run)
@@ -63,12 +52,12 @@ class _Bucket:
         self.slices: dict[str, Slice] = {}
         begin = 0
         for replica in replicas:
-            end = begin + len(replica.rows)
+            end = begin + len(_rows(replica))
             start, stop = (min(max(edge, begin), end) for edge in (self.mine.start, self.mine.stop))
             self.owned[replica.name] = slice(start, stop)
             self.slices[replica.name] = _slice(replica, start - begin, stop - begin)
             parameter, shape = replica.parameter, replica.parameter.shape
-            parameter.data = self.weights[begin:end].copy_(replica.rows).view(shape)
+            parameter.data = self.weights[begin:end].copy_(_rows(replica)).view(shape)
             parameter.grad = self.gradients[begin:end].view(shape)
             begin = end
 
@@ -84,23 +73,22 @@ class _Bucket:
             self.work = None
 
 
-def _slice(replica: Replica, start: int, stop: int) -> Slice:
-    """Returns the slice of the full parameter that rows `start` to `stop` of the replica are."""
+def _slice(replica: LocalParameter, start: int, stop: int) -> Slice:
+    """Return the slice of the full parameter that rows `start` to `stop` of the replica are."""
     if not replica.by_row:
         return Slice(0, len(replica.parameter) if start < stop else 0, replica.slice.shape)
     return Slice(replica.slice.start + start, replica.slice.start + stop, replica.slice.shape)
 
 
-class ZeRO1:
+class ZeRO1(OptimizerShards):
     """Optimizer shards for replicated parameters; split experts are sharded over the ranks that hold the same ones.
 
     The parameters become views of buffers: create this once they are on their device, before anything refers to them.
     """
 
-    def __init__(self, replicas: Iterable[Replica]) -> None:
+    def __init__(self, replicas: Iterable[LocalParameter]) -> None:
         self.buckets = [_Bucket(bucket) for bucket in _filled(replicas)]
-        self.parameters: dict[str, Tensor] = {}
-        self.slices: dict[str, Slice] = {}
+        super().__init__({})
         self._bucket_of: dict[str, _Bucket] = {}
         self._is_last_backward = False
         self._missing: list[int] = []
@@ -111,9 +99,6 @@ class ZeRO1:
             self._bucket_of |= dict.fromkeys(bucket.owned, bucket)
             for replica in bucket.replicas:
                 replica.parameter.register_post_accumulate_grad_hook(lambda _, number=number: self._on_gradient(number))
-
-    def owned_weights(self) -> dict[str, tuple[Tensor, Slice]]:
-        return with_slices(self)
 
     def begin_last_backward(self) -> None:
         self._is_last_backward, self._reduced = True, 0
@@ -150,21 +135,20 @@ class ZeRO1:
         for bucket in self.buckets:
             bucket.wait()
             bucket.gradients.zero_()
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        super().finish_step()
 
 
-def _filled(replicas: Iterable[Replica]) -> list[list[Replica]]:
-    """Returns the buckets in the order in which backward completes them, roughly that of the parameters reversed."""
-    closed: list[list[tuple[int, Replica]]] = []
-    filling: dict[object, list[tuple[int, Replica]]] = {}
+def _filled(replicas: Iterable[LocalParameter]) -> list[list[LocalParameter]]:
+    """Return the buckets in the order in which backward completes them, roughly that of the parameters reversed."""
+    closed: list[list[tuple[int, LocalParameter]]] = []
+    filling: dict[object, list[tuple[int, LocalParameter]]] = {}
     for entry in enumerate(reversed(list(replicas))):
         replica = entry[1]
-        kind = (replica.rows.shape[1:], replica.parameter.dtype, replica.group)
+        kind = (_rows(replica).shape[1:], replica.parameter.dtype, replica.group)
         bucket = filling.setdefault(kind, [])
         bucket.append(entry)
         size = sum(other.parameter.nbytes for _, other in bucket)
-        even = sum(len(other.rows) for _, other in bucket) % replica.group.size() == 0
+        even = sum(len(_rows(other)) for _, other in bucket) % replica.group.size() == 0
         if size >= BUCKET_BYTES and (even or size >= 4 * BUCKET_BYTES):
             closed.append(filling.pop(kind))
     closed += filling.values()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 from torch.utils.module_tracker import ModuleTracker
 
@@ -112,9 +113,8 @@ class Follower:
         self._losses.clear()
         if self.group is not None:  # a rank without observations takes part too
             mine = [seen[router] if router in seen else _nothing_seen(router) for router in self._names]
-            named = [observation.tensors() for observation in mine]
-            sums = iter(summed_over_ranks([tensor for tensors in named for tensor in tensors.values()], self.group))
-            total = [Observation.from_tensors({name: next(sums) for name in tensors}) for tensors in named]
+            tensors, structure = tree_flatten(mine)
+            total: list[Observation] = tree_unflatten(summed_over_ranks(tensors, self.group), structure)
             tokens = torch.stack([observation.tokens for observation in total]).tolist()
             seen = {router: total[i] for i, router in enumerate(self._names) if tokens[i] > 0}
         if seen and not all_finite(t for observation in seen.values() for t in observation.tensors().values()):

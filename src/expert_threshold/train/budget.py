@@ -59,11 +59,11 @@ class Budget:
         return self.decisions[0].steps
 
     def steps_at(self, step: int) -> int:
-        """Returns the number of steps of the run, as decided by `step`."""
+        """Return the number of steps of the run, as decided by `step`."""
         return next(decision.steps for decision in reversed(self.decisions) if decision.step <= step)
 
     def place(self, step: int) -> float:
-        """Returns the progress at `step`, from 0 to `scheduled`; the step itself if no decision followed the first."""
+        """Return the progress at `step`, from 0 to `scheduled`; the step itself if no decision followed the first."""
         place, left, begin, end = 0.0, float(self.scheduled), 0, self.scheduled
         for decision in self.decisions[1:]:
             if decision.step < step and decision.steps != end:
@@ -81,7 +81,7 @@ class Budget:
             self._steps.append(seconds)
 
     def decide(self, step: int, gone: float, between: Mapping[str, Between]) -> Decision | None:
-        """Returns the next decision if one is due after `step`. gone: seconds so far."""
+        """Return the next decision if one is due after `step`. gone: seconds so far."""
         last = self.decisions[-1]
         if self.seconds is None or not last.step < step < last.steps:  # at the end, or replaying earlier steps
             return None

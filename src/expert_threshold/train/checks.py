@@ -72,25 +72,18 @@ def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
     """Raise ValueError for an option that differs from the run's own and changes what it learns."""
     began = {  # data is compared by its hash; options newer than the run have their defaults
         "model": GPTConfig.from_dict(folder.section("model")).to_dict(),
-        "optim": asdict(OptimConfig()) | folder.section("optim"),
-        "train": asdict(TrainConfig()) | folder.section("train"),
+        "optim": asdict(OptimConfig(**folder.section("optim"))),
+        "train": asdict(TrainConfig(**folder.section("train"))),
     }
     for part, options in began.items():
-        saved = _plain(options)
-        for name, value in _plain(record[part]).items():
+        for name, before in options.items():
             if part == "train" and name in FREE_ON_RESUME:
                 continue
-            before = saved.get(name)
-            if value != before:
+            if (value := record[part][name]) != before:
                 raise ValueError(
                     f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it unchanged, "
                     f"or start another run with --init-from {folder.path}"
                 )
-
-
-def _plain(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options as JSON returns them, with lists for tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:

@@ -19,7 +19,7 @@ GRAPHS = 64  # the least number of graphs that torch keeps per process: `et comp
 def pick_compile(
     model: GPTConfig, config: TrainConfig, device: torch.device, ranks: int, say: Callable[[str], None]
 ) -> bool:
-    """Returns True to compile: for `on`, and for `auto` if it pays and works. Raises ValueError if `on` cannot work.
+    """Return True to compile: for `on`, and for `auto` if it pays and works. Raises ValueError if `on` cannot work.
 
     say: prints a line before anything slow.
     """
@@ -39,7 +39,7 @@ def pick_compile(
 
 
 def compiled(model: GPT) -> Callable[..., Output]:
-    """Returns the model's forward, compiled with its backward as one graph for batches of one shape."""
+    """Return the model's forward, compiled with its backward as one graph for batches of one shape."""
     import torch._dynamo  # takes seconds, which a run that is not compiled saves
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
@@ -57,7 +57,7 @@ def _pays(model: GPTConfig, config: TrainConfig, device: torch.device) -> bool:
 
 @functools.cache
 def failure(device: torch.device) -> str | None:
-    """Returns why nothing compiles for the device, None if it does. Takes seconds the first time."""
+    """Return why nothing compiles for the device, None if it does. Takes seconds the first time."""
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
     except Exception as error:  # an absent or broken compiler can raise anything

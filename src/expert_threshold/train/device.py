@@ -19,7 +19,7 @@ from ..optim.muon import fast_dtype
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns the device of that name; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
+    """Return the device of that name; 'auto' prefers CUDA to the CPU. Raises ValueError if the device is absent."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Returns the compute dtype of that name; 'auto' is bfloat16 if the hardware multiplies it, else float32."""
+    """Return the compute dtype of that name; 'auto' is bfloat16 if the hardware multiplies it, else float32."""
     dtypes = {"auto": fast_dtype(device), "bfloat16": torch.bfloat16, "float32": torch.float32}
     if name not in dtypes:
         raise ValueError(f"dtype={name!r} is unknown; use one of {', '.join(dtypes)}")
@@ -38,12 +38,12 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Returns True if the kernels of `kernels/cpu` run for that device and dtype; builds them if necessary."""
+    """Return True if the kernels of `kernels/cpu` run for that device and dtype; builds them if necessary."""
     return device.type == "cpu" and dtype == torch.bfloat16 and available()
 
 
 def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Returns a line that says why a run on a CPU has no kernels; None if it has them, or runs on a GPU."""
+    """Return a line that says why a run on a CPU has no kernels; None if it has them, or runs on a GPU."""
     if device.type != "cpu" or kernels_run(device, dtype):
         return None
     by_choice = dtype != torch.bfloat16 and fast_dtype(device) == torch.bfloat16
@@ -52,7 +52,7 @@ def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """Returns what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
+    """Return what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

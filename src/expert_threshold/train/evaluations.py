@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,114 +21,103 @@ from .state import random_state, restore_random_state
 from .timer import Timer
 
 Sample = Callable[[GPT, Tokenizer, int], str]
-"""Returns text that the model writes after a step; the caller of `train` provides it."""
+"""Return text that the model writes after a step; the caller of `train` provides it."""
 
 
 class _InterruptedError(Exception):
     """A signal interrupted a long, resumable task."""
 
 
+@dataclass
 class Evaluations:
     """The evaluations that a run makes between its steps.
 
     All ranks validate together; the main rank alone writes samples and evaluates CORE while the others wait.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        prepared: Prepared,
-        sample: Sample | None,
-        saver: Saver,
-        log: RunLog,
-        timer: Timer,
-        display: Display,
-        interrupt: Interrupt,
-    ) -> None:
-        self._folder = folder
-        self._state = prepared.state
-        self._config = prepared.state.config
-        self._parallel = prepared.state.parallel
-        self._tokenizer = prepared.tokenizer
-        self._text = prepared.validation
-        self._tasks = prepared.core
-        self._sample = sample
-        self._saver = saver
-        self._log = log
-        self._timer = timer
-        self._display = display
-        self._interrupt = interrupt
+    folder: RunFolder
+    prepared: Prepared
+    sample: Sample | None
+    saver: Saver
+    log: RunLog
+    timer: Timer
+    display: Display
+    interrupt: Interrupt
+
+    def __post_init__(self) -> None:
+        self.state = self.prepared.state
+        self.config, self.parallel = self.state.config, self.state.parallel
 
     def run_due(self) -> None:
         """Validate, write a sample and evaluate CORE, each if it is due at this step and not done yet."""
         if self._is_validation_due():
-            with self._timer.measure("validation"):
+            with self.timer.measure("validation"):
                 self._validate()
-        if self._parallel.splits_model and self.need_checkpoint():
-            self._saver.finish()  # the main rank reads the model from it
+        if self.parallel.splits_model and self.need_checkpoint():
+            self.saver.finish()  # the main rank reads the model from it
         if self._is_sample_due():
-            with self._timer.measure("sample"):
-                self._parallel.from_main(self._write_sample)
+            with self.timer.measure("sample"):
+                self.parallel.from_main(self._write_sample)
         if self._is_core_due():
-            with self._timer.paused():  # the time that a run is given does not include CORE
-                completed = self._parallel.from_main(self._evaluate_core)
+            with self.timer.paused():  # the time that a run is given does not include CORE
+                completed = self.parallel.from_main(self._evaluate_core)
             if completed:
-                self._log.core_steps.add(self._state.step)
+                self.log.core_steps.add(self.state.step)
 
     def are_due(self) -> bool:
-        """Returns True if something is due at this step and not done yet."""
+        """Return True if something is due at this step and not done yet."""
         return self._is_validation_due() or self._is_sample_due() or self._is_core_due()
 
     def need_checkpoint(self) -> bool:
-        """Returns True if what is due needs a checkpoint first: CORE, and samples of a model that no rank has whole."""
-        return self._is_core_due() or (self._parallel.splits_model and self._is_sample_due())
+        """Return True if what is due needs a checkpoint first: CORE, and samples of a model that no rank has whole."""
+        return self._is_core_due() or (self.parallel.splits_model and self._is_sample_due())
 
     def _is_validation_due(self) -> bool:
-        return self._state.is_due(self._config.eval_every) and self._state.step not in self._log.validations
+        return self.state.is_due(self.config.eval_every) and self.state.step not in self.log.validations
 
     def _is_sample_due(self) -> bool:
-        due = self._state.is_due(self._config.sample_every)
-        return due and not self._parallel.from_main(self._sample_path.exists)
+        due = self.state.is_due(self.config.sample_every)
+        return due and not self.parallel.from_main(self._sample_path.exists)
 
     def _is_core_due(self) -> bool:
-        due = self._state.is_at_end or self._state.is_due(self._config.core_every)
-        return bool(self._tasks) and due and self._state.step not in self._log.core_steps
+        due = self.state.is_at_end or self.state.is_due(self.config.core_every)
+        return bool(self.prepared.core) and due and self.state.step not in self.log.core_steps
 
     def _validate(self) -> None:
-        assert self._text is not None
+        assert self.prepared.validation is not None
         validation = evaluate(
-            self._state.model,
-            self._text,
-            self._tokenizer,
-            batch_size=self._config.batch_size,
-            max_tokens=self._config.eval_tokens,
-            group=self._parallel.world,
-            progress=self._display.task("validating"),
+            self.state.model,
+            self.prepared.validation,
+            self.prepared.tokenizer,
+            batch_size=self.config.batch_size,
+            max_tokens=self.config.eval_tokens,
+            group=self.parallel.world,
+            progress=self.display.task("validating"),
         )
-        self._log.validation(validation)
+        self.log.validation(validation)
 
     def _write_sample(self) -> None:
-        assert self._sample is not None
-        state = self._state
+        assert self.sample is not None
+        state = self.state
         random = random_state(state.device)
-        text = self._sample(self._full_model(), self._tokenizer, state.step)
+        text = self.sample(self._full_model(), self.prepared.tokenizer, state.step)
         restore_random_state(random, state.device)
         state.model.train()
-        self._folder.samples.mkdir(exist_ok=True)
+        self.folder.samples.mkdir(exist_ok=True)
         replace_file(self._sample_path, text.encode())
 
     @property
     def _sample_path(self) -> Path:
-        return self._folder.samples / f"step_{self._state.step:06d}.txt"
+        return self.folder.samples / f"step_{self.state.step:06d}.txt"
 
     def _evaluate_core(self) -> bool:
-        """Returns False if a signal interrupted it; evaluation.json then has the tasks completed so far."""
+        """Return False if a signal interrupted it; evaluation.json then has the tasks completed so far."""
 
         def progress(task: str) -> Callable[[int, int], None]:
-            show = self._display.task(f"CORE, {task}")
+            show = self.display.task(f"CORE, {task}")
 
             def advance(done: int, total: int) -> None:
-                if self._interrupt.requested and done < total:
+                if self.interrupt.requested and done < total:
                     raise _InterruptedError
                 show(done, total)
 
@@ -136,20 +126,20 @@ class Evaluations:
         model = self._full_model()
         try:
             core: dict[str, Any] = ask_core(
-                Results(self._folder.path, model, self._state.step),
-                self._tasks,
-                ModelScorer(model, self._tokenizer),
+                Results(self.folder.path, model, self.state.step),
+                self.prepared.core,
+                ModelScorer(model, self.prepared.tokenizer),
                 progress,
-                max_per_task=self._config.core_max_per_task,
+                max_per_task=self.config.core_max_per_task,
             )
         except _InterruptedError:
             return False
-        self._log.core(core)
+        self.log.core(core)
         return True
 
     def _full_model(self) -> GPT:
-        """Returns the model on the main rank; where no rank has it whole, from the checkpoint of this step."""
-        state = self._state
-        if not self._parallel.splits_model:
+        """Return the model on the main rank; where no rank has it whole, from the checkpoint of this step."""
+        state = self.state
+        if not self.parallel.splits_model:
             return state.model
-        return load_model(self._folder.path, state.step, state.device, state.model.compute_dtype)[0]
+        return load_model(self.folder.path, state.step, state.device, state.model.compute_dtype)[0]

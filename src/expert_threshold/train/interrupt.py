@@ -10,7 +10,7 @@ from typing import Any
 
 from .state import TrainState
 
-NOTICE = b"\nfinishing this step and saving; once more quits at once\n"
+NOTICE = b"\nfinishing this step and saving; interrupt again to quit at once\n"
 
 
 class Interrupt:
@@ -36,7 +36,7 @@ class Interrupt:
             signal.signal(number, handler)
 
     def stops(self, state: TrainState) -> bool:
-        """Returns True once the run is to stop; all ranks agree on the step, by the status of the last one."""
+        """Return True once the run is to stop; all ranks agree on the step, by the status of the last one."""
         return self.requested if state.parallel.world is None else state.status.stop > 0
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ LIVE_INTERVAL = 0.2  # seconds between updates of the live line
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Returns the start of a line, as which of several runs it is about; takes the seconds left, None if unknown."""
+"""Return the start of a line, as which of several runs it is about; takes the seconds left, None if unknown."""
 
 
 class Display:
@@ -47,7 +47,7 @@ class Display:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def task(self, what: str) -> Callable[[int, int], None]:
-        """Returns a function to call with the done and the total amount of a long task, which shows its progress."""
+        """Return a function to call with the done and the total amount of a long task, which shows its progress."""
         self._shown = time.monotonic()
         first: tuple[int, float] | None = None  # a resumed download, for one, does not start at 0
 
@@ -94,7 +94,7 @@ class Display:
         self.say("  ".join(filter(None, [self._title(left), f"step {step}/{self._steps}", text])))
 
     def _left(self, step: int) -> float:
-        """Returns the seconds left at the pace of this session so far, validation and saving included."""
+        """Return the seconds left at the pace of this session so far, validation and saving included."""
         pace = (time.monotonic() - self._start) / (step - self._first)
         return pace * (self._steps - step)
 
@@ -113,7 +113,7 @@ class Display:
 
 
 def summary(record: dict[str, Any]) -> str:
-    """Returns the loss, the speed, the worst layer's load spread and the mean fanout in one line."""
+    """Return the loss, the speed, the worst layer's load spread and the mean fanout in one line."""
     parts = [f"loss {record['loss']:.4f}", f"{record['tokens_per_second']:,.0f} tokens/s"]
     layers = record["layers"].values()
     if layers:
@@ -123,7 +123,7 @@ def summary(record: dict[str, Any]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Returns h:mm:ss, or m:ss below an hour."""
+    """Return h:mm:ss, or m:ss below an hour."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

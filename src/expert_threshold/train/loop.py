@@ -1,4 +1,4 @@
-"""The training loop: one optimizer step, and what is done between steps."""
+"""The training loop: one optimizer step, and the work between steps."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class TrainResult(NamedTuple):
 
 
 def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool:
-    """Make one optimizer step; returns False if it was skipped because a loss, a score or a gradient is not finite.
+    """Make one optimizer step; return False if it was skipped because a loss, a score or a gradient is not finite.
 
     A skipped step uses up its batch, leaves weights, optimizers and rules as they were, and says why in
     `state.not_finite`; `RunLog` gives up after ten in a row.
 
-    status: gives this rank's status; afterwards `state.status` is that of all ranks.
+    status: returns this rank's status; afterwards `state.status` is that of all ranks.
     """
     start = time.perf_counter()
     model, optimizers, shards, local = state.model, state.optimizers, state.shards, state.local
@@ -185,7 +185,7 @@ def _locked(folder: RunFolder, rendezvous: Rendezvous | None) -> Iterator[None]:
 
 
 def opening(text: Tokens, tokenizer: Tokenizer) -> str | None:
-    """Returns the first three words that share a line at the beginning of the text, or None if there are none."""
+    """Return the first three words that share a line at the beginning of the text, or None if there are none."""
     lines = tokenizer.decode(text.ids[1 : text.offsets[1]][:256].tolist()).splitlines()
     words = (line.split()[:3] for line in lines)
     return next((" ".join(found) for found in words if len(found) == 3 and "".join(found).isprintable()), None)

@@ -23,7 +23,7 @@ WARMUP_STEPS, SECONDS = 3, 5.0
 
 
 def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: TrainConfig) -> int:
-    """Returns how many tokens a run of `seconds` can train on, by the median step of a new model on random tokens.
+    """Return how many tokens a run of `seconds` can train on, by the median step of a new model on random tokens.
 
     Takes SECONDS and the time to build the model. Leaves torch's global generator as it was.
     """

@@ -1,4 +1,4 @@
-"""Prepares all that the first step needs, and checks it before anything is written."""
+"""Prepares everything for the first step, and checks it before anything is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import platform
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +60,7 @@ def prepare(
     display: Display,
     parallel: Parallel,
 ) -> Prepared:
-    """Returns a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does."""
+    """Return a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does."""
     require_trainable(model, config, parallel.world_size)
     device = parallel.device
     if config.threads is not None:
@@ -89,7 +88,12 @@ def prepare(
         require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
-    gpt = _model(model, config, device, source, record, display)
+    torch.manual_seed(config.seed)
+    gpt = GPT(model, compute_dtype=dtype)
+    gpt.activation_checkpointing = config.activation_checkpointing
+    if source is not None:
+        display.say(_take_over(gpt, source, bool(record.get("continue_warmup"))))
+    gpt.to(device).train()
     if saved is not None:
         load_weights(gpt, saved)
     new = saved is None and source is None
@@ -110,7 +114,7 @@ def prepare(
 
 
 def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> Budget:
-    """Returns the steps of the run, and its time with what was decided so far if it has one."""
+    """Return the number of steps or, for a run with a time budget, that budget with the decisions so far."""
     if "time" not in record:
         return Budget(config.steps)
     with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
@@ -120,7 +124,7 @@ def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> B
 def _beginning(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
-    """Returns this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
+    """Return this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
     step = parallel.from_main(folder.latest_checkpoint) if resume else None
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
@@ -133,23 +137,6 @@ def _beginning(
     with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
-
-
-def _model(
-    model: GPTConfig,
-    config: TrainConfig,
-    device: torch.device,
-    source: RunFolder | None,
-    record: dict[str, Any],
-    display: Display,
-) -> GPT:
-    """Returns a model initialised from the seed or with the weights of another run."""
-    torch.manual_seed(config.seed)
-    gpt = GPT(model, compute_dtype=pick_dtype(config.dtype, device))
-    gpt.activation_checkpointing = config.activation_checkpointing
-    if source is not None:
-        display.say(_take_over(gpt, source, bool(record.get("continue_warmup"))))
-    return gpt.to(device).train()
 
 
 def _validation(
@@ -193,7 +180,7 @@ def _loader(
 
 
 def _read_core(config: TrainConfig) -> Sequence[Task]:
-    """Returns the tasks of the given bundle or, with core_every, of the downloaded one."""
+    """Return the tasks of the given bundle or, with core_every, of the downloaded one."""
     if config.core_bundle is None and config.core_every is None:
         if config.core_max_per_task is not None:
             raise ValueError(
@@ -212,7 +199,7 @@ def _read_core(config: TrainConfig) -> Sequence[Task]:
 
 
 def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: Parallel) -> Tokenizer:
-    """Returns the tokenizer that comes with the text if its size is right; otherwise trains one on the text."""
+    """Return the tokenizer that comes with the text if its size is right; otherwise trains one on the text."""
     beside = corpus.tokenizer
     if beside is not None and beside.vocab_size == vocab_size:
         return beside
@@ -223,21 +210,12 @@ def _new_tokenizer(corpus: Corpus, vocab_size: int, display: Display, parallel: 
         )
     display.say(f"training a tokenizer of {vocab_size} tokens")
 
-    def train() -> Tokenizer:
+    def train() -> list[str]:
         text = corpus.beginning(TOKENIZER_CHARACTERS, display.task("reading text for the tokenizer"))
-        return Tokenizer.train(text, vocab_size)
+        tokenizer = Tokenizer.train(text, vocab_size)
+        return [tokenizer.decode_bytes([token]).hex() for token in range(tokenizer.bos)]
 
-    if parallel.world is None:
-        return train()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "tokenizer.json"
-
-        def trained() -> str:
-            train().save(path)
-            return path.read_text(encoding="utf-8")
-
-        path.write_text(parallel.from_main(trained), encoding="utf-8")
-        return Tokenizer.load(path)
+    return Tokenizer([bytes.fromhex(token) for token in parallel.from_main(train)])
 
 
 def _record(
@@ -247,7 +225,7 @@ def _record(
     config: TrainConfig,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Returns the whole configuration, with every `auto` as it was resolved on this machine."""
+    """Return the whole configuration, with every `auto` as it was resolved on this machine."""
     bundle = None if config.core_bundle is None else str(Path(config.core_bundle).resolve())
     dtype = str(pick_dtype(config.dtype, device)).removeprefix("torch.")
     here = {"device": device.type, "dtype": dtype, "threads": torch.get_num_threads()}
@@ -284,8 +262,7 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     _require_equal("num_experts", my_experts, their_experts, source)
     saved = source.load_checkpoint(parts=("model",))
     weights = saved.tensors["model"]
-    known = gpt.state_dict()
-    gpt.load_state_dict(known | {name: weights[name] for name in known.keys() & weights.keys()})
+    gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
     told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
@@ -295,7 +272,7 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
 
 
 def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
-    """Returns the part of the line about the rule's state: what was loaded, and how far its warmup has come."""
+    """Return the part of the line about the rule's state: what was loaded, and how far its warmup has come."""
     if not gpt.moe_layers():
         return ""
     router = gpt.moe_layers()[0][1].router

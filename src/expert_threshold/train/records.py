@@ -16,7 +16,7 @@ Record = dict[str, Any]
 
 
 def train_record(model: GPT, interval: Interval) -> Record:
-    """Returns the means over an interval of numbers that each step has, as listed in docs/analysis.md.
+    """Return the means over an interval of numbers that each step has, as listed in docs/analysis.md.
 
     The mean of the lines, weighted by their steps, is therefore the mean of the run, however many steps a line covers.
     """
@@ -34,7 +34,7 @@ def train_record(model: GPT, interval: Interval) -> Record:
 
 
 def layer_record(seen: Observation, means: Values) -> Record:
-    """Returns one layer's part of a line. seen: summed over steps of equal token counts, so that ratios are means."""
+    """Return one layer's part of a line. seen: summed over steps of equal token counts, so that ratios are means."""
     record = {
         "usage": _numbers(seen.usage),
         "load_spread": _number(means["load_spread"]),
@@ -46,7 +46,7 @@ def layer_record(seen: Observation, means: Values) -> Record:
 
 
 def validation_record(model: GPT, validation: Validation) -> Record:
-    """Returns the line of a validation."""
+    """Return the line of a validation."""
     layers = {
         str(layer): {
             "usage": _numbers(observation.usage),
@@ -65,7 +65,7 @@ def validation_record(model: GPT, validation: Validation) -> Record:
 
 
 def core_record(core: Mapping[str, Any]) -> Record:
-    """Returns the line of the section "core" of evaluation.json: `metric` is the tasks' mean centred accuracy."""
+    """Return the line of the section "core" of evaluation.json: `metric` is the tasks' mean centred accuracy."""
     names = ("rows", "accuracy", "centred", "cropped", "sequences")
     tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
     return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}

@@ -15,7 +15,7 @@ from .log import Display, clock
 from .prepare import Prepared
 from .records import core_record, train_record, validation_record
 from .state import TrainState
-from .track import Tracker, flatten, tracking
+from .track import Track, flatten, tracking
 
 MAX_SKIPS = 10
 """A run ends after this many skipped steps in a row."""
@@ -29,13 +29,13 @@ class RunLog:
     """
 
     def __init__(
-        self, folder: RunFolder, state: TrainState, record: dict[str, Any], display: Display, tracker: Tracker | None
+        self, folder: RunFolder, state: TrainState, record: dict[str, Any], display: Display, track: Track | None
     ) -> None:
         self._folder = folder
         self._state = state
         self._record = record
         self._display = display
-        self._tracker = tracker
+        self._track = track
         self._is_main = state.parallel.is_main
         validations, core_steps, dead = state.parallel.from_main(lambda: _logged(folder))
         self.validations: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validations}
@@ -43,7 +43,7 @@ class RunLog:
         self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
 
     def step(self) -> None:
-        """Log what went wrong in the last step, if anything. Raises ValueError after ten skipped steps in a row."""
+        """Log a skipped step and skipped text, if any. Raises ValueError after ten skipped steps in a row."""
         state = self._state
         if state.not_finite:
             self._write(
@@ -62,7 +62,7 @@ class RunLog:
         self.skipped_text(state.loader.take_skipped())
 
     def skipped_text(self, reasons: Iterable[str]) -> None:
-        """Log why shards, or parts of one, were left out."""
+        """Log the reasons for which shards, or parts of them, were skipped."""
         for reason in reasons:
             self._write("event", {"event": "skipped_text", "reason": reason})
             self._display.say(f"skipped: {reason}")
@@ -129,8 +129,8 @@ class RunLog:
         if not self._is_main:
             return
         self._folder.metrics.append({"step": self._state.step, "split": split} | record)
-        if self._tracker is not None:
-            self._tracker.log(self._state.step, flatten(record, split))
+        if self._track is not None:
+            self._track(self._state.step, flatten(record, split))
 
 
 @contextmanager
@@ -153,7 +153,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
 
 
 def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
-    """Returns the validations, the steps at which CORE was evaluated, and the dead experts in metrics.jsonl."""
+    """Return the validations, the steps at which CORE was evaluated, and the dead experts in metrics.jsonl."""
     records = folder.metrics.read()
     with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
         return (

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from ..data.stream import gather
 from ..distributed import Parallel, Status, all_reduce_status
@@ -53,15 +51,15 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            path = parallel.from_main(lambda: _text(checkpoints.begin(folder.checkpoints_path, saved.step)))
-            if path is None:  # this step is saved already
+            path = parallel.from_main(lambda: str(checkpoints.begin(folder.checkpoints_path, saved.step) or ""))
+            if not path:  # this step is saved already
                 return
             self._temporary = Path(path)
             self._files = self._pool.submit(checkpoints.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
 
     def status(self, stop: bool = False) -> Status:
-        """Returns this rank's status. stop: a signal asked the run to stop."""
+        """Return this rank's status. stop: a signal asked the run to stop."""
         files, commit = self._files, self._commit
         failed = any(future is not None and future.done() and future.exception() for future in (files, commit))
         written = files is not None and files.done() and not failed
@@ -78,7 +76,8 @@ class Saver:
             assert self._files is not None
             assert self._saved is not None
             files: Fingerprints = {}
-            for text in gather(_bytes(self._files.result()), self._parallel.world):
+            mine = np.frombuffer(json.dumps(self._files.result()).encode(), np.uint8)
+            for text in gather(mine, self._parallel.world):
                 files |= json.loads(text.tobytes())
             self._files = None
             if self._parallel.is_main:
@@ -118,24 +117,12 @@ class Saver:
         raise LostSaveError
 
 
-def _bytes(files: Fingerprints) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(json.dumps(files).encode(), np.uint8)
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
-
-
 def _copies(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Returns copies in host memory that share nothing with the tensors in training."""
+    """Return copies in host memory that share nothing with the tensors in training."""
 
-    def copy(value: torch.Tensor | Part) -> torch.Tensor | Part:
+    def copy(value: Any) -> Any:
         if isinstance(value, Part):
-            return value._replace(tensor=_copy(value.tensor))
-        return _copy(value)
+            return value._replace(tensor=copy(value.tensor))
+        return value.detach().to("cpu", copy=True).contiguous()
 
     return {part: {name: copy(value) for name, value in named.items()} for part, named in tensors.items()}
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()

@@ -1,4 +1,4 @@
-"""All that an optimizer step reads and changes, and that a checkpoint keeps."""
+"""The state that an optimizer step reads and changes, and a checkpoint keeps."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..data import Loader, Position
-from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status, Unsharded
+from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status
 from ..model import GPT, Output
 from ..optim import Optimizers
 from ..runs import Checkpoint, Part
@@ -22,6 +23,8 @@ from .sums import Interval, Sums
 
 _STEPS = "steps."
 """Prefix, among the tensors of a checkpoint, of values measured once per step."""
+COUNTERS = ("tokens", "seconds", "elapsed", "interval_tokens", "interval_seconds", "skipped", "skipped_in_a_row")
+"""The attributes of `TrainState` that a checkpoint keeps as they are."""
 
 
 class TrainState:
@@ -52,7 +55,7 @@ class TrainState:
         self.config = config
         self.parallel = parallel
         self.local = local or LocalBatch(config.batch_size, config.accumulation)
-        self.shards = shards or Unsharded(dict(model.named_parameters()))
+        self.shards = shards or OptimizerShards(dict(model.named_parameters()))
         self.device = model.embed.weight.device
         self.budget = budget or Budget(config.steps)
         self.step = 0
@@ -66,8 +69,8 @@ class TrainState:
         # Since the last `take_interval`; None if no step was made.
         self._sums: Sums | None = None
         self._values: Values = {}
-        self._interval_tokens = 0
-        self._interval_seconds = 0.0
+        self.interval_tokens = 0
+        self.interval_seconds = 0.0
 
     @property
     def steps(self) -> int:
@@ -79,16 +82,16 @@ class TrainState:
         return self.step == self.steps
 
     def is_due(self, every: int | None) -> bool:
-        """Returns True every so many steps and at the end; never for None."""
+        """Return True every so many steps and at the end; never for None."""
         return every is not None and (self.step % every == 0 or self.is_at_end)
 
     def learning_rates(self) -> dict[str, float]:
-        """Returns the learning rate of each parameter group at the last step."""
+        """Return the learning rate of each parameter group at the last step."""
         last = self.step - 1
         return self.optimizers.learning_rates(last, self.budget.scheduled, self.budget.place(last))
 
     def add_to_interval(self, sums: Sums, values: Values) -> None:
-        """Count what a step measured towards the next line of metrics."""
+        """Add a step's measurements to the next line of metrics."""
         self._values = values if self._sums is None else add_steps(self._values, values)
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -99,29 +102,28 @@ class TrainState:
         self.skipped += bool(not_finite)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if not_finite else 0
         self.tokens += tokens
-        self._interval_tokens += tokens
+        self.interval_tokens += tokens
         self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:
         self.seconds += seconds
-        self._interval_seconds += seconds
+        self.interval_seconds += seconds
 
     def take_interval(self) -> Interval | None:
-        """Returns what the steps since the last call measured; None if all of them were skipped."""
+        """Return the measurements of the steps since the last call; None if all of them were skipped."""
         if self._sums is None:
             return None
         start = time.perf_counter()
-        named = {name: tensor.cpu() for name, tensor in self._sums.tensors().items()}
-        sums = Sums.from_tensors(named, len(self._sums.observations))
+        sums = tree_map(Tensor.cpu, self._sums)
         steps = round(float(sums.micro_batches)) // self.config.accumulation
         means = {name: value.cpu() / steps for name, value in self._values.items()}
         self._spend(time.perf_counter() - start)  # the copies waited for the steps on the device
-        interval = Interval(steps, sums, means, self._interval_tokens / self._interval_seconds)
-        self._sums, self._values, self._interval_tokens, self._interval_seconds = None, {}, 0, 0.0
+        interval = Interval(steps, sums, means, self.interval_tokens / self.interval_seconds)
+        self._sums, self._values, self.interval_tokens, self.interval_seconds = None, {}, 0, 0.0
         return interval
 
     def checkpoint(self) -> Checkpoint:
-        """Returns this rank's part of the state, weights and moments not copied.
+        """Return this rank's part of the state, weights and moments not copied.
 
         The main rank's part has what all ranks have in common.
         """
@@ -142,18 +144,12 @@ class TrainState:
             {
                 "position": asdict(self.loader.position),
                 "optimizer": optimizer.counters,
-                "tokens": self.tokens,
-                "seconds": self.seconds,
-                "elapsed": self.elapsed,
-                "interval_tokens": self._interval_tokens,
-                "interval_seconds": self._interval_seconds,
-                "skipped": self.skipped,
-                "skipped_in_a_row": self.skipped_in_a_row,
+                **{name: getattr(self, name) for name in COUNTERS},
             },
         )
 
     def _weights(self) -> dict[str, Tensor | Part]:
-        """Returns the weights that this rank owns; the main rank adds the buffers, which no rank owns."""
+        """Return the weights that this rank owns; the main rank adds the buffers, which no rank owns."""
         owned = self.shards.owned_weights()
         return _parts(owned) | {
             name: tensor
@@ -175,29 +171,22 @@ class TrainState:
         named = {name: tensor.to(self.device) for name, tensor in saved.tensors["interval"].items()}
         layers = len(self.model.moe_layers())
         values = {name.removeprefix(_STEPS): tensor for name, tensor in named.items() if name.startswith(_STEPS)}
-        # Older checkpoints lack part of the interval. It then starts anew, which changes metrics but not training.
-        is_complete = bool(named) and len({name.split(".")[0] for name in values}) == layers
-        self._sums, self._values = (Sums.from_tensors(named, layers), values) if is_complete else (None, {})
+        self._sums, self._values = Sums.from_tensors(named, layers) if named else None, values
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.position = Position(**saved.state["position"])
         self.step = saved.step
-        self.tokens = saved.state["tokens"]
-        self.seconds = saved.state["seconds"]
-        self.elapsed = saved.state.get("elapsed", self.seconds)  # missing in older checkpoints
-        self._interval_tokens = saved.state["interval_tokens"]
-        self._interval_seconds = saved.state["interval_seconds"]
-        self.skipped = saved.state["skipped"]
-        self.skipped_in_a_row = saved.state["skipped_in_a_row"]
+        for name in COUNTERS:
+            setattr(self, name, saved.state[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
-        """Returns this rank's slice of a full moment; mismatches pass through and are rejected on load."""
+        """Return this rank's slice of a full moment; mismatches pass through and are rejected on load."""
         if name not in moments:
             return saved
         where = self._moment_slice(name, moments[name])
         return where.of(saved).reshape(moments[name].shape) if tuple(saved.shape) == where.shape else saved
 
     def _moment_slice(self, name: str, moment: Tensor) -> Slice:
-        """Returns the place of this rank's moment in the full one: its parameter's, where their shapes agree."""
+        """Return the place of this rank's moment in the full one: its parameter's, where their shapes agree."""
         parameter, where = self.shards.parameters[parameter_of(name)], self.shards.slices[parameter_of(name)]
         sizes = zip(reversed(where.shape), reversed(parameter.shape), reversed(moment.shape), strict=False)
         shape = tuple(full if mine == its else its for full, mine, its in sizes)[::-1]
@@ -205,7 +194,7 @@ class TrainState:
 
 
 def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Part]:
-    """Returns the tensors as they are saved: in the full parameter's shape, partial ones with their place in it."""
+    """Return the tensors as they are saved: in the full parameter's shape, partial ones with their place in it."""
     parts: dict[str, Tensor | Part] = {}
     for name, (tensor, where) in slices.items():
         if where.is_full:
@@ -225,12 +214,12 @@ def load_weights(model: GPT, saved: Checkpoint) -> None:
 
 
 def parameter_of(moment: str) -> str:
-    """Returns the name of the parameter that a moment belongs to, as in `muon.blocks.0.….momentum`."""
+    """Return the name of the parameter that a moment belongs to, as in `muon.blocks.0.….momentum`."""
     return moment.split(".", 1)[1].rsplit(".", 1)[0]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the state of torch's global generators, the only ones in use; the loader needs only its position."""
+    """Return the state of torch's global generators, the only ones in use; the loader needs only its position."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state()
@@ -238,7 +227,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore the generators; that of a kind of device which the checkpoint lacks stays as seeded."""
+    """Restore the generators; one that the checkpoint lacks keeps its seed."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type])

@@ -17,7 +17,7 @@ Values = dict[str, Tensor]
 
 
 def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
-    """Returns the values of a step; call it before the rules are updated, for the cutoffs and biases that routed it."""
+    """Return the values of a step; call it before the rules are updated, for the cutoffs and biases that routed it."""
     found: Values = {}
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in ("load_spread", "fanout_std", "score_std", "gate_std")}
@@ -29,11 +29,11 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
 
 
 def add_steps(a: Values, b: Values) -> Values:
-    """Returns the sum of both, value by value."""
+    """Return the sum of both, value by value."""
     return {name: value + b[name] for name, value in a.items()}
 
 
 def of_layer(values: Mapping[str, Tensor], layer: int) -> Values:
-    """Returns the values of one layer, by name."""
+    """Return the values of one layer, by name."""
     prefix = f"{layer}."
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

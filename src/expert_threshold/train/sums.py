@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..distributed import Status
 from ..model import GPT, Observation
@@ -24,7 +25,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, loss: Tensor, cross_entropy: Tensor, observations: tuple[Observation, ...], ranks: int) -> Sums:
-        """Returns the sums of one micro-batch; each of the `ranks` that share it counts for 1 / ranks."""
+        """Return the sums of one micro-batch; each of the `ranks` that share it counts for 1 / ranks."""
         loss = loss.detach() / ranks
         return cls(torch.ones_like(loss) / ranks, loss, cross_entropy.detach() / ranks, observations)
 
@@ -37,7 +38,7 @@ class Sums(NamedTuple):
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
+        """Return the tensors by flat name: `loss`, …, `0.load`, `0.tokens`, …"""
         named = {name: tensor for name, tensor in self._asdict().items() if name != "observations"}
         for layer, observation in enumerate(self.observations):
             named |= {f"{layer}.{name}": tensor for name, tensor in observation.tensors().items()}
@@ -61,17 +62,16 @@ class Interval(NamedTuple):
 def all_reduce(
     sums: Sums, norm: Tensor, status: Status, group: dist.ProcessGroup | None
 ) -> tuple[Sums, Tensor, Status]:
-    """Returns the sums, the gradient norm and the status of all ranks, by one all-reduce of a few numbers."""
+    """Return the sums, the gradient norm and the status over all ranks, by one all-reduce of a few numbers."""
     if group is None:
         return sums, norm, status
-    named = sums.tensors() | {"norm": norm.double().square(), "status": torch.tensor(status, device=norm.device)}
-    total = dict(zip(named, summed_over_ranks(list(named.values()), group), strict=True))
-    status = Status(*map(int, total.pop("status").tolist()))
-    return Sums.from_tensors(total, len(sums.observations)), total["norm"].sqrt().to(norm.dtype), status
+    tensors, structure = tree_flatten((sums, norm.double().square(), torch.tensor(status, device=norm.device)))
+    sums, square, counts = tree_unflatten(summed_over_ranks(tensors, group), structure)
+    return sums, square.sqrt().to(norm.dtype), Status(*counts.tolist())
 
 
 def what_is_not_finite(model: GPT, sums: Sums) -> str:
-    """Returns a clause that names what is not finite; for scores, the experts of the first such layer: NaN spreads."""
+    """Return a clause naming what is not finite: loss, gradients or scores, the latter of the first layer with NaN."""
     layers = zip(model.moe_layers(), sums.observations, strict=True)
     clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
     scores = next(filter(None, clauses), None)

@@ -46,7 +46,7 @@ class Timer:
         self._start += now() - before
 
     def revise_steps(self, log: RunLog) -> None:
-        """Decide the number of steps of a run with a time budget again, if that is due; the main rank does for all."""
+        """Revise the number of steps of a run with a time budget if that is due; the main rank decides for all."""
         state = self._state
         if state.budget.seconds is None:
             return
@@ -58,7 +58,7 @@ class Timer:
 
 
 def _work_between_steps(config: TrainConfig, validation: Tokens | None, context: int) -> dict[str, Between]:
-    """Returns what is done between steps. Validation is forward alone, about a third of a step's work per token."""
+    """Return the work between steps, by name. Validation is forward alone, a third of a step's work per token."""
     work = {"checkpoint": Between(config.checkpoint_every)}
     if config.eval_every is not None and validation is not None:
         tokens = min(len(validation), config.eval_tokens or math.inf)
