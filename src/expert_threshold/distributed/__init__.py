@@ -5,11 +5,10 @@ One rank is one process with one device. Models and optimizers do not know this 
 
 from .launch import is_lost_rank, launch
 from .local_batch import LocalBatch, local_batch
-from .mesh import Parallel, mesh_sizes, process_groups
+from .mesh import Parallel, Status, mesh_sizes, process_groups
 from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
 from .rendezvous import Failure, Rendezvous, from_main
-from .status import Status, all_reduce_status
 
 __all__ = [
     "Failure",
@@ -19,7 +18,6 @@ __all__ = [
     "Rendezvous",
     "Slice",
     "Status",
-    "all_reduce_status",
     "from_main",
     "is_lost_rank",
     "launch",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,18 @@ from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main
 
 DP, EP = "dp", "ep"
 CPU = torch.device("cpu")
+
+
+class Status(NamedTuple):
+    """One rank's status, each field 0 or 1; once all-reduced, the number of ranks that report it.
+
+    Ranks exchange it at every step, so that all of them save, stop or fail in the same one.
+    """
+
+    stop: int = 0  # a signal asked the run to stop
+    saving: int = 0  # a checkpoint is being written
+    written: int = 0  # this rank's files of it are complete
+    failed: int = 0  # they could not be written
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,12 @@ class Parallel:
     def from_main(self, make: Callable[[], Any]) -> Any:
         """Return the main rank's `make()`, a JSON value, on every rank; all ranks call this in the same order."""
         return from_main(self.rendezvous, make)
+
+    def all_reduce(self, status: Status) -> Status:
+        """Return the sum of all ranks' statuses."""
+        total = torch.tensor(status, device=self.device)
+        dist.all_reduce(total, group=self.world)
+        return Status(*total.tolist())
 
     @property
     def ep(self) -> dist.ProcessGroup | None:

@@ -26,8 +26,7 @@ from .prepare import prepare
 from .run_log import run_log
 from .saving import Saver
 from .state import TrainState
-from .step_means import step_values
-from .sums import Sums, all_reduce, what_is_not_finite
+from .sums import Sums, all_reduce, step_values, what_is_not_finite
 from .timer import Timer
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..evaluation import Validation
 from ..model import GPT, Observation
-from .step_means import Values, of_layer
-from .sums import Interval
+from .sums import Interval, Values, of_layer
 
 Record = dict[str, Any]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..data.stream import gather
-from ..distributed import Parallel, Status, all_reduce_status
+from ..distributed import Parallel, Status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
 from ..runs import checkpoint as checkpoints
 
@@ -97,7 +97,7 @@ class Saver:
                 self._commit.exception()
             self.commit_if_written(self.status())
             return
-        while (status := all_reduce_status(self.status(), self._parallel.world, self._parallel.device)).saving:
+        while (status := self._parallel.all_reduce(self.status())).saving:
             self.commit_if_written(status)
             time.sleep(POLL)
 

@@ -18,8 +18,7 @@ from ..runs import Checkpoint, Part
 from ..runs.files import damage_told
 from .budget import Budget
 from .config import TrainConfig
-from .step_means import Values, add_steps
-from .sums import Interval, Sums
+from .sums import Interval, Sums, Values, add_steps
 
 _STEPS = "steps."
 """Prefix, among the tensors of a checkpoint, of values measured once per step."""
