@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from itertools import pairwise
@@ -17,6 +18,7 @@ from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.generate.engine import Sampler
 from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from rounding import assert_rounded
@@ -214,3 +216,34 @@ def test_other_dtypes_are_decoded_by_operations() -> None:
     model = small_model(ExpertThreshold(4, 1))
     model.compute_dtype = torch.float64
     assert Decoder(model, 1, 4).accelerator is None
+
+
+@needs_kernel
+def test_a_decoder_that_is_gone_leaves_nothing_in_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[int] = []
+    destroyed: list[int] = []
+
+    def destroy(decoder: int) -> None:
+        destroyed.append(decoder)
+        decoder_destroy(decoder)
+
+    def create(**given: Any) -> int:
+        created.append(decoder_create(**given))
+        return created[-1]
+
+    monkeypatch.setattr(kernel, "decoder_create", create)
+    monkeypatch.setattr(kernel, "decoder_destroy", destroy)
+    decoder = Decoder(small_model(RULES["expert_threshold"]), 1, 8)
+    assert not destroyed
+    del decoder
+    gc.collect()
+    assert destroyed == created
+    assert len(created) == 1
+
+
+@needs_kernel
+def test_weights_of_another_dtype_than_the_cache_are_refused() -> None:
+    """They were read as if they were of the cache's."""
+    embed, cos, cache = torch.zeros(5, 32), torch.zeros(8, 16), torch.zeros(1, 1, 8, 2, 1, 32).bfloat16()
+    with pytest.raises(RuntimeError, match="a tensor has numbers of another type than BFloat16"):
+        decoder_create(embed=embed, head=embed, cos=cos, sin=cos, cache=cache, eps=1e-7, softcap=0.0)

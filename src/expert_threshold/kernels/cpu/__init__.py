@@ -18,11 +18,11 @@ from ..operator import operator
 from .build import FLAGS, load, missing
 
 FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
-DECODER, BLOCKS = FOLDER / "decode.cpp", FOLDER / "blocks.cpp"
+DECODER, BLOCKS, OPERATORS = FOLDER / "decode.cpp", FOLDER / "blocks.cpp", FOLDER / "operators.h"
 PARTS = sorted({*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h")} - {DECODER, BLOCKS})  # included by BLOCKS
-TORCH_FLAGS = ["-isystem", str(TORCH / "include")]
-BLOCKS_FLAGS = [*FLAGS, *TORCH_FLAGS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
-DECODER_FLAGS = [*FLAGS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+HEADERS = ["-isystem", str(TORCH / "include")]
+BLOCKS_FLAGS = [*FLAGS, *HEADERS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"]
+DECODER_FLAGS = [*FLAGS, *HEADERS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
 FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
@@ -53,7 +53,7 @@ def _built() -> ctypes.CDLL | None:
 @functools.cache
 def decoder() -> ctypes.CDLL | None:
     """Return the decoder's kernels, a separate library since any CPU can run them; None if they cannot be built."""
-    return load(DECODER, [], DECODER_FLAGS, [])
+    return load(DECODER, [OPERATORS], DECODER_FLAGS, LIBRARIES)
 
 
 def available() -> bool:

@@ -9,7 +9,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
+
+#include "operators.h"
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -17,7 +20,7 @@
 #include <omp.h>
 #endif
 
-extern "C" {
+namespace {
 
 // Weights are (out, in) each, those of experts concatenated. Without a gate it is relu²; hidden 0: no feed-forward.
 struct FeedForward {
@@ -59,10 +62,6 @@ struct Results {
   uint8_t* assignment;
   int64_t assigned;
 };
-
-}  // extern "C"
-
-namespace {
 
 struct bfloat16 {
   uint16_t bits;
@@ -570,29 +569,124 @@ void forward(const Model& model, const Tokens& tokens, Results& results, int64_t
   pass.run(0);
 }
 
-}  // namespace
+// A model with the tensors that it points to, and working memory.
+struct Decoder {
+  Model model{};
+  std::vector<Layer> layers;
+  std::vector<Tensor> kept;
+  Tensor scratch;
 
-extern "C" {
+  template <class T>
+  T* keep(const Tensor& tensor) {
+    kept.push_back(contiguous(tensor));
+    return data<T>(kept.back());
+  }
 
-// The number of floats of working memory for that many tokens.
-int64_t decode_scratch(const Model* model, int64_t count) {
-  Sizes size = sizes(*model, count);
-  return size.x + size.heads + size.read + 2 * size.hidden;
+  const void* weight(const Tensor& tensor) {
+    if (model.bfloat16) return keep<const c10::BFloat16>(tensor);
+    return keep<const float>(tensor);
+  }
+
+  // weights: up, down and, if there is one, gate; none for no feed-forward.
+  FeedForward feed_forward(const std::vector<Tensor>& weights) {
+    if (weights.empty()) return {};
+    const void* gate = weights.size() > 2 ? weight(weights[2]) : nullptr;
+    return {weight(weights[0]), gate, weight(weights[1]), weights[1].size(-1)};
+  }
+};
+
+Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
+
+// Begins a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (capacity,
+// head_dim / 2); cache: (layers, rows, capacity, 2, kv_heads, head_dim), in the dtype of the weights; softcap: 0 is off.
+int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, const Tensor& cache,
+               double eps, double softcap) {
+  STD_TORCH_CHECK(cache.is_contiguous(), "a decoder's cache is not contiguous");
+  auto decoder = std::make_unique<Decoder>();
+  Model& model = decoder->model;
+  model.bfloat16 = cache.scalar_type() == ScalarType::BFloat16;
+  model.vocab = embed.size(0), model.d_model = embed.size(1);
+  model.rows = cache.size(1), model.capacity = cache.size(2);
+  model.kv_heads = cache.size(4), model.head_dim = cache.size(5);
+  model.embed = decoder->keep<const float>(embed);
+  model.head = decoder->weight(head);
+  model.cos = decoder->keep<const float>(cos);
+  model.sin = decoder->keep<const float>(sin);
+  model.cache = const_cast<void*>(decoder->weight(cache));
+  model.eps = float(eps), model.softcap = float(softcap);
+  decoder->scratch = new_empty(embed, {0}, ScalarType::Float);
+  return reinterpret_cast<int64_t>(decoder.release());
 }
 
-// Runs the model; the tokens' keys and values are written to the cache.
-void decode_forward(const Model* model, const Tokens* tokens, Results* results, int64_t threads, float* scratch) {
-  if (model->bfloat16)
-    forward<bfloat16>(*model, *tokens, *results, threads, scratch);
+void destroy(int64_t decoder) { delete &decoder_at(decoder); }
+
+// Appends a layer. dense, experts: weights as in `feed_forward`; router, and cutoffs or bias and `chosen`: as in Layer.
+void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const std::vector<Tensor>& dense,
+               const std::vector<Tensor>& experts, const std::optional<Tensor>& router,
+               const std::optional<Tensor>& cutoffs, const std::optional<Tensor>& bias, int64_t chosen,
+               bool divide_by_fanout) {
+  Decoder& decoder = decoder_at(handle);
+  const auto numbers = [&](const std::optional<Tensor>& tensor) {
+    return tensor ? decoder.keep<const float>(*tensor) : nullptr;
+  };
+  decoder.model.heads = output.size(1) / decoder.model.head_dim;
+  decoder.layers.push_back({
+      .qkv = decoder.weight(qkv),
+      .output = decoder.weight(output),
+      .dense = decoder.feed_forward(dense),
+      .expert = decoder.feed_forward(experts),
+      .router = numbers(router),
+      .cutoffs = numbers(cutoffs),
+      .bias = numbers(bias),
+      .experts = experts.empty() ? 0 : experts[0].size(0),
+      .chosen = chosen,
+      .divide_by_fanout = divide_by_fanout,
+  });
+  decoder.model.layers = decoder.layers.size();
+  decoder.model.layer = decoder.layers.data();
+}
+
+// Runs the model; the tokens' keys and values are written to the cache. Returns logits, likeliest, highest, logsumexp,
+// scores and assignment, and how many pairs are assigned, as in Results.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t> append(
+    int64_t handle, const std::vector<int64_t>& ids, const std::vector<int64_t>& rows,
+    const std::vector<int64_t>& places, int64_t from, int64_t threads) {
+  Decoder& decoder = decoder_at(handle);
+  const Model& model = decoder.model;
+  int64_t count = ids.size(), asked = count - from, routed = 0, experts = 0;
+  for (const Layer& layer : decoder.layers)
+    if (layer.experts) routed++, experts = layer.experts;
+  Sizes size = sizes(model, count);
+  int64_t needed = size.x + size.heads + size.read + 2 * size.hidden;
+  if (decoder.scratch.numel() < needed) decoder.scratch = new_empty(decoder.scratch, {needed});
+  const auto floats = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) { return new_empty(decoder.scratch, shape); };
+  const Tensor logits = floats({asked, model.vocab}), highest = floats({asked}), logsumexp = floats({asked});
+  const Tensor likeliest = new_empty(logits, {asked}, ScalarType::Long), scores = floats({routed, count, experts});
+  const Tensor assignment = new_empty(scores, scores.sizes(), ScalarType::Bool);
+  const Tokens tokens{.count = count, .first = from, .ids = ids.data(), .rows = rows.data(), .places = places.data()};
+  Results results{
+      .logits = data<float>(logits),
+      .likeliest = data<int64_t>(likeliest),
+      .highest = data<float>(highest),
+      .logsumexp = data<float>(logsumexp),
+      .scores = data<float>(scores),
+      .assignment = (uint8_t*)data<bool>(assignment),
+      .assigned = 0,
+  };
+  float* scratch = data<float>(decoder.scratch);
+  if (model.bfloat16)
+    forward<bfloat16>(model, tokens, results, threads, scratch);
   else
-    forward<float>(*model, *tokens, *results, threads, scratch);
+    forward<float>(model, tokens, results, threads, scratch);
+  return {logits, likeliest, highest, logsumexp, scores, assignment, results.assigned};
 }
 
 // Samples a token from logits (vocab) by top-k (`most`), then top-p: the candidates' weights e^(logit / temperature)
 // are accumulated from the likeliest on, or in the order of ids if neither limits them, and `number` in [0, 1) selects
 // by its share of their sum. Returns -1 if a logit is NaN.
-int64_t decode_sample(const float* logits, int64_t vocab, double temperature, int64_t most, double top_p,
-                      double number) {
+int64_t sample(const Tensor& given, double temperature, int64_t most, double top_p, double number) {
+  const float* logits = data<const float>(given);
+  const int64_t vocab = given.size(0);
   float highest = -INFINITY;
   for (int64_t i = 0; i < vocab; i++) {
     if (logits[i] != logits[i]) return -1;
@@ -632,4 +726,13 @@ int64_t decode_sample(const float* logits, int64_t vocab, double temperature, in
   int64_t place = std::upper_bound(sums.begin(), sums.begin() + kept - 1, number * sums[kept - 1]) - sums.begin();
   return id(order[place]);
 }
+
+STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CompositeExplicitAutograd, m) {
+  m.impl("decoder_create", TORCH_BOX(&create));
+  m.impl("decoder_destroy", TORCH_BOX(&destroy));
+  m.impl("decoder_add_layer", TORCH_BOX(&add_layer));
+  m.impl("decoder_append", TORCH_BOX(&append));
+  m.impl("decoder_sample", TORCH_BOX(&sample));
 }
+
+}  // namespace

@@ -1,0 +1,62 @@
+"""Operators of `decode.cpp`: a whole model's step for a few tokens, and sampling."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..operator import operator
+
+
+@operator()
+def decoder_create(
+    embed: Tensor, head: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, eps: float, softcap: float
+) -> int:
+    """Return a new decoder without layers, to be destroyed later.
+
+    embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity, 2, kv_heads,
+    head_dim), in the dtype of head and all other weights, float32 or bfloat16; softcap: 0 is off.
+    """
+    raise NotImplementedError
+
+
+@operator()
+def decoder_destroy(decoder: int) -> None:
+    """Free a decoder."""
+
+
+@operator()
+def decoder_add_layer(
+    decoder: int,
+    qkv: Tensor,
+    output: Tensor,
+    dense: list[Tensor],
+    experts: list[Tensor],
+    router: Tensor | None,
+    cutoffs: Tensor | None,
+    bias: Tensor | None,
+    chosen: int,
+    divide_by_fanout: bool,
+) -> None:
+    """Append a layer to a decoder.
+
+    dense, experts: up, down and, for swiglu, gate; empty for none. router: (experts, d_model), float32. cutoffs: (rows,
+    experts), float32, may change later; without them each token takes the `chosen` highest of score + bias (experts,).
+    """
+
+
+@operator()
+def decoder_append(
+    decoder: int, tokens: list[int], rows: list[int], places: list[int], first: int, threads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """Append each token at its place in a row of the cache; results are for tokens from `first` on.
+
+    Returns logits (tokens - first, vocab), each row's argmax, maximum and log Σ exp; of all tokens scores and
+    assignment (MoE layers, tokens, experts); and the number of assigned pairs.
+    """
+    raise NotImplementedError
+
+
+@operator()
+def decoder_sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
+    """Return a token drawn from logits (vocab,) float32 as `Sampler` does, -1 if a logit is NaN."""
+    raise NotImplementedError
