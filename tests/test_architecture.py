@@ -49,7 +49,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }  # fmt: skip
 MAY_IMPORT["full_run"] = {"errors", "config", "runs", "model", "data", "generate", "train", "analysis"}
-MAY_IMPORT["compare"] = {"full_run", "config", "plan", "routing", "runs", "data", "train", "analysis"}
+MAY_IMPORT["experiment"] = {"config", "routing", "runs", "data", "train"}
+MAY_IMPORT["compare"] = {"experiment", "full_run", "config", "plan", "routing", "runs", "data", "train", "analysis"}
+MAY_IMPORT["sweep"] = {"experiment", "install", "config", "plan", "runs", "data", "train", "analysis"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 
@@ -58,6 +60,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 HOMES: dict[str, set[str]] = {
     "lm_eval": {"integrations/lm_eval.py"},
     "matplotlib": set(),
+    "optuna": set(),
     "scipy": set(),
     "starlette": {"serve/server.py"},
     "tensorboard": set(),

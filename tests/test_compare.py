@@ -35,8 +35,8 @@ from expert_threshold.analysis.comparison import (
 )
 from expert_threshold.cli import main
 from expert_threshold.cli.compare import configure
-from expert_threshold.compare import run_title
 from expert_threshold.data import Batch, Loader
+from expert_threshold.experiment import run_title
 from expert_threshold.install import install
 from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
@@ -307,7 +307,7 @@ def test_progress_names_the_run_the_step_and_what_is_left(
 
 def test_the_time_left_in_all_is_that_of_this_run_and_of_as_many_as_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("expert_threshold.compare.time.monotonic", lambda: now)
+    monkeypatch.setattr("expert_threshold.experiment.time.monotonic", lambda: now)
     first = run_title("1/3", now, [], later=2)
     last = run_title("3/3", now, [90.0, 110.0], later=0)
     second = run_title("2/3", now, [90.0], later=1)

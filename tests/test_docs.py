@@ -26,8 +26,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from expert_threshold import full_run
+from expert_threshold import full_run, sweep
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, serve, train
+from expert_threshold.cli import sweep as sweep_command
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
 from expert_threshold.serve.hosts import bind
@@ -160,7 +161,9 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     resolve_run = train.resolve_run
     for module in (train, compare):
         monkeypatch.setattr(module, "resolve_run", lambda given: small(resolve_run(given)))
-    monkeypatch.setattr(train, "tokens_within", lambda *_: 10**7)
+    for module in (train, sweep):
+        monkeypatch.setattr(module, "tokens_within", lambda *_: 10**7)
+    monkeypatch.setattr(sweep_command, "TRIALS", 2)
     steps_of = full_run.train
     monkeypatch.setattr(full_run, "train", lambda *given, **more: steps_of(*given, **more | {"minutes": None}))
     monkeypatch.setattr(full_run, "write_report", lambda folder: None)
@@ -243,7 +246,7 @@ def reader(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.Monk
 
 def needs(text: str) -> list[str]:
     """The packages, not there on every machine, without which a page cannot be followed."""
-    packages = {"et serve": "uvicorn", "openai": "openai", "et analyze": "matplotlib"}
+    packages = {"et serve": "uvicorn", "openai": "openai", "et analyze": "matplotlib", "et sweep": "optuna"}
     return [package for word, package in packages.items() if word in text]
 
 

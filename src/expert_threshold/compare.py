@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
-from . import __version__
 from .analysis.comparison import NOTES, Result, curves, read_result, summarise, to_csv, to_markdown
 from .analysis.figures.learning import draw_loss_by_method
 from .analysis.page import save_figure
 from .analysis.sentences import short
 from .config import RunConfig
 from .data import open_source
+from .experiment import Kind, record_corpus, run_title
 from .full_run import train_run
 from .plan import costs, window
-from .routing import DENSE, rule_to_dict
+from .routing import DENSE
 from .runs import RunFolder
-from .runs.files import damage_told, read_json, replace_file, to_json
-from .runs.lock import LOCK, exclusive, is_vacant
-from .train.device import machine, pick_device
-from .train.log import Title, clock
+from .runs.files import replace_file, to_json
 
-FORMAT, VERSION = "expert-threshold comparison", 1
-OTHER_FOLDER = "restore it from a copy, or name another --out"
-
-
-@contextmanager
-def opened(out: str) -> Iterator[Path]:
-    """Make or find the folder of a comparison, and lock it for this process; a new folder left empty is removed.
-
-    Raises ValueError if it exists and is not a comparison.
-    """
-    folder = Path(out)
-    begun = (folder / "compare.json").is_file()
-    if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
-        raise ValueError(f"--out {folder}: already exists and is not a comparison; name another --out")
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with exclusive(folder / LOCK):
-            yield folder
-    finally:
-        if made:
-            with suppress(OSError):
-                folder.rmdir()  # succeeds only if nothing was written yet
+COMPARISON = Kind("comparison", "compare.json")
 
 
 class Comparison(NamedTuple):
@@ -67,13 +37,7 @@ class Comparison(NamedTuple):
     def read_corpus(self) -> None:
         """Add the corpus to the record. Raises ValueError if it cannot be read or has changed since."""
         data = next(iter(self.configs.values())).data
-        corpus = open_source(**asdict(data))
-        before = self.record["corpus"]
-        if before is not None and before["hash"] != corpus.hash:
-            raise ValueError(
-                f"{corpus.name} has changed since {self.folder} began; restore the text, or name another --out"
-            )
-        self.record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
+        record_corpus(self.record, open_source(**asdict(data)), self.folder)
 
     def run_path(self, method: str, seed: int) -> Path:
         """Return the run's folder."""
@@ -126,7 +90,7 @@ class Comparison(NamedTuple):
             "runs": [result._asdict() for result in results],
         }
         for name, text in (
-            ("compare.json", to_json(record, indent=2) + "\n"),
+            (COMPARISON.file, to_json(record, indent=2) + "\n"),
             ("compare.csv", to_csv(rows)),
             ("compare.md", f"{self.headline()}\n\n{to_markdown(rows)}\n{NOTES}\n"),
         ):
@@ -159,71 +123,5 @@ class Comparison(NamedTuple):
         return DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
 
 
-def read_record(out: Path, start: Mapping[str, str], configs: Mapping[str, RunConfig]) -> dict[str, Any]:
-    """Return all options of the comparison, as in compare.json. Raises ValueError if an existing file differs.
-
-    Without an existing compare.json, the corpus is None until `Comparison.read_corpus`.
-    """
-    sections = next(iter(configs.values())).to_dict()
-    del sections["model"]["rule"], sections["train"]["seed"]
-    # Derived options come last, so that an error names the option that was typed.
-    options = {"run": start} | {name: sections[name] for name in ("train", "data", "model", "optim")}
-    here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
-        "expert_threshold": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-    now: dict[str, Any] = json.loads(
-        to_json(
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "options": options,
-                "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
-                "corpus": None,
-                "machines": [here],
-            }
-        )
-    )
-    path = out / "compare.json"
-    if not path.exists():
-        return now
-    before = read_json(path)
-    if (before.get("format"), before.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {OTHER_FOLDER}")
-    with damage_told(path, OTHER_FOLDER):
-        sections = before["options"] | before["methods"]
-        machines = [{name: machine[name] for name in here} for machine in before["machines"]]
-        known = now | {
-            "methods": before["methods"] | now["methods"],
-            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")},
-            "machines": [*(machine for machine in machines if machine != here), here],
-        }
-        pairs = [
-            (option, value, sections.get(name, section).get(option))
-            for name, section in (now["options"] | now["methods"]).items()
-            for option, value in section.items()
-        ]
-    for option, value, was in pairs:
-        if value != was:
-            raise ValueError(
-                f"{option}={value!r} differs from {was!r}, with which {out} began; keep the old value, "
-                "or name another --out"
-            )
-    return known
-
-
 def _is_begun(path: Path) -> bool:
     return (path / "config.json").is_file()
-
-
-def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
-    """Return the opening of a run's progress lines. seconds: of earlier runs; later: the number of runs to follow."""
-
-    def title(left: float | None) -> str:
-        if left is None:
-            return label
-        total = time.monotonic() - start + left
-        return f"{label} ({clock(left + later * mean([*seconds, total]))} left in all)"
-
-    return title

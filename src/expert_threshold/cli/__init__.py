@@ -28,6 +28,7 @@ COMMANDS = {
     "data": Entry("data", "download text and questions, train a tokenizer, tokenize in advance"),
     "evaluate": Entry("evaluate", "evaluate trained models: loss, bits per byte, and the tasks of CORE"),
     "compare": Entry("compare", "train several methods with the same budget and compare their losses"),
+    "sweep": Entry("sweep", "search learning rates and other options of each method for the least loss"),
     "recipes": Entry("recipes", "list the paper's runs with their reported results"),
     "analyze": Entry("analyze", "draw every figure of the paper from run folders"),
     "leakage": Entry("leakage", "measure how much expert choice can reveal about the future, and does"),

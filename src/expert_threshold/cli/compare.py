@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.comparison import HEADERS, NOTES, Row, cells, summarise
-from ..compare import Comparison, opened, read_record
+from ..compare import COMPARISON, Comparison
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
+from ..experiment import opened, read_record
 from ..install import et
 from ..option import Count
 from ..recipes import METHODS, Method, methods
@@ -50,8 +51,8 @@ OPTIONS = [
 ]
 
 
-def _decided() -> set[str]:
-    """Return the options of a run that --rules and --seeds decide."""
+def decided() -> set[str]:
+    """Return the options of a run that the methods and the seeds decide."""
     every = methods().values()
     return {"recipe", "rule", "seed"} | {
         RULE + option for option in rules_having() if not any(leaves_open(method, option) for method in every)
@@ -60,15 +61,16 @@ def _decided() -> set[str]:
 
 def run(arguments: Sequence[str]) -> None:
     """Train the runs that are not finished, and print the table."""
-    given = parse_run("et compare", _description(), OPTIONS, arguments, without=_decided())
+    given = parse_run("et compare", _description(), OPTIONS, arguments, without=decided())
     chosen = chosen_methods(given.pop("rules", PAPER))
     seeds = given.pop("seeds", 1)
     out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
     configs = configure(given, chosen)
     keep_freed_memory()
     console = Console() if Console().is_terminal else Console(width=120)
-    with opened(out) as folder:
-        comparison = Comparison(folder, configs, seeds, read_record(folder, start_of(given), configs))
+    with opened(out, COMPARISON) as folder:
+        record = read_record(folder, COMPARISON, start_of(given), configs)
+        comparison = Comparison(folder, configs, seeds, record)
         console.print(introduction(comparison), markup=False, highlight=False, soft_wrap=True)
         comparison.read_corpus()
         comparison.write()
@@ -83,10 +85,10 @@ def run(arguments: Sequence[str]) -> None:
         console.print(conclude(comparison), markup=False, highlight=False, soft_wrap=True)
 
 
-def chosen_methods(text: str) -> list[str]:
-    """Return the methods that --rules names, in the order of `methods`. Raises ValueError as `parse_names` does."""
+def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
+    """Return the methods that the flag names, in the order of `methods`. Raises ValueError as `parse_names` does."""
     known = methods()
-    names = list({PAPER: METHODS, ALL: known}.get(text, ())) or parse_names("--rules", text, known)
+    names = list({PAPER: METHODS, ALL: known}.get(text, ())) or parse_names(flag, text, known)
     return [method for method in known if method in names]
 
 

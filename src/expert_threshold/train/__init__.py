@@ -3,5 +3,7 @@
 from .config import TrainConfig
 from .evaluations import Sample
 from .loop import TrainResult, train, train_step
+from .prepare import Text, read_text
+from .run_log import DivergedError
 
-__all__ = ["Sample", "TrainConfig", "TrainResult", "train", "train_step"]
+__all__ = ["DivergedError", "Sample", "Text", "TrainConfig", "TrainResult", "read_text", "train", "train_step"]

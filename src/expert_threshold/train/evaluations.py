@@ -23,6 +23,9 @@ from .timer import Timer
 Sample = Callable[[GPT, Tokenizer, int], str]
 """Return text that the model writes after a step; the caller of `train` provides it."""
 
+Validated = Callable[[int, float], None]
+"""Take the step and the loss of a validation; the exceptions that it raises end the run."""
+
 
 class _InterruptedError(Exception):
     """A signal interrupted a long, resumable task."""
@@ -43,6 +46,7 @@ class Evaluations:
     timer: Timer
     display: Display
     interrupt: Interrupt
+    validated: Validated | None
 
     def __post_init__(self) -> None:
         self.state = self.prepared.state
@@ -95,6 +99,8 @@ class Evaluations:
             progress=self.display.task("validating"),
         )
         self.log.validation(validation)
+        if self.validated is not None:
+            self.validated(self.state.step, validation.loss)
 
     def _write_sample(self) -> None:
         assert self.sample is not None

@@ -19,10 +19,10 @@ from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
 from .device import objects_at_rest, pick_device
-from .evaluations import Evaluations, Sample
+from .evaluations import Evaluations, Sample, Validated
 from .interrupt import Interrupt
 from .log import Display, Title
-from .prepare import prepare
+from .prepare import Text, prepare
 from .run_log import run_log
 from .saving import Saver
 from .state import TrainState
@@ -95,6 +95,8 @@ def train(
     continue_warmup: bool = False,
     minutes: float | None = None,
     sample: Sample | None = None,
+    text: Text | None = None,
+    validated: Validated | None = None,
     console: Console | None = None,
     title: Title = lambda left: "",
     rendezvous: Rendezvous | None = None,
@@ -103,7 +105,9 @@ def train(
 
     init_from: a run whose weights, cutoffs or biases, and tokenizer to start from; with continue_warmup its steps also
     count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during the run, see
-    `budget`. sample: writes text every `sample_every` steps. console: where progress is shown; None shows nothing.
+    `budget`. sample: writes text every `sample_every` steps. text: the return
+    value of `read_text` for these options, so that several runs read it once. validated: takes the step and the loss of
+    each validation; the exceptions that it raises end the run. console: where progress is shown; None shows nothing.
     title: the start of each line about steps. rendezvous: the ranks that train together, each of which makes this call.
     SIGINT and SIGTERM finish the step, save and return. Raises ValueError for options that contradict each other, the
     run or the machine, and after ten skipped steps in a row; OSError if the disk is full. Earlier checkpoints survive.
@@ -128,7 +132,7 @@ def train(
         ) as parallel,
     ):
         prepared = prepare(
-            folder, model, data, optim, config, resume, init_from, continue_warmup, minutes, display, parallel
+            folder, model, data, optim, config, resume, init_from, continue_warmup, minutes, display, parallel, text
         )
         state = prepared.state
         with (
@@ -139,7 +143,7 @@ def train(
         ):
             interrupt.deferred = True
             timer = Timer(state, prepared.validation)
-            evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt)
+            evaluations = Evaluations(folder, prepared, sample, saver, log, timer, display, interrupt, validated)
             display.begin(state.step, state.steps)
             if state.step > 0:
                 evaluations.run_due()  # whatever was left to do when the run stopped right after saving

@@ -36,6 +36,15 @@ TOKENIZER_CHARACTERS = 2_000_000_000
 """The number of characters, from the beginning of the text, that a tokenizer is trained on."""
 
 
+class Text(NamedTuple):
+    """A corpus with its tokenizer and its splits as tokens, which runs with the same options of data may share."""
+
+    corpus: Corpus
+    tokenizer: Tokenizer
+    validation: Tokens | None  # None if there is no validation
+    train: Tokens | Parts
+
+
 class Prepared(NamedTuple):
     """A run that is ready for its next step."""
 
@@ -59,8 +68,12 @@ def prepare(
     minutes: float | None,
     display: Display,
     parallel: Parallel,
+    text: Text | None = None,
 ) -> Prepared:
-    """Return a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does."""
+    """Return a run at its start or, with `resume`, at its last checkpoint. Raises ValueError as `train` does.
+
+    text: the return value of `read_text` for these options; None reads it.
+    """
     require_trainable(model, config, parallel.world_size)
     device = parallel.device
     if config.threads is not None:
@@ -82,8 +95,7 @@ def prepare(
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
-    corpus = open_source(**asdict(data))
-    display.say(corpus.describe())
+    corpus = _open(data, display) if text is None else text.corpus
     if resume:
         require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
@@ -96,11 +108,14 @@ def prepare(
     gpt.to(device).train()
     if saved is not None:
         load_weights(gpt, saved)
-    new = saved is None and source is None
-    tokenizer = _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
-    validation = _validation(corpus, tokenizer, config, model.context, display)
+    if text is None:
+        new = saved is None and source is None
+        tokenizer = (
+            _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
+        )
+        text = _tokenized(corpus, tokenizer, config, model.context, display)
     local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
-    loader = _loader(corpus, tokenizer, data, config, model.context, display, parallel, local)
+    loader = _loader(text.train, data, config, model.context, parallel, local)
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
     budget = _budget(folder, config, record)
@@ -110,7 +125,30 @@ def prepare(
     )
     if saved is not None:
         state.restore(saved)
-    return Prepared(state, tokenizer, validation, core, record, corpus.skipped)
+    return Prepared(state, text.tokenizer, text.validation, core, record, corpus.skipped)
+
+
+def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: Display) -> Text:
+    """Return the text of new runs with these options, in one process. Raises ValueError if it cannot be read."""
+    corpus = _open(data, display)
+    tokenizer = _new_tokenizer(corpus, model.vocab_size, display, Parallel())
+    return _tokenized(corpus, tokenizer, config, model.context, display)
+
+
+def _open(data: DataConfig, display: Display) -> Corpus:
+    corpus = open_source(**asdict(data))
+    display.say(corpus.describe())
+    return corpus
+
+
+def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display) -> Text:
+    validation = _validation(corpus, tokenizer, config, context, display)
+    train: Tokens | Parts
+    if corpus.parts is not None:
+        train = corpus.parts("train", tokenizer)
+    else:
+        train = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
+    return Text(corpus, tokenizer, validation, train)
 
 
 def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> Budget:
@@ -151,20 +189,13 @@ def _validation(
 
 
 def _loader(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
+    tokens: Tokens | Parts,
     data: DataConfig,
     config: TrainConfig,
     context: int,
-    display: Display,
     parallel: Parallel,
     local: LocalBatch,
 ) -> Loader:
-    tokens: Tokens | Parts
-    if corpus.parts is not None:
-        tokens = corpus.parts("train", tokenizer)
-    else:
-        tokens = pack(corpus, tokenizer, "train", display.task("tokenizing text for training"))
     threads = config.tokenizer_threads or max(1, (os.cpu_count() or 1) - 1)
     return Loader(
         tokens,

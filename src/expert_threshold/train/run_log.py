@@ -21,6 +21,10 @@ MAX_SKIPS = 10
 """A run ends after this many skipped steps in a row."""
 
 
+class DivergedError(ValueError):
+    """Raised where training has no finite loss or gradients any more."""
+
+
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
@@ -43,7 +47,7 @@ class RunLog:
         self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
 
     def step(self) -> None:
-        """Log a skipped step and skipped text, if any. Raises ValueError after ten skipped steps in a row."""
+        """Log a skipped step and skipped text, if any. Raises DivergedError after ten skipped steps in a row."""
         state = self._state
         if state.not_finite:
             self._write(
@@ -53,7 +57,7 @@ class RunLog:
             self._display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
         if state.skipped_in_a_row >= MAX_SKIPS:
             optim = state.optimizers.config
-            raise ValueError(
+            raise DivergedError(
                 f"{MAX_SKIPS} steps in a row were skipped, the last of them step {state.step}, since "
                 f"{state.not_finite}; train with smaller learning rates than matrix_lr={optim.matrix_lr}, "
                 f"embed_lr={optim.embed_lr}, head_lr={optim.head_lr}, from the start or with "

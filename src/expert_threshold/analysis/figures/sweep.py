@@ -1,0 +1,143 @@
+"""The figures of a sweep: losses by trial, curves of trials, and losses over each option with their parabolas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..sweep import TOLERANCE
+from .axes import panels, plain_ticks, single, whole_ticks
+from .style import ACCENT, GRID, INK, MUTED, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAD = 0.6
+"""The share of the losses, from the best up, that a figure has room for; those of failures would flatten it."""
+
+
+def finished(study: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the trials that have a loss."""
+    return [trial for trial in study["trials"] if trial["loss"] is not None]
+
+
+def draw_trials(study: Mapping[str, Any], width: float) -> Figure:
+    """Draw the loss of each finished trial, and the best so far."""
+    trials = finished(study)
+    numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
+    with style():
+        figure, axes = single(width)
+        axes.plot(numbers, losses, linestyle="none", marker="o", color=MUTED)
+        axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
+        axes.set_title("loss (nats per token)")
+        axes.set_xlabel("trial", loc="right")
+        whole_ticks(axes.xaxis, 6)
+        _limit(axes, losses)
+    return figure
+
+
+def draw_curves(study: Mapping[str, Any], width: float) -> Figure:
+    """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
+    best = study["best"]["trial"]
+    with style():
+        figure, axes = single(width)
+        for trial in study["trials"]:
+            if trial["curve"]:
+                steps, losses = zip(*trial["curve"], strict=True)
+                is_best, stopped = trial["trial"] == best, trial["loss"] is None
+                axes.plot(
+                    steps,
+                    losses,
+                    color=ACCENT if is_best else MUTED,
+                    linewidth=1.8 if is_best else 0.7,
+                    linestyle=(0, (3, 1.5)) if stopped else "-",
+                    marker="o" if len(steps) == 1 or is_best else None,
+                    zorder=3 if is_best else 2,
+                )
+        axes.set_title("validation loss (nats per token)")
+        axes.set_xlabel("step", loc="right")
+        whole_ticks(axes.xaxis, 5)
+        _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
+    return figure
+
+
+def draw_options(study: Mapping[str, Any], width: float) -> Figure:
+    """Draw the loss over each option: dots are trials, the line is the parabola, the band what is equally good."""
+    options = study["options"]
+    trials, best = finished(study), study["best"]
+    losses = [trial["loss"] for trial in trials]
+    with style():
+        figure, every = panels(width, len(options), 1.5, share=False, titles=list(options))
+        for axes, (name, entry) in zip(every, options.items(), strict=True):
+            axes.set_title(name, color=INK)
+            if entry["scale"] is None:
+                _draw_choice(axes, name, trials)
+            else:
+                _draw_number(axes, name, entry, trials)
+            axes.plot([_place(axes, best["options"][name])], [best["loss"]], marker="o", markersize=6, color=ACCENT)
+            _limit(axes, losses, least=min((e["fit"]["loss"] for e in options.values() if e["fit"]), default=math.inf))
+    return figure
+
+
+def _draw_number(axes: Axes, name: str, entry: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> None:
+    scale, fit = entry["scale"], entry["fit"]
+    low, high = scale["low"], scale["high"]
+    if scale["log"]:
+        axes.set_xscale("log")
+        if high / low >= 30:
+            plain_ticks(axes.xaxis, 4)
+        else:
+            _few_ticks(axes, low, high)
+    axes.plot(
+        [trial["options"][name] for trial in trials],
+        [trial["loss"] for trial in trials],
+        linestyle="none",
+        marker="o",
+        color=MUTED,
+    )
+    if fit is not None:
+        axes.axvspan(max(fit["low"], low), min(fit["high"], high), color=GRID, linewidth=0)
+        x = np.geomspace(low, high, 100) if scale["log"] else np.linspace(low, high, 100)
+        away = np.log(x / fit["optimum"]) if scale["log"] else x - fit["optimum"]
+        axes.plot(x, fit["loss"] + fit["curvature"] * away**2, color=INK, linewidth=1)
+    if scale["log"]:
+        axes.set_xlim(low / 1.1, high * 1.1)
+
+
+def _few_ticks(axes: Axes, low: float, high: float) -> None:
+    """Label a logarithmic axis of less than two powers of ten at 1, 2 and 5."""
+    from matplotlib.ticker import NullLocator
+
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_choice(axes: Axes, name: str, trials: Sequence[Mapping[str, Any]]) -> None:
+    values = sorted({str(trial["options"][name]) for trial in trials})
+    for trial in trials:
+        axes.plot([values.index(str(trial["options"][name]))], [trial["loss"]], marker="o", color=MUTED)
+    axes.set_xticks(range(len(values)), values)
+    axes.set_xlim(-0.5, len(values) - 0.5)
+
+
+def _place(axes: Axes, value: Any) -> float:
+    """Return the place of a value on the axis; that of a choice is the place of its label."""
+    if not isinstance(value, str):
+        return float(value)
+    labels = [label.get_text() for label in axes.get_xticklabels()]
+    return float(axes.get_xticks()[labels.index(value)])
+
+
+def _limit(axes: Axes, losses: Sequence[float], least: float = math.inf) -> None:
+    """Show the losses from the best, or `least`, to twice as far above the best as the better HEAD of them lie."""
+    best = min(losses)
+    reach = max(2 * (sorted(losses)[min(int(HEAD * len(losses)), len(losses) - 1)] - best), 4 * TOLERANCE)
+    bottom, top = min(best, least), best + reach
+    axes.set_ylim(bottom - 0.08 * (top - bottom), top)

@@ -1,0 +1,120 @@
+"""The page of a sweep: the best options of each method, its trials, and the loss over each option."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ..runs.files import replace_file
+from .figures.sweep import draw_curves, draw_options, draw_trials
+from .page import Exhibit, exhibits, page, table
+from .sentences import counted
+from .sweep import TOLERANCE
+
+STATES = ("finished", "pruned", "diverged", "refused")
+
+
+def write_page(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the page of the content of sweep.json. Raises ValueError with the remedy if matplotlib is missing."""
+    options, studies = result["options"], result["studies"]
+    train, model = options["train"], options["model"]
+    tokens = train["batch_size"] * train["accumulation"] * model["context"]
+    title = f"Sweep: {' with '.join(options['run'].values())}"
+    facts = {
+        "Model": f"{model['layers']} layers of width {model['d_model']}, vocabulary {model['vocab_size']:,}",
+        "Trials": f"{train['steps']:,} steps of {tokens:,} tokens; {counted(options['own']['seeds'], 'seed')} each",
+        "Space": options["own"]["space"],
+        "Corpus": str((result["corpus"] or {}).get("name", "not read")),
+    }
+    body = [
+        f"<header><h1>{escape(title)}</h1>\n<dl>",
+        *(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
+        "</dl></header>",
+        f"<section><h2>Best options</h2>{table(*best_options(studies))}<p>Losses in nats per token of validation. In "
+        f"parentheses: the range within which the fitted loss stays within {TOLERANCE} of its optimum, the other "
+        "options at theirs.</p></section>",
+        *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
+        *(trials(name, study) for name, study in studies.items()),
+    ]
+    replace_file(path, page(title, body).encode(errors="replace"))
+
+
+def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and a row for each method: trials, losses, and the best value and range of each option."""
+    options = list(dict.fromkeys(option for study in studies.values() for option in study["options"]))
+    rows = []
+    for name, study in studies.items():
+        states = [trial["state"] for trial in study["trials"]]
+        made = ", ".join(f"{states.count(state)} {state}" for state in STATES if state in states)
+        best = study["best"]
+        losses = (None if best is None else best["loss"], study["present"])
+        rows.append(
+            [
+                name,
+                made,
+                *("–" if loss is None else f"{loss:.4f}" for loss in losses),
+                *(_of_option(study["options"].get(option)) for option in options),
+            ]
+        )
+    return ["method", "trials", "best loss", "loss at present", *options], rows
+
+
+def _of_option(entry: Mapping[str, Any] | None) -> str:
+    if entry is None or entry["best"] is None:
+        return "–"
+    fit = entry["fit"]
+    return show_value(entry["best"]) + (
+        "" if fit is None else f" ({show_value(fit['low'])} to {show_value(fit['high'])})"
+    )
+
+
+def figures(study: Mapping[str, Any]) -> list[Exhibit]:
+    """Return the figures of a study with a finished trial."""
+    fitted, residual = study["fitted"]["trials"], study["fitted"]["residual"]
+    said = (
+        f"The line is the parabola fitted to the best {fitted} trials, their losses {residual:.4f} about it."
+        if fitted
+        else "Too few trials have finished for a parabola."
+    )
+    return [
+        Exhibit(
+            "Loss over each option",
+            f"Each dot is a finished trial, the larger one the best. {said} The band is equally good; an option "
+            "without a line has no optimum inside its range that these trials show.",
+            partial(draw_options, study),
+            wide=True,
+        ),
+        Exhibit("Trials", "Each finished trial, and the best so far.", partial(draw_trials, study)),
+        Exhibit(
+            "Curves",
+            "Validation during each trial; the best in colour, those stopped early dashed.",
+            partial(draw_curves, study),
+        ),
+    ]
+
+
+def trials(name: str, study: Mapping[str, Any]) -> str:
+    """Return a table of all trials, collapsed."""
+    options = list(study["options"])
+    rows = [
+        [
+            str(trial["trial"]),
+            "–" if trial["loss"] is None else f"{trial['loss']:.4f}",
+            *(show_value(trial["options"].get(option, "–")) for option in options),
+            f"{trial['seconds']:.1f}",
+            trial["reason"] or "",
+        ]
+        for trial in study["trials"]
+    ]
+    return (
+        f"<section><h2>Trials of {escape(name)}</h2><details><summary>{counted(len(rows), 'trial')}</summary>"
+        f"{table(['trial', 'loss', *options, 'seconds', 'reason'], rows)}</details></section>"
+    )
+
+
+def show_value(value: Any) -> str:
+    """Return an option's value for people: three significant digits."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,386 @@
+"""`et sweep`: searches learning rates and other options for the least validation loss, each method by itself."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ..analysis.sentences import counted
+from ..analysis.sweep import fit_power_law
+from ..analysis.sweep_page import show_value
+from ..config import DEFAULT_PRESET, RunConfig
+from ..experiment import opened, read_record
+from ..install import et
+from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
+from ..plan import costs
+from ..recipes import methods as all_methods
+from ..routing import rule_to_dict
+from ..runs.files import damage_told, read_json, replace_file, to_json
+from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna, say
+from ..train.device import keep_freed_memory
+from ..train.log import clock
+from .compare import chosen_methods, configure, decided, leaves_open
+from .options import Command, Option, parse, parse_value
+from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, run_groups, start_of
+
+FACTOR = 8
+"""The default space: the present learning rates divided and multiplied by this."""
+RATES = ("matrix_lr", "embed_lr", "head_lr", "router_lr")
+SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
+"""By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
+OF_EXPERTS = ("router_lr", "router_optimizer", "z_loss", "gate_norm", "d_expert", "shared_experts", "dense_layers")
+"""Options that have no effect on a dense model, which a space leaves out there."""
+NOT_SEARCHED = {
+    "rule": "compare methods with --methods",
+    "vocab_size": "the loss of a token depends on the vocabulary",
+    "context": "validation depends on it",
+    "dispatch": "it does not change what is learned",
+}
+TRIALS = 24
+DESCRIPTION = (
+    "Search learning rates and other options for the least validation loss, each method by itself, with optuna.\n\n"
+    "The first trial has the present options, the next are drawn at random, later ones where trials were good (TPE). A "
+    "trial whose loss is above the median of the others after 0.4 of its steps is stopped. The same command continues "
+    "a sweep that was stopped, and makes more trials if --trials is larger.\n\n"
+    "et sweep --fit FOLDER… fits the best options of several sweeps by powers of their sizes."
+)
+OPTIONS = [
+    Option(
+        "methods", str, "expert_threshold", "The methods, as A,B, each tuned by itself; paper and all as in compare."
+    ),
+    Option(
+        "space",
+        str,
+        "learning rates over a factor of 64 around their values",
+        "An option to search: NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A|B|C; give --space once for each option. A "
+        "rule's option is searched for the methods that have it.",
+        many=True,
+    ),
+    Option("trials", Count, TRIALS, "Trials of each method, those made before included."),
+    Option("minutes", Positive | None, None, "Begin no trial that would end after this time; none is no limit."),
+    Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
+    Option("out", str, "runs/sweep-PRESET", "The folder to make, or that of the sweep to continue."),
+]
+FIT = Command(
+    "et sweep",
+    "Fit the best options of several sweeps by powers of their sizes: width, layers, tokens of a step, steps.",
+    {
+        "fit": [
+            Option("folder", str, None, "Folders of sweeps.", positional=True, required=True, many=True),
+            Option("fit", bool, False, "Fit instead of sweeping."),
+            Option("out", str | None, None, "A JSON file for the laws; none only prints them."),
+        ]
+    },
+)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Make the trials that are left, and print the best of each method; with --fit, fit finished sweeps."""
+    if "--fit" in arguments:
+        given = parse(FIT, arguments)
+        fit(given["folder"], given.get("out"))
+        return
+    given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=decided())
+    require_optuna()
+    names = chosen_methods(given.pop("methods", "expert_threshold"), "--methods")
+    texts = given.pop("space", None)
+    trials, seeds, minutes = given.pop("trials", TRIALS), given.pop("seeds", 1), given.pop("minutes", None)
+    out = given.pop("out", f"runs/sweep-{given.get('preset', DEFAULT_PRESET)}")
+    given |= short_runs(given)
+    configs = configure(given, names)
+    first = next(iter(configs.values()))
+    space = read_space(default_space(first) if texts is None else texts, given, names)
+    methods = {name: tuned(given, name, configs[name], space) for name in names}
+    keep_freed_memory()
+    console = Console() if Console().is_terminal else Console(width=120)
+    own = {"space": " ".join(f"{name}={entry.text}" for name, entry in space.items()), "seeds": seeds}
+    with opened(out, SWEEP) as folder:
+        record = read_record(folder, SWEEP, start_of(given), configs, own)
+        sweep = Sweep(folder, methods, record, trials=trials, seeds=seeds, minutes=minutes)
+        sweep.begin(console)
+        introduce(console, sweep)
+        try:
+            sweep.run(console)
+        except KeyboardInterrupt:
+            say(console, f"to continue the sweep: {et()} {shlex.join(['sweep', *arguments])}")
+            raise
+        console.print(table(sweep.result()))
+        say(console, conclude(sweep, given))
+
+
+def short_runs(given: Given) -> dict[str, int]:
+    """Return the steps of a trial and between validations, where neither flags nor a file say them."""
+    file = read_config_file(given["config"]).get("train", {}) if "config" in given else {}
+    said = {*given, *file}
+    steps = resolve_run(given).train.steps
+    added: dict[str, int] = {}
+    if not said & {"steps", "tokens"}:
+        added["steps"] = steps = min(steps, max(LEAST_STEPS, steps // SHARE))
+    if "eval_every" not in said:
+        added["eval_every"] = max(1, steps // VALIDATIONS)
+    return added
+
+
+def default_space(config: RunConfig) -> list[str]:
+    """Return the learning rates, each over a range around its present value."""
+    return [
+        f"{name}={value / FACTOR:.3g}..{value * FACTOR:.3g}:log"
+        for name in RATES
+        if (value := present_value(config, name)) is not None
+    ]
+
+
+def present_value(config: RunConfig, name: str) -> Any:
+    """Return the value of an option in a run; None if it has none."""
+    if name == "router_lr" and config.optim.router_lr is None:
+        return config.optim.matrix_lr
+    for record in (config.optim, config.model, config.model.rule):
+        if record is not None and name in vars(record):
+            return vars(record)[name]
+    return None
+
+
+def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Range | Choice]:
+    """Return the space that the texts describe. Raises ValueError for one that cannot be searched."""
+    groups = run_groups(resolve_run({}))
+    known = {option.name: option for group in ("optim", "rule", "model") for option in groups[group]}
+    space: dict[str, Range | Choice] = {}
+    for text in texts:
+        typed, _, values = text.partition("=")
+        name = typed.strip().replace("-", "_")
+        if not values.strip():
+            raise ValueError(f"--space {text}: write NAME=LOW..HIGH, NAME=LOW..HIGH:log or NAME=A|B|C")
+        if name in NOT_SEARCHED:
+            raise ValueError(f"--space {text}: {name} cannot be searched, since {NOT_SEARCHED[name]}")
+        if name not in known:
+            remedy = did_you_mean(name, known.keys() - NOT_SEARCHED, "see et sweep --help")
+            raise ValueError(f"--space {text}: option {name} is unknown; {remedy}")
+        if name in space:
+            raise ValueError(f"--space {text}: {name} is searched twice; give it once")
+        key = known[name].key or name
+        if key in given:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} {given[key]}: --space searches {name}; leave one of them out")
+        if key.startswith(RULE) and not any(leaves_open(all_methods()[method], name) for method in names):
+            raise ValueError(f"--space {text}: not an option that {', '.join(names)} leave open; leave it out")
+        space[name] = read_entry(text, values.strip(), known[name])
+    return space
+
+
+def read_entry(text: str, values: str, option: Option) -> Range | Choice:
+    """Return the values of one option. Raises ValueError, which quotes the whole text, for none or a single one."""
+    if ".." not in values:
+        choices = values.split("|")
+        parsed = {choice: _parsed(text, option, choice) for choice in choices}
+        if len(parsed) < len(choices) or len(parsed) < 2:
+            raise ValueError(f"--space {text}: nothing to search; give two or more different values, as in A|B")
+        return Choice(values, parsed)
+    bounds, _, scale = values.partition(":")
+    low, high = (_parsed(text, option, bound) for bound in bounds.split("..", 1))
+    kinds = {bare(alternative)[0] for alternative in alternatives(option.kind)}
+    if not (isinstance(low, int | float) and isinstance(high, int | float)) or bool in kinds:
+        raise ValueError(f"--space {text}: a range has two numbers; write other values as A|B|C")
+    if scale not in ("", "log"):
+        raise ValueError(f"--space {text}: scale {scale!r} is unknown; write :log, or nothing for an even one")
+    if not low < high:
+        raise ValueError(f"--space {text}: nothing to search, since {low:g} is not below {high:g}")
+    if scale == "log" and low <= 0:
+        raise ValueError(f"--space {text}: a logarithmic range must begin above 0")
+    return Range(values, low, high, scale == "log", whole=float not in kinds)
+
+
+def _parsed(text: str, option: Option, value: str) -> Any:
+    try:
+        return parse_value(option.kind, value)
+    except ValueError:
+        raise ValueError(f"--space {text}: expected {describe(option.kind)}, not {value}") from None
+
+
+def tuned(given: Given, name: str, config: RunConfig, space: Space) -> Method:
+    """Return a method with the part of the space that has an effect on it. Raises ValueError if there is none.
+
+    Also raises ValueError for an end of a range, or a choice, that the method refuses with all else as at present.
+    """
+    method, rule = all_methods()[name], config.model.rule
+    given = {
+        key: value for key, value in given.items() if not key.startswith(RULE) or leaves_open(method, key[len(RULE) :])
+    }
+    keys: dict[str, str] = {}
+    for option in space:
+        if rule is not None and option in vars(rule):
+            if leaves_open(method, option):
+                keys[option] = RULE + option
+        elif option in vars(config.optim) | vars(config.model) and not (rule is None and option in OF_EXPERTS):
+            keys[option] = option
+    own = {option: space[option] for option in keys}
+    if not own:
+        raise ValueError(f"--space has no option of method {name}; add one, or leave {name} out")
+
+    def configured(values: Mapping[str, Any]) -> RunConfig:
+        return configure({**given, **{keys[option]: value for option, value in values.items()}}, [name])[name]
+
+    for option, entry in own.items():
+        for end in entry.ends:
+            try:
+                configured({option: end})
+            except ValueError as error:
+                raise ValueError(f"--space {option}={entry.text}: {error}") from None
+    present = {option: present_value(config, option) for option in own}
+    inside = {option: value for option, value in present.items() if own[option].drawn(value) is not None}
+    return Method(config, own, inside, configured, partial(recommended, given, name, keys))
+
+
+def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what distinguishes a run with these values from the preset's, as sections for `et train --config`.
+
+    Its length is not part of it, so that what a rule or the warmups scale to the length of a run is scaled anew.
+    """
+    method = all_methods()[name]
+    start = {option: given[option] for option in ("preset",) if option in given}
+    length = {"steps", "tokens", "eval_every"}
+    kept = {option: value for option, value in given.items() if option not in length}
+    plain = resolve_run(start | {"rule": method.rule})
+    tuned = configure({**kept, **{keys[option]: value for option, value in values.items()}}, [name])[name]
+    sections = {
+        "model": (_model(plain), _model(tuned)),
+        "data": (asdict(plain.data), asdict(tuned.data)),
+        "optim": (asdict(plain.optim), asdict(tuned.optim)),
+        "train": tuple(
+            {"batch_size": config.train.batch_size, "accumulation": config.train.accumulation}
+            for config in (plain, tuned)
+        ),
+    }
+    found: dict[str, Any] = {}
+    for section, (before, after) in sections.items():
+        changed = {option: value for option, value in after.items() if value != before[option]}
+        if changed:
+            found[section] = changed
+    rule, scaled = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
+    own = {option: value for option, value in rule.items() if value != scaled[option]}
+    found.setdefault("model", {})["rule"] = {"name": rule["name"]} | dict(method.options) | own
+    return found
+
+
+def _model(config: RunConfig) -> dict[str, Any]:
+    return {option: value for option, value in config.model.to_dict().items() if option != "rule"}
+
+
+def introduce(console: Console, sweep: Sweep) -> None:
+    """Print what the sweep will do, and how long it may take."""
+    first = next(iter(sweep.methods.values())).config
+    cost, left = costs(first), len(sweep.left())
+    for name, method in sweep.methods.items():
+        say(console, f"{name}: {', '.join(f'{option} {entry.text}' for option, entry in method.space.items())}")
+    runs = "" if sweep.seeds == 1 else f" × {sweep.seeds} seeds"
+    text = (
+        f"{sweep.folder}: {sweep.trials} trials × {counted(len(sweep.methods), 'method')}{runs}, each of "
+        f"{cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens; {left} left"
+    )
+    if left:
+        seconds = sweep.estimate()
+        text += f", at most {clock(seconds * left)} at {clock(seconds)} a trial, less what is pruned"
+        if sweep.minutes is not None:
+            text += f"; begins none that would end after {sweep.minutes:g} minutes"
+    say(console, text)
+
+
+def table(result: Mapping[str, Any]) -> Table:
+    """Return the best options of each method, with the ranges that are equally good."""
+    shown = Table("method", "trials", "loss", "present", "option", "best", "equally good", box=box.SIMPLE_HEAD)
+    for column in shown.columns[1:4]:
+        column.justify = "right"
+    for name, study in result["studies"].items():
+        best = study["best"]
+        opening = [name, str(len(study["trials"])), _loss(best and best["loss"]), _loss(study["present"])]
+        for place, (option, entry) in enumerate(study["options"].items()):
+            fit = entry["fit"]
+            flat = "–" if fit is None else f"{show_value(fit['low'])} to {show_value(fit['high'])}"
+            value = "–" if entry["best"] is None else show_value(entry["best"])
+            shown.add_row(*(opening if place == 0 else [""] * 4), option, value, flat)
+    return shown
+
+
+def _loss(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def conclude(sweep: Sweep, given: Given) -> str:
+    """Write the page, and return lines that say where the results are."""
+    folder = sweep.folder
+    best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
+    try:
+        sweep.write_page()
+        told = f"results in {folder}: sweep.html and .json, METHOD/best.json"
+    except ValueError as missing:
+        told = f"results in {folder}, but no page: {missing}"
+    if best is None:
+        return f"{told}\nno trial has finished; search smaller learning rates"
+    preset = given.get("preset", DEFAULT_PRESET)
+    path = shlex.quote(str(folder / best / "best.json"))
+    return f"{told}\nnext: {et()} train {preset} --config {path}"
+
+
+SIZES = {
+    "d_model": lambda options: options["model"]["d_model"],
+    "layers": lambda options: options["model"]["layers"],
+    "tokens_per_step": lambda options: (
+        options["train"]["batch_size"] * options["train"]["accumulation"] * options["model"]["context"]
+    ),
+    "steps": lambda options: options["train"]["steps"],
+}
+
+
+def fit(folders: Sequence[str], out: str | None) -> None:
+    """Print the power laws of the best options over the sweeps' sizes. Raises ValueError if none can be fitted."""
+    found: dict[tuple[str, str], list[tuple[str, dict[str, float], float]]] = {}
+    for folder in folders:
+        path = Path(folder) / SWEEP.file
+        record = read_json(path) if path.is_file() else {}
+        if record.get("format") != f"expert-threshold {SWEEP.name}":
+            raise ValueError(f"{folder}: not the folder of a sweep; name the --out of an et sweep")
+        with damage_told(path, "restore it from a copy, or sweep again"):
+            sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
+            for method, study in record["studies"].items():
+                for option, entry in study["options"].items():
+                    value = entry["best"] if entry["fit"] is None else entry["fit"]["optimum"]
+                    if entry["scale"] is not None and entry["scale"]["log"] and value is not None:
+                        found.setdefault((method, option), []).append((folder, sizes, float(value)))
+    laws: list[dict[str, Any]] = []
+    reasons: list[str] = []
+    for (method, option), rows in found.items():
+        try:
+            law = fit_power_law([sizes for _, sizes, _ in rows], [value for *_, value in rows])
+        except ValueError as error:
+            reasons.append(f"{method} {option}: {error}")
+            continue
+        residuals = dict(zip([folder for folder, *_ in rows], law.residuals, strict=True))
+        laws.append({"method": method, "option": option} | law._asdict() | {"residuals": residuals})
+    if not laws:
+        raise ValueError(reasons[0] if reasons else "no folder has a finished trial with a logarithmic option")
+    console = Console(width=None if Console().is_terminal else 120)
+    for found_law in laws:
+        say(console, told(found_law))
+    for reason in reasons:
+        say(console, f"not fitted: {reason}")
+    if out is not None:
+        replace_file(Path(out), (to_json({"laws": laws}, indent=2) + "\n").encode())
+
+
+def told(law: Mapping[str, Any]) -> str:
+    """Return a law with the standard errors of its exponents, and its residuals by folder."""
+    powers = " · ".join(
+        f"({name} / {show_value(law['references'][name])})^({exponent:+.2f} ± {law['errors'][name]:.2f})"
+        for name, exponent in law["exponents"].items()
+    )
+    residuals = ", ".join(f"{folder} {residual:+.3f}" for folder, residual in law["residuals"].items())
+    return (
+        f"{law['method']} {law['option']} = {law['constant']:.4g} · {powers}\n  residuals of its logarithm: {residuals}"
+    )

@@ -1,0 +1,138 @@
+"""Experiments of several runs: a folder whose record holds all options, which the same command continues later."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+
+from . import __version__
+from .config import RunConfig
+from .data import Corpus
+from .routing import rule_to_dict
+from .runs.files import damage_told, read_json, to_json
+from .runs.lock import LOCK, exclusive, is_vacant
+from .train.device import machine, pick_device
+from .train.log import Title, clock
+
+VERSION = 1
+OTHER_FOLDER = "restore it from a copy, or name another --out"
+
+
+class Kind(NamedTuple):
+    """A kind of experiment: its name in errors, and the name of its record in the folder."""
+
+    name: str
+    file: str
+
+
+@contextmanager
+def opened(out: str, kind: Kind) -> Iterator[Path]:
+    """Make or find the folder of an experiment, and lock it for this process; a new folder left empty is removed.
+
+    Raises ValueError if it exists and is not such an experiment.
+    """
+    folder = Path(out)
+    begun = (folder / kind.file).is_file()
+    if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
+        raise ValueError(f"--out {folder}: already exists and is not a {kind.name}; name another --out")
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with exclusive(folder / LOCK):
+            yield folder
+    finally:
+        if made:
+            with suppress(OSError):
+                folder.rmdir()  # succeeds only if nothing was written yet
+
+
+def read_record(
+    out: Path,
+    kind: Kind,
+    start: Mapping[str, str],
+    configs: Mapping[str, RunConfig],
+    own: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return all options of the experiment, as in its record. Raises ValueError if an existing record differs.
+
+    own: options of the experiment beside those of its runs. Without an existing record, the corpus is None until
+    `record_corpus`.
+    """
+    sections = next(iter(configs.values())).to_dict()
+    del sections["model"]["rule"], sections["train"]["seed"]
+    # Derived options come last, so that an error names the option that was typed.
+    options = {"run": start} | {name: sections[name] for name in ("train", "data", "model", "optim")}
+    if own:
+        options = {"own": own} | options
+    here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
+        "expert_threshold": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    format = f"expert-threshold {kind.name}"
+    now: dict[str, Any] = json.loads(
+        to_json(
+            {
+                "format": format,
+                "version": VERSION,
+                "options": options,
+                "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
+                "corpus": None,
+                "machines": [here],
+            }
+        )
+    )
+    path = out / kind.file
+    if not path.exists():
+        return now
+    before = read_json(path)
+    if (before.get("format"), before.get("version")) != (format, VERSION):
+        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {OTHER_FOLDER}")
+    with damage_told(path, OTHER_FOLDER):
+        sections = before["options"] | before["methods"]
+        machines = [{name: machine[name] for name in here} for machine in before["machines"]]
+        known = now | {
+            "methods": before["methods"] | now["methods"],
+            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")},
+            "machines": [*(machine for machine in machines if machine != here), here],
+        }
+        pairs = [
+            (option, value, sections.get(name, section).get(option))
+            for name, section in (now["options"] | now["methods"]).items()
+            for option, value in section.items()
+        ]
+    for option, value, was in pairs:
+        if value != was:
+            raise ValueError(
+                f"{option}={value!r} differs from {was!r}, with which {out} began; keep the old value, "
+                "or name another --out"
+            )
+    return known
+
+
+def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path) -> None:
+    """Add the corpus to the record. Raises ValueError if the record has another."""
+    before = record["corpus"]
+    if before is not None and before["hash"] != corpus.hash:
+        raise ValueError(f"{corpus.name} has changed since {out} began; restore the text, or name another --out")
+    record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
+
+
+def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
+    """Return the opening of a run's progress lines. seconds: of earlier runs; later: the number of runs to follow."""
+
+    def title(left: float | None) -> str:
+        if left is None:
+            return label
+        total = time.monotonic() - start + left
+        return f"{label} ({clock(left + later * mean([*seconds, total]))} left in all)"
+
+    return title

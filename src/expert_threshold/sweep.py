@@ -1,0 +1,392 @@
+"""Sweeps: optuna searches the options of each method for the least validation loss; a folder holds all trials."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.status import Status
+
+from .analysis.sentences import counted
+from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
+from .analysis.sweep_page import show_value, write_page
+from .config import RunConfig
+from .experiment import OTHER_FOLDER, Kind, record_corpus
+from .install import install
+from .plan import costs
+from .runs import RunFolder
+from .runs.files import read_json, replace_file, to_json
+from .train import DivergedError, Text, read_text, train
+from .train.log import Display, clock
+from .train.pace import tokens_within
+
+if TYPE_CHECKING:
+    from optuna.storages import JournalStorage
+    from optuna.study import Study
+    from optuna.trial import Trial as Asked
+
+SWEEP = Kind("sweep", "sweep.json")
+STUDIES = "studies.jsonl"
+"""The name of optuna's journal in the folder: a line of JSON for each event."""
+SEED = 1000
+"""The seed of the sampler and the first seed of each trial's runs; comparisons count theirs from 0."""
+RANDOM = 8
+"""The number of finished or pruned trials before which the options are drawn at random."""
+UNPRUNED, FIRST = 5, 0.4
+"""The number of finished trials before any is pruned, and the share of the steps that every trial makes. A high
+learning rate is behind in the middle and gains as it decays: rules that halve the field early would drop it."""
+Options = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from low to high, drawn evenly, or by their logarithm. text: as typed."""
+
+    text: str
+    low: float
+    high: float
+    log: bool = False
+    whole: bool = False
+
+    def value(self, drawn: Any) -> Any:
+        return drawn
+
+    @property
+    def ends(self) -> Sequence[Any]:
+        return (self.low, self.high)
+
+    def drawn(self, value: Any) -> Any:
+        """Return what is drawn for the value; None if it is outside."""
+        return value if isinstance(value, int | float) and self.low <= value <= self.high else None
+
+    def distribution(self) -> Any:
+        from optuna.distributions import FloatDistribution, IntDistribution
+
+        if self.whole:
+            return IntDistribution(int(self.low), int(self.high), log=self.log)
+        return FloatDistribution(self.low, self.high, log=self.log)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of several values, by their texts."""
+
+    text: str
+    values: Options
+
+    def value(self, drawn: Any) -> Any:
+        return self.values[drawn]
+
+    @property
+    def ends(self) -> Sequence[Any]:
+        return tuple(self.values.values())
+
+    def drawn(self, value: Any) -> Any:
+        """Return the text of the value; None if it is not among them."""
+        return next((text for text, known in self.values.items() if known == value), None)
+
+    def distribution(self) -> Any:
+        from optuna.distributions import CategoricalDistribution
+
+        return CategoricalDistribution(tuple(self.values))
+
+
+Space = Mapping[str, Range | Choice]
+
+
+def scales(space: Space) -> dict[str, Scale]:
+    """Return the axis of each numeric option."""
+    return {name: Scale(entry.low, entry.high, entry.log) for name, entry in space.items() if isinstance(entry, Range)}
+
+
+class Method(NamedTuple):
+    """A method to tune. config: its run with the present options. present: their values, by the names in the space.
+
+    configure: returns the run with other values. Raises ValueError for values that contradict each other.
+    """
+
+    config: RunConfig
+    space: Space
+    present: Options
+    configure: Callable[[Options], RunConfig]
+    recommend: Callable[[Options], Mapping[str, Any]]
+
+
+def require_optuna() -> None:
+    """Raise ValueError with the remedy if optuna is missing; silence its reports of every trial."""
+    try:
+        import optuna
+    except ImportError:
+        raise ValueError(f"a sweep needs optuna, which is missing; run: {install('sweep')}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+
+class Sweep:
+    """A study of each method in one folder.
+
+    FOLDER/sweep.json, sweep.html     all trials, the best ones and the fits
+    FOLDER/METHOD/best.json           the best options, for `et train --config`
+    FOLDER/METHOD/trial_001/seed_1000 a run folder without checkpoints
+    FOLDER/studies.jsonl              optuna's journal
+
+    trials: of each method. seeds: runs of each trial. minutes: of this session; None is no limit. record: that of
+    sweep.json, without results.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        methods: Mapping[str, Method],
+        record: dict[str, Any],
+        *,
+        trials: int,
+        seeds: int,
+        minutes: float | None,
+    ) -> None:
+        self.folder = folder
+        self.methods = methods
+        self.record = record
+        self.trials = trials
+        self.seeds = seeds
+        self.minutes = minutes
+        self._studies: dict[str, Study] = {}
+        self._earlier: dict[str, Any] = {}  # results of methods that are left out this time
+        self._text: Text | None = None
+
+    def begin(self, console: Console) -> None:
+        """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible."""
+        path = self.folder / SWEEP.file
+        if path.exists():
+            self._earlier = read_json(path)["studies"]
+        else:
+            self._read_text(console)
+            replace_file(path, (to_json(self.result(), indent=2) + "\n").encode())
+        storage = open_journal(self.folder / STUDIES)
+        self._studies = {name: self._study(name, storage) for name in self.methods}
+
+    def _study(self, method: str, storage: JournalStorage) -> Study:
+        """Return the method's study; a trial that a killed process left is not counted."""
+        import optuna
+
+        steps = self.methods[method].config.train.steps
+        pruner = optuna.pruners.MedianPruner(n_startup_trials=UNPRUNED, n_warmup_steps=round(FIRST * steps))
+        study = optuna.create_study(storage=storage, pruner=pruner, study_name=method, load_if_exists=True)
+        for trial in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
+            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        return study
+
+    def results(self, method: str) -> list[Trial]:
+        """Return the trials so far, in order; those that were stopped do not count."""
+        from optuna.trial import TrialState
+
+        found = self._studies[method].get_trials(deepcopy=False, states=[TrialState.COMPLETE, TrialState.PRUNED])
+        return [
+            Trial(
+                number,
+                trial.user_attrs.get("state", "finished"),
+                dict(trial.params),
+                trial.value if trial.state == TrialState.COMPLETE else None,
+                sorted(trial.intermediate_values.items()),
+                trial.user_attrs.get("seconds", 0.0),
+                trial.user_attrs.get("reason"),
+                trial.user_attrs.get("present", False),
+            )
+            for number, trial in enumerate(found, start=1)
+        ]
+
+    def left(self) -> list[tuple[str, int]]:
+        """Return method and number of each trial to come: one of each method before the next of any."""
+        made = {method: len(self.results(method)) for method in self.methods}
+        return [(method, n) for n in range(1, self.trials + 1) for method in self.methods if n > made[method]]
+
+    def estimate(self) -> float:
+        """Return the seconds of one trial that is not pruned, by the speed of the first method with experts."""
+        config = max((m.config for m in self.methods.values()), key=lambda config: config.model.rule is not None)
+        an_hour = tokens_within(3600, config.model, config.optim, config.train)
+        return float(3600 * costs(config)["tokens"] / an_hour * self.seeds)
+
+    def run(self, console: Console) -> None:
+        """Make the trials that are left. Raises KeyboardInterrupt after a signal; the trial in progress is lost."""
+        start, seconds = time.monotonic(), list[float]()
+        plan = self.left()
+        for place, (method, number) in enumerate(plan):
+            gone = time.monotonic() - start
+            if self.minutes is not None and seconds and gone + fmean(seconds) > 60 * self.minutes:
+                say(console, f"{self.minutes:g} minutes do not suffice for {counted(len(plan) - place, 'more trial')}")
+                return
+            self._read_text(console)
+            before = time.monotonic()
+            name = f"{method} {number}/{self.trials}"
+            status = console.status(name, spinner="line") if console.is_terminal else nullcontext()
+            with status as shown:
+                self._make(method, number, shown)
+            seconds.append(time.monotonic() - before)
+            self.write()
+            self._say_of(console, method, name, fmean(seconds) * (len(plan) - place - 1))
+
+    def _read_text(self, console: Console) -> None:
+        if self._text is None:
+            config = next(iter(self.methods.values())).config
+            with Display(console) as display:
+                self._text = read_text(config.model, config.data, config.train, display)
+            record_corpus(self.record, self._text.corpus, self.folder)
+
+    def _say_of(self, console: Console, method: str, name: str, left: float) -> None:
+        results = self.results(method)
+        trial, best = results[-1], best_of(results)
+        outcome = f"loss {trial.loss:.4f}" if trial.loss is not None else f"{trial.state}: {trial.reason}"
+        told = "" if best is None else f"  (best {best.loss:.4f}, trial {best.trial})"
+        options = "  ".join(f"{option} {show_value(value)}" for option, value in trial.options.items())
+        say(console, f"{name}  {outcome}{told}  {options}  {clock(trial.seconds)}, {clock(left)} left")
+
+    def _make(self, method: str, number: int, shown: Status | None) -> None:
+        """Make one trial and tell its study; if it is stopped, it does not count."""
+        import optuna
+        from optuna.trial import TrialState
+
+        study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
+        # A sampler of its own for each trial, so that a continued study draws what one that never stopped does.
+        study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=RANDOM, constant_liar=False)
+        is_present = number == 1 and len(present) == len(space)
+        if is_present:
+            study.enqueue_trial({name: space[name].drawn(value) for name, value in present.items()})
+        trial = study.ask({name: entry.distribution() for name, entry in space.items()})
+        start = time.monotonic()
+        told: dict[str, Any] = {"present": is_present}
+        state, loss = TrialState.FAIL, None
+        try:
+            try:
+                config = configure({name: space[name].value(drawn) for name, drawn in trial.params.items()})
+            except ValueError as error:
+                state, told = TrialState.PRUNED, told | {"state": "refused", "reason": str(error)}
+            else:
+                loss = fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds))
+                state = TrialState.COMPLETE
+        except optuna.TrialPruned as pruned:
+            state, told = TrialState.PRUNED, told | {"state": "pruned", "reason": str(pruned)}
+        except DivergedError as error:
+            reason = str(error).partition(";")[0]
+            state, told = TrialState.PRUNED, told | {"state": "diverged", "reason": reason}
+        finally:
+            for name, value in (told | {"seconds": time.monotonic() - start}).items():
+                trial.set_user_attr(name, value)
+            study.tell(trial, loss, state=state)
+
+    def _train(
+        self, config: RunConfig, method: str, number: int, seed: int, trial: Asked, shown: Status | None
+    ) -> float:
+        """Return the last validation loss of one run of a trial. Raises TrialPruned and DivergedError."""
+        import optuna
+
+        path = self.folder / method / f"trial_{number:03d}" / f"seed_{SEED + seed}"
+        shutil.rmtree(path, ignore_errors=True)  # left by a trial that was stopped
+        steps = config.train.steps
+        # Only what `train` writes at the end is saved, and removed again.
+        every: dict[str, Any] = {
+            "checkpoint_every": None,
+            "sample_every": None,
+            "core_every": None,
+            "core_bundle": None,
+        }
+        config = replace(config, train=replace(config.train, seed=SEED + seed, **every))
+        losses: list[float] = []
+
+        def validated(step: int, loss: float) -> None:
+            if not math.isfinite(loss):
+                raise DivergedError(f"the validation loss was not finite at step {step}")
+            losses.append(loss)
+            if shown is not None:
+                shown.update(f"{method} {number}/{self.trials}  step {step}/{steps}, loss {loss:.4f}")
+            if seed == 0:
+                trial.report(loss, step)
+                if step < steps and trial.should_prune():
+                    raise optuna.TrialPruned(f"loss {loss:.4f} at step {step} of {steps} is above the median")
+
+        folder = RunFolder.create(path)
+        try:
+            result = train(
+                folder, config.model, config.data, config.optim, config.train, text=self._text, validated=validated
+            )
+        finally:
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+            folder.tokenizer_path.unlink(missing_ok=True)
+        if not result.finished:
+            raise KeyboardInterrupt
+        skipped = [record for record in folder.metrics.read() if record.get("event") == "skipped_step"]
+        if skipped:
+            raise DivergedError(f"{counted(len(skipped), 'step')} skipped, the first since {skipped[0]['reason']}")
+        return losses[-1]
+
+    def fit(self, method: str) -> Fit:
+        """Return the parabolas of the method's numeric options."""
+        return fit_parabolas(self.results(method), scales(self.methods[method].space))
+
+    def write(self) -> None:
+        """Write sweep.json, and best.json of each method with a finished trial."""
+        replace_file(self.folder / SWEEP.file, (to_json(self.result(), indent=2) + "\n").encode())
+        for name, method in self.methods.items():
+            best = best_of(self.results(name))
+            if best is not None:
+                values = {option: method.space[option].value(drawn) for option, drawn in best.options.items()}
+                text = to_json(method.recommend(values), indent=2) + "\n"
+                (self.folder / name).mkdir(exist_ok=True)
+                replace_file(self.folder / name / "best.json", text.encode())
+
+    def result(self) -> dict[str, Any]:
+        """Return the content of sweep.json."""
+        return self.record | {"studies": self._earlier | {name: self._result(name) for name in self._studies}}
+
+    def _result(self, name: str) -> dict[str, Any]:
+        trials, fit, method = self.results(name), self.fit(name), self.methods[name]
+        best = best_of(trials)
+        present = next((trial.loss for trial in trials if trial.present), None)
+        return {
+            "best": None if best is None else best._asdict(),
+            "present": present,
+            "options": {
+                option: {
+                    "space": entry.text,
+                    "scale": scales({option: entry})[option]._asdict() if isinstance(entry, Range) else None,
+                    "best": None if best is None else best.options[option],
+                    "fit": None if (found := fit.parabolas.get(option)) is None else found._asdict(),
+                }
+                for option, entry in method.space.items()
+            },
+            "fitted": {"trials": fit.trials, "residual": fit.residual},
+            "trials": [trial._asdict() for trial in trials],
+        }
+
+    def write_page(self) -> None:
+        """Write sweep.html. Raises ValueError if matplotlib is missing."""
+        write_page(self.folder / "sweep.html", self.result())
+
+
+def open_journal(path: Path) -> JournalStorage:
+    """Return optuna's storage in a file; a line that a killed process left unfinished is cut off.
+
+    Raises ValueError if the file is damaged.
+    """
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    content = path.read_bytes() if path.exists() else b""
+    whole = content[: content.rfind(b"\n") + 1]
+    if whole != content:
+        replace_file(path, whole)
+    try:
+        return JournalStorage(JournalFileBackend(str(path)))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{path}: damaged ({error}); {OTHER_FOLDER}") from error
+
+
+def say(console: Console, text: str) -> None:
+    """Print one line as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

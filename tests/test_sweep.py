@@ -1,0 +1,469 @@
+"""`et sweep`: spaces, trials that repeat, interruptions, flatness of optima, laws over sizes, and one-line errors."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from expert_threshold import sweep
+from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas, fit_power_law
+from expert_threshold.cli import main
+from expert_threshold.cli.run_options import resolve_run
+from expert_threshold.install import install
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import loop
+from expert_threshold.train.state import TrainState
+from small_run import write_text
+
+METHODS = ["dense", "expert_threshold"]
+SPACE = ["--space", "matrix_lr=0.005..0.1:log", "--space", "betas=0.9,0.95|0.8,0.95", "--space", "warmup_steps=0..2"]
+TRIALS = 3
+
+
+def et(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def read(out: Path) -> dict[str, Any]:
+    return dict(json.loads((out / "sweep.json").read_bytes()))
+
+
+def without_seconds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_seconds(item) for key, item in value.items() if key != "seconds"}
+    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A run sets the number of threads of the process; a speed need not be measured."""
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    monkeypatch.setattr(sweep, "tokens_within", lambda *_: 10**7)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    """Options of trials that take no time, with two validations each."""
+    text = write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl")
+    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 2, "--d-model", 32, "--heads", 2]
+    return ["tiny", "--data", text, *sizes, "--num-experts", 4, "--steps", 4, "--eval-every", 2, "--threads", 1]
+
+
+@pytest.fixture(scope="module")
+def command(small: list[object]) -> list[object]:
+    return ["sweep", *small, "--methods", ",".join(METHODS), *SPACE, "--trials", TRIALS]
+
+
+@pytest.fixture(scope="module")
+def finished(command: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three trials of two methods. No test may change it."""
+    pytest.importorskip("optuna", reason="optuna is not installed")
+    out = tmp_path_factory.mktemp("sweep") / "out"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sweep, "tokens_within", lambda *_: 10**7)
+        assert et(*command, "--out", out) == 0
+    return out
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
+    studies = read(finished)["studies"]
+    assert list(studies) == METHODS
+    assert studies["dense"]["options"].keys() == {"matrix_lr", "betas"}  # a dense model has no rule's warmup
+    assert studies["expert_threshold"]["options"].keys() == {"matrix_lr", "betas", "warmup_steps"}
+    for method, study in studies.items():
+        assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3]
+        for trial in study["trials"]:
+            assert trial["state"] == "finished"
+            assert [step for step, _ in trial["curve"]] == [2, 4]
+            assert trial["curve"][-1][1] == trial["loss"]
+            assert 0.005 <= trial["options"]["matrix_lr"] <= 0.1
+            run = RunFolder.open(finished / method / f"trial_{trial['trial']:03d}" / "seed_1000")
+            assert run.section("optim")["matrix_lr"] == trial["options"]["matrix_lr"]
+            assert run.section("train")["seed"] == 1000
+            assert not run.checkpoints()
+        assert study["best"] == min(study["trials"], key=lambda trial: float(trial["loss"]))
+        assert len({trial["options"]["matrix_lr"] for trial in study["trials"]}) == TRIALS
+
+
+def test_the_first_trial_has_the_present_options(finished: Path) -> None:
+    for study in read(finished)["studies"].values():
+        first = study["trials"][0]
+        assert first["present"]
+        assert first["options"]["matrix_lr"] == 0.02
+        assert first["options"]["betas"] == "0.9,0.95"
+        assert study["present"] == first["loss"]
+
+
+def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -> None:
+    for method in METHODS:
+        best = read(finished)["studies"][method]["best"]["options"]
+        config = resolve_run({"preset": "tiny", "config": str(finished / method / "best.json")})
+        assert config.optim.matrix_lr == best["matrix_lr"]
+        assert ",".join(map(str, config.optim.betas)) == best["betas"]
+        assert config.train.steps == 100  # the preset's, not that of the trials
+        assert config.model.d_model == 32
+        if method == "dense":
+            assert config.model.rule is None
+        else:
+            assert config.model.rule is not None
+            assert vars(config.model.rule)["warmup_steps"] == best["warmup_steps"]
+            assert config.model.rule.num_experts == 4
+
+
+def test_a_finished_sweep_is_shown_again_and_trains_nothing(
+    command: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = read(copy)
+    monkeypatch.setattr(sweep, "train", None)
+    assert et(*command, "--out", copy) == 0
+    assert read(copy) == before
+    assert f"{before['studies']['dense']['best']['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_a_method_that_is_left_out_later_keeps_its_results(
+    command: list[object], finished: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "train", None)
+    assert et(*command, "--methods", "expert_threshold", "--out", copy) == 0
+    assert read(copy)["studies"] == read(finished)["studies"]
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in that step, counted over all runs."""
+    train_step, made = loop.train_step, 0
+
+    def interrupted(state: TrainState, status: Any) -> bool:
+        nonlocal made
+        made += 1
+        if made == step:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(state, status)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
+
+
+@pytest.mark.parametrize("step", [2, 4 * 4 + 3], ids=["in the first trial", "in the fifth"])
+def test_a_stopped_sweep_goes_on_and_equals_one_that_never_stopped(
+    step: int,
+    command: list[object],
+    finished: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        interrupt_at(step, patch)
+        assert et(*command, "--out", out) == 130
+    assert "to continue the sweep: et sweep tiny --data" in capfd.readouterr().out
+    assert et(*command, "--out", out) == 0
+    assert without_seconds(read(out)) == without_seconds(read(finished))
+
+
+def test_a_killed_sweep_goes_on_with_the_same_trials(command: list[object], finished: Path, copy: Path) -> None:
+    """The process was killed during the last trial, in the middle of a line of the journal."""
+    journal = copy / sweep.STUDIES
+    lines = journal.read_bytes().splitlines(keepends=True)
+    begun = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]  # trials created
+    journal.write_bytes(b"".join(lines[: begun[-1] + 2]) + lines[begun[-1] + 2][:20])
+    (copy / "sweep.json").write_text(json.dumps(read(copy) | {"studies": {}}))
+    assert et(*command, "--out", copy) == 0
+    assert without_seconds(read(copy)) == without_seconds(read(finished))
+
+
+def test_a_trial_that_diverges_is_recorded_with_its_reason_and_the_others_go_on(
+    small: list[object], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    space = ["--space", "matrix_lr=0.02|1e29", "--space", "head_lr=0.004|1e29"]
+    options = ["--steps", 12, "--trials", 5, *space, "--methods", "token_choice", "--softcap", "none"]
+    assert et("sweep", *small, *options, "--out", out) == 0
+    study = read(out)["studies"]["token_choice"]
+    assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3, 4, 5]
+    diverged = [trial for trial in study["trials"] if trial["state"] == "diverged"]
+    assert diverged
+    assert all(trial["loss"] is None and "finite" in trial["reason"] for trial in diverged)
+    assert study["best"]["options"] == {"matrix_lr": "0.02", "head_lr": "0.004"}
+    assert "diverged" in (out / "sweep.html").read_text()
+
+
+def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "head_lr=1e-4..0.03:log"]
+    assert et("sweep", *small, *options, "--out", out) == 0
+    trials = read(out)["studies"]["token_choice"]["trials"]
+    pruned = [trial for trial in trials if trial["state"] == "pruned"]
+    assert pruned
+    assert all(trial["trial"] > sweep.UNPRUNED for trial in pruned)
+    for trial in pruned:
+        assert trial["loss"] is None
+        assert 0.4 * 8 <= trial["curve"][-1][0] < 8
+
+
+def test_options_that_contradict_each_other_cost_one_trial(small: list[object], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    space = ["--space", "heads=2|4", "--space", "kv_heads=1|4", "--trials", 6]
+    assert et("sweep", *small, *space, "--methods", "dense", "--heads", 4, "--out", out) == 2  # fixed and searched
+    space = ["--space", "d_expert=32|64", "--space", "matrix_lr=0.01..0.02", "--trials", 2]
+    assert et("sweep", *small, *space, "--out", out) == 0
+    assert {trial["state"] for trial in read(out)["studies"]["expert_threshold"]["trials"]} == {"finished"}
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
+    error = capsys.readouterr().err
+    assert code == 2
+    assert error.startswith("et sweep: ")
+    assert error.count("\n") == 1
+    for part in parts:
+        assert part in error
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--space", ""], ["--space", "must not be empty"]),
+        (["--space", "matrix_lr"], ["--space matrix_lr: write NAME=LOW..HIGH"]),
+        (["--space", "matrix_lr="], ["--space matrix_lr=: write NAME=LOW..HIGH"]),
+        (["--space", "matrix_lr=0.1"], ["nothing to search", "two or more"]),
+        (["--space", "matrix_lr=0.1|0.1"], ["nothing to search"]),
+        (["--space", "matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
+        (["--space", "weight_decay=0..0.1:log"], ["must begin above 0"]),
+        (["--space", "matrix_lr=-1..0.1"], ["--space matrix_lr=-1..0.1: expected a number above 0", "not -1"]),
+        (["--space", "matrix_lr=0.01..0.1:lin"], ["scale 'lin' is unknown"]),
+        (["--space", "matrix_lr=a..b"], ["expected a number", "not a"]),
+        (["--space", "matrix_lr=0.1..inf"], ["expected a number", "not inf"]),
+        (["--space", "matrx_lr=0.1..1"], ["matrx_lr is unknown", "did you mean matrix_lr"]),
+        (["--space", "vocab_size=300..400"], ["vocab_size cannot be searched"]),
+        (["--space", "rule=dense|top_p"], ["rule cannot be searched", "--methods"]),
+        (["--space", "schedule=linear..cosine"], ["expected linear or warmup_stable_decay, not cosine"]),
+        (["--space", "head_lr=1..2", "--space", "head-lr=1..3"], ["head_lr is searched twice"]),
+        (["--space", "head_lr=0.1..1", "--head-lr", 0.1], ["--head-lr 0.1", "leave one of them out"]),
+        (["--space", "balance=aux|none"], ["balance=aux|none", "expert_threshold leave open"]),
+        (["--space", "router_lr=0.1..1", "--methods", "dense,relu"], ["no option of method dense", "leave dense out"]),
+        (["--space", "warmup_steps=0..900"], ["--space warmup_steps=0..900", "beyond the run"]),
+        (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
+        (["--trials", 0], ["--trials: expected a whole number of at least 1, not 0"]),
+        (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
+        (["--minutes", 0], ["--minutes", "above 0", "not 0"]),
+        (["--eval-every", "none"], ["--eval-every none"]),
+        (["--seed", 3], ["unknown option --seed"]),
+        (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_made(
+    options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(capsys, et("sweep", *small, *options, "--out", tmp_path / "out"), *parts)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_space_preset_or_length_is_refused_by_name(
+    command: list[object], small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = read(copy)
+    for changed, parts in (
+        (["--seeds", 2], ["seeds=2 differs from 1"]),
+        (["--steps", 8], ["steps=8 differs from 4"]),
+        (["--space", "head_lr=0.1..0.2"], ["space=", "differs from"]),
+    ):
+        refused(capsys, et(*command, *changed, "--out", copy), *parts, "name another --out")
+    arguments = ["d4" if argument == "tiny" else argument for argument in command]
+    refused(capsys, et(*arguments, "--out", copy), "preset='d4' differs from 'tiny'")
+    assert read(copy) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sweep.json"])
+def test_a_folder_that_is_no_sweep_is_refused(
+    name: str, command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text("{}")
+    refused(capsys, et(*command, "--out", tmp_path), str(tmp_path), "name another --out")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_damaged_journal_is_told_in_one_line(
+    command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = copy / sweep.STUDIES
+    journal.write_bytes(b"{ no JSON\n" + journal.read_bytes())
+    refused(capsys, et(*command, "--out", copy), str(journal), "damaged")
+
+
+def test_without_optuna_the_error_names_the_extra(
+    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    refused(capsys, et(*command, "--out", tmp_path / "out"), install("sweep"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_ahead_is_told_before_it_begins(
+    command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et(*command, "--trials", TRIALS + 1, "--out", copy) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ahead = next(line for line in lines if " left, at most " in line)
+    assert "4 trials × 2 methods, each of 4 steps of 64 tokens; 2 left" in ahead
+    trials = [line for line in lines if re.match(r"\w+ 4/4  loss", line)]
+    assert len(trials) == 2
+    assert lines.index(ahead) < lines.index(trials[0])
+    assert all(re.search(r"matrix_lr \S+ .*\d+:\d\d, \d+:\d\d left$", line) for line in trials)
+
+
+def test_no_trial_begins_that_would_end_after_the_minutes(small: list[object], tmp_path: Path) -> None:
+    assert et("sweep", *small, "--minutes", 1e-6, "--methods", "token_choice", "--out", tmp_path / "out") == 0
+    assert (
+        len(read(tmp_path / "out")["studies"]["token_choice"]["trials"]) == 1
+    )  # the first one tells how long they take
+
+
+def trial(number: int, loss: float | None, **options: Any) -> Trial:
+    return Trial(number, "finished" if loss is not None else "pruned", options, loss, [], 1.0, None, False)
+
+
+def planted(count: int = 60, noise: float = 0.0) -> list[Trial]:
+    """Losses 3 + 0.05 (log a/0.02)² + 0.2 (b − 0.5)², far trials worse than any parabola."""
+    random = np.random.default_rng(0)
+    trials = []
+    for number in range(count):
+        a, b = float(np.exp(random.uniform(np.log(0.002), np.log(0.2)))), float(random.uniform(0, 1))
+        loss = 3 + 0.05 * math.log(a / 0.02) ** 2 + 0.2 * (b - 0.5) ** 2 + noise * float(random.standard_normal())
+        trials.append(trial(number, loss if abs(math.log(a / 0.02)) < 1.5 else loss + 1, a=a, b=b))
+    return trials
+
+
+SCALES = {"a": Scale(0.002, 0.2, log=True), "b": Scale(0, 1, log=False)}
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.001])
+def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
+    fit = fit_parabolas(planted(noise=noise), SCALES)
+    a, b = fit.parabolas["a"], fit.parabolas["b"]
+    assert a is not None
+    assert b is not None
+    assert a.optimum == pytest.approx(0.02, rel=1e-6 + 30 * noise)
+    assert b.optimum == pytest.approx(0.5, rel=1e-6 + 30 * noise)
+    reach = math.sqrt(0.005 / 0.05)
+    assert math.log(a.high / a.optimum) == pytest.approx(reach, rel=1e-6 + 50 * noise)
+    assert math.log(a.optimum / a.low) == pytest.approx(reach, rel=1e-6 + 50 * noise)
+    assert b.high - b.optimum == pytest.approx(math.sqrt(0.005 / 0.2), rel=1e-6 + 50 * noise)
+    assert a.loss == pytest.approx(3, abs=1e-9 + 2 * noise)
+
+
+def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
+    def of(losses: Mapping[float, float]) -> Any:
+        return fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())], {"a": SCALES["a"]})
+
+    rates = [0.002 * 1.3**n for n in range(16)]
+    assert of({a: 3 - 0.05 * math.log(a / 0.002) ** 2 for a in rates}).parabolas["a"] is None  # bent the other way
+    assert of({a: 3 + 0.05 * math.log(a / 0.9) ** 2 for a in rates}).parabolas["a"] is None  # beyond the range
+    flat = dict(zip(rates, np.random.default_rng(1).normal(3, 0.01, 16).tolist(), strict=True))
+    assert of(flat).parabolas["a"] is None  # noise
+    assert of(dict.fromkeys(rates[:4], 3.0)) == ({"a": None}, 0, None)  # too few
+    assert fit_parabolas([], {}).trials == 0
+
+
+def test_the_best_trial_is_the_first_of_the_least_loss() -> None:
+    assert best_of([trial(1, None), trial(2, 3.0), trial(3, 2.0), trial(4, 2.0)]) == trial(3, 2.0)
+    assert best_of([trial(1, None)]) is None
+
+
+def sizes() -> list[dict[str, float]]:
+    return [
+        {"d_model": d, "layers": 4, "tokens_per_step": t, "steps": s}
+        for d, t, s in [(64, 1, 9), (128, 1, 9), (256, 1, 9), (64, 2, 9), (256, 2, 5), (128, 2, 7)]
+    ]
+
+
+def test_a_planted_power_law_is_found_with_its_errors() -> None:
+    def value(size: Mapping[str, float]) -> float:
+        return 3 * size["d_model"] ** -0.5 * size["tokens_per_step"] ** 0.3 * size["steps"] ** -0.2
+
+    law = fit_power_law(sizes(), [value(size) for size in sizes()])
+    assert law.exponents == pytest.approx({"d_model": -0.5, "tokens_per_step": 0.3, "steps": -0.2})
+    assert max(map(abs, law.residuals)) < 1e-9
+    assert max(law.errors.values()) < 1e-9
+    assert law.constant == pytest.approx(value(law.references))
+    shaken = fit_power_law(sizes(), [value(size) * (1.1 if n % 2 else 0.9) for n, size in enumerate(sizes())])
+    for name, exponent in law.exponents.items():
+        assert 0 < abs(shaken.exponents[name] - exponent) < 4 * shaken.errors[name]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        (sizes()[:1], "nothing differs"),
+        (sizes()[:1] * 5, "nothing differs"),
+        (sizes()[:2], "2 values are too few for d_model: their exponents need 3"),
+        ([{"d_model": 2.0**n, "layers": 2.0**n} for n in range(6)], "change only together"),
+    ],
+)
+def test_a_law_that_sizes_cannot_show_is_refused(chosen: list[dict[str, float]], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        fit_power_law(chosen, [1.0 + n for n in range(len(chosen))])
+
+
+def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = []
+    for width in (32, 64, 128, 256):
+        record = read(finished)
+        record["options"]["model"]["d_model"] = width
+        for study in record["studies"].values():
+            entry = study["options"]["matrix_lr"]
+            entry["best"], entry["fit"] = 0.02 * (width / 32) ** -0.5, None
+        folder = tmp_path / str(width)
+        folder.mkdir()
+        (folder / "sweep.json").write_text(json.dumps(record))
+        folders.append(folder)
+    out = tmp_path / "laws.json"
+    assert et("sweep", "--fit", *folders, "--out", out) == 0
+    told = capsys.readouterr().out
+    for method in METHODS:
+        assert f"{method} matrix_lr = 0.01" in told
+    assert "^(-0.50 ± 0.00)" in told
+    laws = json.loads(out.read_text())["laws"]
+    assert [law["option"] for law in laws] == ["matrix_lr", "matrix_lr"]  # the only one on a logarithmic range
+    assert laws[0]["exponents"]["d_model"] == pytest.approx(-0.5)
+    refused(capsys, et("sweep", "--fit", *folders[:2]), "dense matrix_lr: 2 values are too few")
+    refused(capsys, et("sweep", "--fit", tmp_path), "not the folder of a sweep")
+    refused(capsys, et("sweep", "--fit"), "FOLDER")
+
+
+def test_the_page_has_a_row_and_figures_for_each_method(command: list[object], copy: Path, drawn: None) -> None:
+    assert et(*command, "--out", copy) == 0
+    page = (copy / "sweep.html").read_text()
+    table = page[page.index("<tbody>") : page.index("</tbody>")]
+    assert re.findall(r"<tr><td>(\w+)</td>", table) == METHODS
+    for method in METHODS:
+        assert f"<h2>{method}</h2>" in page
+    assert page.count("Chart: Loss over each option") == 4  # broad and narrow
+    assert "nan" not in table.lower()
+
+
+def test_without_matplotlib_all_but_the_page_is_written(
+    command: list[object], copy: Path, drawn: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "sweep.html").unlink()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert et(*command, "--out", copy) == 0
+    assert not (copy / "sweep.html").exists()
+    assert install("viz") in capsys.readouterr().out
