@@ -10,12 +10,14 @@ import torch
 
 from expert_threshold.cli import main
 from expert_threshold.integrations.export import export_run, import_folder
+from expert_threshold.model import TRUNKS
 from expert_threshold.routing import Rule
 from expert_threshold.runs import load_model
 from small_run import RULES, small_model, write_run
 
 OPTIONS = {
     "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
+    "trunk": {**TRUNKS["nanochat"], "short_window": 5},
     "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "z_loss": 0.1, "dense_layers": 0},
 }
 

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
-from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
 from processes import run_python
@@ -40,7 +40,13 @@ from expert_threshold.integrations.transformers import ExpertThresholdConfig, Ex
 
 OPTIONS = {"token_choice": {"activation": "swiglu", "shared_experts": 0, "softcap": None}}
 OPTIONS |= {"expert_choice": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0}}
-MODELS = RULES | {"trend": ExpertThreshold(4, 1, warmup_steps=2, decay=0.5, estimator="trend")}
+TRUNK = TRUNKS["nanochat"] | {"windows": "SL", "short_window": 5}
+OPTIONS |= {"trunk": TRUNK, "cached_trunk": TRUNK | {"smear": False, "kv_heads": 1, "value_embeddings": "all"}}
+MODELS = RULES | {
+    "trend": ExpertThreshold(4, 1, warmup_steps=2, decay=0.5, estimator="trend"),
+    "trunk": RULES["expert_threshold"],
+    "cached_trunk": RULES["expert_threshold"],
+}
 PROMPTS = ["the cat sat", "hat", "the mat; the hat of the <|bos|> cat"]
 
 
@@ -96,7 +102,7 @@ def test_logits_equal_ours(folders: dict[str, Path], rule: str) -> None:
     )
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [*RULES, "trunk"])
 def test_loss_and_gradients_equal_ours_under_frozen_routing(folders: dict[str, Path], rule: str) -> None:
     model, reference = load(folders[rule]).train(), ours(folders[rule])
     targets = torch.cat((tokens()[:, 1:], torch.full((3, 1), -1)), 1)
@@ -110,7 +116,7 @@ def test_loss_and_gradients_equal_ours_under_frozen_routing(folders: dict[str, P
         torch.testing.assert_close(gradients[name], weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("rule", ["token_choice", "expert_choice", "expert_threshold"])
+@pytest.mark.parametrize("rule", ["token_choice", "expert_choice", "expert_threshold", "trunk", "cached_trunk"])
 def test_greedy_generation_with_the_cache_writes_our_tokens_alone_and_left_padded(
     folders: dict[str, Path], rule: str
 ) -> None:
@@ -134,9 +140,10 @@ def test_what_a_configuration_leaves_out_is_as_in_our_models() -> None:
     assert {name: getattr(theirs, name) for name in ours} == ours
 
 
+@pytest.mark.parametrize("rule", ["expert_threshold", "trunk"])
 @torch.no_grad()
-def test_left_padding_changes_no_logits(folder: Path) -> None:
-    model = load(folder)
+def test_left_padding_changes_no_logits(folders: dict[str, Path], rule: str) -> None:
+    model = load(folders[rule])
     mask = torch.tensor([[0] * 5 + [1] * 35, [1] * 40, [0] * 39 + [1]])
     padded = model(tokens(), attention_mask=mask).logits
     for row, ids, logits in zip(mask.bool(), tokens(), padded, strict=True):
@@ -376,16 +383,19 @@ def test_follow_takes_no_padding(folder: Path) -> None:
     model.eval()(tokens(), attention_mask=mask)
 
 
-def test_a_model_made_by_configuration_begins_as_the_paper_says() -> None:
+@pytest.mark.parametrize("trunk", [{}, TRUNK], ids=["paper", "nanochat"])
+def test_a_model_made_by_configuration_begins_as_ours(trunk: dict[str, Any]) -> None:
     rule = {"name": "expert_threshold", "num_experts": 4, "experts_per_token": 1, "debias": True}
     sizes = {"layers": 2, "d_model": 64, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64}
-    config = ExpertThresholdConfig(vocab_size=270, context=64, rule=rule, **sizes)
+    config = ExpertThresholdConfig(vocab_size=270, context=64, rule=rule, **sizes, **trunk)
     model = ExpertThresholdForCausalLM(config)
     assert config.num_hidden_layers == 2
-    reference = small_model(ExpertThreshold(4), context=64, **sizes)
+    reference = small_model(ExpertThreshold(4), context=64, **sizes, **trunk)
     reference.init_weights()
     for name, weight in reference.state_dict().items():
         theirs = model.state_dict()[name.replace("head.", "lm_head.") if name == "head.weight" else f"model.{name}"]
         assert theirs.shape == weight.shape
         if weight.is_floating_point() and weight.numel() > 1:
-            assert float(theirs.std()) == pytest.approx(float(weight.std()), rel=0.1), name
+            assert float(theirs.std()) == pytest.approx(float(weight.std()), rel=0.1 if weight.numel() > 99 else 0.5), (
+                name
+            )

@@ -16,6 +16,7 @@ from torch.distributed import FileStore
 
 from expert_threshold.data import DataConfig
 from expert_threshold.distributed import Rendezvous
+from expert_threshold.model import TRUNKS
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -78,6 +79,7 @@ def run(
     config: TrainConfig,
     rendezvous: Rendezvous | None,
     optim: OptimConfig = OPTIM,
+    trunk: str = "paper",
     **options: Any,
 ) -> RunFolder:
     """Train there from the beginning or, if it exists, from its last checkpoint."""
@@ -85,7 +87,8 @@ def run(
     resume = (path / "config.json").exists()
     if rendezvous is None or rendezvous.rank == 0:
         path.mkdir(exist_ok=True)
-    train(folder, tiny(rule), DataConfig(str(corpus)), optim, config, resume=resume, rendezvous=rendezvous, **options)
+    model, data = tiny(rule, **TRUNKS[trunk]), DataConfig(str(corpus))
+    train(folder, model, data, optim, config, resume=resume, rendezvous=rendezvous, **options)
     return folder
 
 
@@ -127,7 +130,8 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
     """A run that goes on in another layout every few steps has the losses of one that never stopped.
 
-    With all of Muon's additions, since they have state, and read weights, that layouts split.
+    With all of Muon's additions, since they have state, and read weights, that layouts split, and with nanochat's
+    trunk, since some of its parameters have fewer rows than there are ranks.
     """
     rule = ExpertThreshold(4, 1, warmup_steps=3, decay=0.9)
     config = replace(CONFIG, steps=24, eval_every=None, checkpoint_every=7)
@@ -142,12 +146,12 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
             store = FileStore(str(folder / f"layout{number}"), ranks)
             rendezvous = Rendezvous(store, rank, ranks, rank, ranks) if ranks > 1 else None
             here = replace(config, sample_every=last if last < config.steps else None, **options)
-            run(folder / "layouts", corpus, rule, here, rendezvous, ADDITIONS, sample=stop)
+            run(folder / "layouts", corpus, rule, here, rendezvous, ADDITIONS, "nanochat", sample=stop)
         if rank == 0:
             turns.set(str(number), "")
         turns.wait([str(number)])
     if rank == 0:
-        one = run(folder / "layouts_alone", corpus, rule, config, None, ADDITIONS)
+        one = run(folder / "layouts_alone", corpus, rule, config, None, ADDITIONS, "nanochat")
         assert_same(RunFolder(folder / "layouts"), one, 1e-5)
 
 

@@ -39,10 +39,6 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     _require_free(to, "--to")
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
-    if beyond := model.config.beyond_the_paper():
-        raise ValueError(
-            f"{path}: its trunk has {', '.join(beyond)}, which cannot be exported yet; keep the run folder"
-        )
     place = Path(os.path.realpath(to))  # a link cannot be replaced by a folder; its target can
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
@@ -161,8 +157,9 @@ def _ids(bos: int) -> dict[str, int]:
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Disable the cache for a rule that looks at earlier tokens: transformers' caches do not hold scores."""
-    return {} if config.rule is None or config.rule.scope(training=False) == "token" else {"use_cache": False}
+    """Disable the cache where more than keys and values is needed of earlier tokens: scores, or smear's embedding."""
+    by_token = config.rule is None or config.rule.scope(training=False) == "token"
+    return {} if by_token and not config.smear else {"use_cache": False}
 
 
 def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:

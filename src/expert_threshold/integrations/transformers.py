@@ -102,10 +102,26 @@ class ExpertThresholdConfig(PreTrainedConfig):
             self.rule = {"name": "dense"}
         super().__post_init__(**kwargs)
 
+    def has_value_embedding(self, layer: int) -> bool:
+        """Return True if the layer has a table of value embeddings."""
+        alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
+        return alternates or self.value_embeddings == "all"
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens before its own that a token sees in the layer; None for all."""
+        if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
+            return None
+        return 128 * -(-self.context // 512) if self.short_window is None else self.short_window
+
 
 def norm(x: Tensor) -> Tensor:
     """Parameter-free RMSNorm over the last dimension."""
     return F.rms_norm(x, (x.shape[-1],))
+
+
+def within(window: int) -> Callable[[int, int, int, int], bool]:
+    """Return the mask (batch, head, query, key) of keys at most `window` before the query."""
+    return lambda batch, head, query, key: key >= query - window
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -116,6 +132,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LastLinear(nn.Linear):
     """A linear layer that is initialized to zero."""
+
+
+class ValueEmbedding(nn.Embedding):
+    """A table of values, initialized like what projects them."""
+
+
+class Gate(nn.Linear):
+    """A linear layer of the first channels of its input; it is initialized to small positive weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[..., : self.in_features])
 
 
 class Attention(nn.Module):
@@ -132,20 +159,36 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
         self.output = LastLinear(config.heads * self.head_dim, config.d_model, bias=False)
+        self.value_embed: nn.Embedding | None = None
+        if config.has_value_embedding(layer):
+            self.value_embed = ValueEmbedding(config.vocab_size, config.kv_heads * self.head_dim)
+            self.value_gate = Gate(min(12, config.d_model), config.kv_heads, bias=False)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Cache | None, **kwargs: Any
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cache: Cache | None,
+        tokens: Tensor | None,
+        **kwargs: Any,
     ) -> Tensor:
-        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2)."""
+        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens: (batch, time) or None."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
+        if self.value_embed is not None:
+            if tokens is None:
+                raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
+            gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
+            v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, sdpa_attention_forward)
-        y, _ = attend(self, q, k, v, mask, scaling=self.head_dim**-0.5, **kwargs)
+        y, _ = attend(self, q, k, v, mask, scaling=self.config.qk_scale**2 * self.head_dim**-0.5, **kwargs)
         output: Tensor = self.output(y.flatten(2))
         return output
 
@@ -278,6 +321,15 @@ def _sources(rule: dict[str, Any]) -> dict[str, str]:
     return {"modeling_expert_threshold.py": here.read_text(encoding="utf-8"), **rule_source.rule_files(made)}
 
 
+STARTS = {
+    "residual_scalars": (1.15, 1.05),
+    "skip_scalars": (0.20, 0.05),
+    "backout_scalar": (0.2, 0.2),
+    "smear_scalar": (0.0, 0.0),
+}
+"""The first and the last of a parameter's numbers before training."""
+
+
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
     """The base of both models below."""
 
@@ -300,8 +352,15 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize as the paper does (Appendix C): the ends of residual branches, and the head, start at zero."""
         for name, weight in module.named_parameters(recurse=False):
+            if name in STARTS:
+                init.copy_(weight, torch.linspace(*STARTS[name], len(weight)))
+                continue
             d_out, d_in = weight.shape[-2:]
-            if isinstance(module, LastLinear) or name == "down":
+            if isinstance(module, Gate):
+                init.uniform_(weight, 0, 0.02)
+            elif isinstance(module, ValueEmbedding):
+                init.uniform_(weight, -((3 / d_in) ** 0.5), (3 / d_in) ** 0.5)
+            elif isinstance(module, LastLinear) or name == "down":
                 init.zeros_(weight)
             elif isinstance(module, nn.Embedding):
                 init.normal_(weight)
@@ -323,6 +382,15 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
         routers = [module for module in self.modules() if isinstance(module, Router)]
         self.routes_by_token = all(router.routing.scope(training=False) == "token" for router in routers)
+
+        def scalars(count: int, there: bool) -> nn.Parameter | None:
+            return nn.Parameter(torch.empty(count)) if there else None
+
+        self.residual_scalars = scalars(config.layers, config.residual_scalars)
+        self.skip_scalars = scalars(config.layers, config.skip_scalars)
+        self.backout_scalar = scalars(1, config.backout)
+        self.smear_scalar = scalars(1, config.smear)
+        self.smear_gate = Gate(min(24, config.d_model), 1, bias=False) if config.smear else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -346,29 +414,56 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             if past_key_values is not None or (attention_mask is not None and not attention_mask.all()):
                 raise ValueError("the routing rule looks at whole sequences; pass use_cache=False, and no padding")
             use_cache = False
+        if self.smear_gate is not None:  # no cache holds the previous token's embedding
+            if past_key_values is not None:
+                raise ValueError("smear reads the previous token's embedding; pass use_cache=False")
+            use_cache = False
         if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = past + torch.arange(embedded.shape[1], device=embedded.device)[None]
-        mask = create_causal_mask(
-            config=self.config,
-            inputs_embeds=embedded,
-            attention_mask=attention_mask,
-            past_key_values=past_key_values,
-            position_ids=position_ids,
-        )
-        x = norm(embedded)
+        windows = [self.config.window(layer) for layer in range(self.config.layers)]
+        masks = {
+            window: create_causal_mask(
+                config=self.config,
+                inputs_embeds=embedded,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                and_mask_function=None if window is None else within(window),
+            )
+            for window in set(windows)
+        }
+        x = start = self.smeared(norm(embedded), attention_mask)
         cos, sin = self.rotary(position_ids, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask, past_key_values, **kwargs)
+        middle = x
+        for layer, block in enumerate(self.blocks):
+            if self.residual_scalars is not None:
+                x = self.residual_scalars[layer].to(x) * x
+            if self.skip_scalars is not None:
+                x = x + self.skip_scalars[layer].to(x) * start.to(x.device)
+            x = block(x, cos, sin, masks[windows[layer]], past_key_values, input_ids, **kwargs)
+            if layer == self.config.layers // 2:
+                middle = x
+        if self.backout_scalar is not None:
+            x = x - self.backout_scalar.to(x) * middle.to(x.device)
         return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
+
+    def smeared(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows."""
+        if self.smear_gate is None:
+            return x
+        assert self.smear_scalar is not None
+        seen = x if attention_mask is None else x * attention_mask[..., None].to(x)
+        gates = self.smear_scalar.to(x) * self.smear_gate(x).sigmoid()
+        return x + gates * F.pad(seen[:, :-1], (0, 0, 1, 0))
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (batch, 1, time, head_dim / 2) of positions (batch, time)."""
         head_dim = self.config.d_model // self.config.heads
         steps = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32)
-        angles = position_ids[:, None, :, None] * 10_000.0 ** (-steps / head_dim)
+        angles = position_ids[:, None, :, None] * self.config.rotary_base ** (-steps / head_dim)
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
