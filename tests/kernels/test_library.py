@@ -117,6 +117,20 @@ def test_what_others_may_write_is_not_loaded(
 
 
 @NEEDS_COMPILER
+def test_nothing_is_loaded_from_below_a_folder_in_which_everyone_may_rename(
+    source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library's own folder was looked at alone, and could be exchanged between the look and the load."""
+    assert build.load(source, [], build.FLAGS, []) is not None
+    extensions = source.parent / "extensions"
+    extensions.chmod(0o777)
+    assert build.load(source, [], build.FLAGS, []) is None
+    assert f"{extensions} is writable by everyone" in capfd.readouterr().err
+    extensions.chmod(0o1777)  # as /tmp, where only the owner may rename
+    assert build.load(source, [], build.FLAGS, []) is not None
+
+
+@NEEDS_COMPILER
 def test_nothing_is_built_in_a_folder_of_others(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

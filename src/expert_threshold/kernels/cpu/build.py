@@ -74,6 +74,9 @@ def _build(source: Path, includes: list[Path], flags: list[str], libraries: list
     target = Path(extensions).expanduser() / "expert_threshold" / f"{name}.so"
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _require_ours(target.parent)
+    for above in target.parent.resolve().parents:
+        if above.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+            raise OSError(f"{above} is writable by everyone, who may replace what is in it; run: chmod o-w {above}")
     if target.exists():
         _require_ours(target)
     else:

@@ -1,8 +1,8 @@
 // Operators of torch in C++, by its stable ABI: its headers compile in a third of the time that torch/library.h takes.
 //
-// `kernels/operator.py` defines an operator by a Python function's signature. A file here implements it by a function
-// with the same parameters in the same order; torch checks calls against the signature, and how many parameters there
-// are, but not the types of those in C++.
+// `kernels/operator.py` defines an operator by a Python function's signature. A source here implements it by a function
+// with the same parameters in the same order. Torch checks every call against the signature, and the number of
+// parameters; tests/kernels/test_operators.py compares their types.
 
 #pragma once
 

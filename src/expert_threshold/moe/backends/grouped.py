@@ -91,7 +91,18 @@ def form_groups(loads: list[int], hidden: int) -> list[Group]:
 
 
 class Packing(NamedTuple):
-    """The indices of gather and sum. A pair is a token and one of its experts, ordered by expert, then token."""
+    """The indices of gather and sum. A pair is a token and one of its experts, ordered by expert, then token.
+
+    Say token 0 goes to experts 0 and 1, token 1 to expert 0, token 2 to expert 1, and token 3 to both, so that expert 0
+    has the tokens 0, 1, 3 and expert 1 the tokens 0, 2, 3. With a group of both experts, four slots each:
+
+        pair      0  2  6  1  5  7
+        token     0  1  3  0  2  3
+        slot      0  1  2  4  5  6         slots 3 and 7 are padding
+        of_slot   0  1  2  3  3  4  5  6   slot 3 lies in [3, 3), which has no pair, and slot 7 begins at the end
+        by_token  0  3  1  4  2  5         pairs 0 and 3 belong to token 0, pair 1 to token 1, …
+        of_token  0  2  3  4
+    """
 
     pair: Tensor  # (pairs,) token · experts + expert
     token: Tensor  # (pairs,)
