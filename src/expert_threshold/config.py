@@ -11,7 +11,7 @@ from .data.public import FINEWEB_EDU
 from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
 from .option import did_you_mean, require_valid
-from .recipes import RECIPES, Recipe, in_proportion, intervals
+from .recipes import RECIPES, in_proportion, intervals
 from .routing import DENSE, RULES, Rule, option_names, rule_from_dict
 from .train import TrainConfig
 
@@ -27,7 +27,6 @@ class Preset:
 
     train: Options
     optim: Options = field(default_factory=dict)
-    rule: Options = field(default_factory=dict)  # options that a rule lacks are skipped
 
 
 # All but the smallest train on 54 tokens per active parameter, like d12.
@@ -150,23 +149,6 @@ def scaled_model(base: Options, changes: Options) -> dict[str, Any]:
     return {**sizes, **changes}
 
 
-def recipe_named(name: str) -> Recipe:
-    """Return the recipe of that name. Raises ValueError if there is none."""
-    if name not in RECIPES:
-        raise ValueError(f"recipe {name!r} is unknown; {did_you_mean(name, RECIPES)}")
-    return RECIPES[name]
-
-
-def recipe_sections(recipe: Recipe, preset: str) -> dict[str, Options]:
-    """Return what a recipe changes in a preset but for rule and optimizer; the data too if the preset is its own."""
-    base = RUNS[preset].train
-    return {
-        "model": recipe.model,
-        "train": recipe.options_of_batch(base["batch_size"], base.get("accumulation", 1)),
-        "data": {"source": FINEWEB_EDU} if preset == recipe.preset else {},
-    }
-
-
 def scheduled(base: Options, given: Options, context: int, tokens: int | None, of_paper: bool) -> TrainConfig:
     """Return the training options for a budget of tokens, or for steps. Raises ValueError for less than one batch.
 
@@ -209,42 +191,45 @@ def resolve(
     tokens: int | None = None,
     rescale: bool = False,
 ) -> RunConfig:
-    """Return the run of a preset, overridden by a recipe, then by a file, then by the arguments.
+    """Return the run of a preset, changed by a recipe, then by a file, then by the other arguments.
 
-    file: sections of a config.json. changes: the same, without a rule. rule_options: the options of the rule; if the
-    file has a different rule, only the numbers of experts and of experts per token are taken from it. tokens: the
+    file: sections of a config.json. changes: the same, without a rule. rule: its name; of a recipe's or a file's other
+    rule only the numbers of experts and of experts per token stay. rule_options: the options of the rule. tokens: the
     budget, in place of steps; with it or with a recipe, intervals are in proportion to the run. rescale: the file
     belongs to another run, so options that its rule scales to the length of a run are computed anew.
     Raises ValueError for unknown names and for values that cannot train.
     """
     if preset not in RUNS:
         raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")
-    file = {} if file is None else file
-    check_changes(file)
-    base, made_by = RUNS[preset], None if recipe is None else recipe_named(recipe)
-    below = {} if made_by is None else recipe_sections(made_by, preset)
+    if recipe is not None and recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r} is unknown; {did_you_mean(recipe, RECIPES)}")
+    base, made_by = RUNS[preset], None if recipe is None else RECIPES[recipe]
+    layers = [file or {}, changes or {}]
+    check_changes(layers[0])
+    if made_by is not None:
+        batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
+        data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
+        layers.insert(0, {"model": made_by.model, "train": batch, "data": data})
     given = {
-        section: {**below.get(section, {}), **file.get(section, {}), **(changes or {}).get(section, {})}
+        section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
         for section in SECTIONS
     }
 
-    in_file = dict(given["model"].pop("rule", {}))
+    below = dict(given["model"].pop("rule", {}))
     sizes = scaled_model(PRESETS[preset], given["model"])
     train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=made_by is not None)
-    of_recipe = {} if made_by is None else made_by.options_of_optim(train.steps)
-    if made_by is not None and not in_file:
-        in_file = dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
-    name_in_file = in_file.pop("name", None)
-    name = rule or name_in_file or DEFAULT_RULE
-    known = option_names(name)
-    if name != name_in_file:
-        in_file = {k: v for k, v in in_file.items() if k in SHARED_RULE_OPTIONS and k in known}
+    if made_by is not None:
+        below = below or dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
+        given["optim"] = made_by.options_of_optim(train.steps) | given["optim"]
+    name_below = below.pop("name", None)
+    name = rule or name_below or DEFAULT_RULE
+    if name != name_below:
+        below = {k: v for k, v in below.items() if k in SHARED_RULE_OPTIONS and k in option_names(name)}
     elif rescale and name != DENSE:
-        in_file |= RULES[name].scaled(train.steps, in_file)
-    own = {k: v for k, v in base.rule.items() if k in known}
+        below |= RULES[name].scaled(train.steps, below)
     return RunConfig(
-        model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(own | in_file | dict(rule_options or {})))),
+        model=GPTConfig(**sizes, rule=scaled_rule(name, train.steps, **(below | dict(rule_options or {})))),
         data=DataConfig(**given["data"]),
-        optim=scaled_optim(train.steps, **(dict(base.optim) | of_recipe | given["optim"])),
+        optim=scaled_optim(train.steps, **(dict(base.optim) | given["optim"])),
         train=train,
     )
