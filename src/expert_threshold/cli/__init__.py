@@ -6,7 +6,7 @@ import errno
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .. import __version__
@@ -105,20 +105,23 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  et {name:{width}}  {entry.summary}" for name, entry in COMMANDS.items()]
+    about = "Mixture-of-experts language models with Expert Threshold routing."
+    summaries = {name: entry.summary for name, entry in COMMANDS.items()}
+    return f"{overview('et', 'COMMAND', about, summaries)}\n\nwords:\n{as_text()}"
+
+
+def overview(prog: str, metavar: str, about: str, summaries: Mapping[str, str]) -> str:
+    """Return the help of a command that has others below it, with a line for each."""
+    width = max(map(len, summaries))
     return "\n".join(
         [
-            "usage: et COMMAND [OPTIONS]",
+            f"usage: {prog} {metavar} [OPTIONS]",
             "",
-            "Mixture-of-experts language models with Expert Threshold routing.",
+            about,
             "",
-            *lines,
+            *(f"  {prog} {name:{width}}  {summary}" for name, summary in summaries.items()),
             "",
-            "et COMMAND --help shows every option with its default.",
-            "",
-            "words:",
-            as_text(),
+            f"{prog} {metavar} --help shows every option with its default.",
         ]
     )
 

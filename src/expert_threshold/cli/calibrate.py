@@ -62,10 +62,10 @@ def run(arguments: Sequence[str]) -> None:
     assert rule is not None
     corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
 
-    told = Progress(Console(stderr=True), options["run"])
-    held_out = pack(corpus, tokenizer, "validation", told.task("tokenizing text for the loss"))
+    shown = Progress(Console(stderr=True), options["run"])
+    held_out = pack(corpus, tokenizer, "validation", shown.task("tokenizing text for the loss"))
     tokens = (
-        pack(corpus, tokenizer, "train", told.task("tokenizing"))
+        pack(corpus, tokenizer, "train", shown.task("tokenizing"))
         if corpus.parts is None
         else corpus.parts("train", tokenizer)
     )
@@ -73,7 +73,7 @@ def run(arguments: Sequence[str]) -> None:
     batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
 
     def measure(what: str, **how: Any) -> Validation:
-        progress = told.task(what)
+        progress = shown.task(what)
         return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
 
     found = {}
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> None:
     if trained.looks_ahead and len(held_out) > pooled * model.config.context:
         found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
     found["cutoffs before"] = measure("loss before")
-    counted = told.task("calibrating")
+    counted = shown.task("calibrating")
     calibrate(
         model,
         islice(loader, batches),

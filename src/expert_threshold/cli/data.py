@@ -24,6 +24,7 @@ from ..install import et
 from ..option import Count, did_you_mean
 from ..runs.lock import exclusive
 from ..train.log import Display, clock
+from . import overview
 from .options import HELP_FLAGS, Command, Option, parse
 
 Given = Mapping[str, Any]
@@ -51,7 +52,8 @@ def run(arguments: Sequence[str]) -> None:
         raise ValueError(f"name a subcommand: {', '.join(ENTRIES)}; see et data --help")
     name, *rest = arguments
     if name in HELP_FLAGS:
-        print(_help())
+        about = "Get text to train on, a tokenizer, and the questions of CORE."
+        print(overview("et data", "WHAT", about, {name: entry.summary for name, entry in ENTRIES.items()}))
         return
     if name not in ENTRIES:
         raise ValueError(f"unknown subcommand {name}; {did_you_mean(name, ENTRIES)}")
@@ -65,21 +67,6 @@ def run(arguments: Sequence[str]) -> None:
     with Display(console) as display:
         text = entry.run(values, display)
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _help() -> str:
-    width = max(map(len, ENTRIES))
-    return "\n".join(
-        [
-            "usage: et data WHAT [OPTIONS]",
-            "",
-            "Get text to train on, a tokenizer, and the questions of CORE.",
-            "",
-            *(f"  et data {name:{width}}  {entry.summary}" for name, entry in ENTRIES.items()),
-            "",
-            "et data WHAT --help shows every option with its default.",
-        ]
-    )
 
 
 @contextlib.contextmanager

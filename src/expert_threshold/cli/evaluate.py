@@ -141,12 +141,12 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     for path, folder in folders.items():
         step = folder.load_checkpoint(options["step"], parts=()).step
         model, tokenizer = load_model(path, step, device, dtype)
-        told = Progress(Console(stderr=True), path)
+        shown = Progress(Console(stderr=True), path)
         corpus = validation_text(folder)
         enough = None if options["eval_tokens"] is None else options["eval_tokens"] + model.config.context
-        tokens = pack(corpus, tokenizer, "validation", told.task("validation, tokenizing"), max_tokens=enough)
+        tokens = pack(corpus, tokenizer, "validation", shown.task("validation, tokenizing"), max_tokens=enough)
         points = measure_rates(
-            model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=told.task("rates")
+            model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=shown.task("rates")
         )
         rule = model.config.rule
         assert rule is not None
@@ -272,12 +272,12 @@ class Run(NamedTuple):
         batch = batch_size * self.model.config.context
         # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
-        told = self.progress.task(f"{what}, tokenizing")
-        tokens = pack(corpus, self.tokenizer, "validation", told, max_tokens=enough)
+        progress = self.progress.task(f"{what}, tokenizing")
+        tokens = pack(corpus, self.tokenizer, "validation", progress, max_tokens=enough)
 
         def measure(what: str, max_tokens: int | None, **options: Any) -> Validation:
-            told = self.progress.task(what)
-            return evaluate(self.model, tokens, self.tokenizer, max_tokens=max_tokens, progress=told, **options)
+            progress = self.progress.task(what)
+            return evaluate(self.model, tokens, self.tokenizer, max_tokens=max_tokens, progress=progress, **options)
 
         causal = measure(what, eval_tokens)
         self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")

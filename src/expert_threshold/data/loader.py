@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .sources import Corpus, Split
-from .stream import Blocks, Stream, Whole, shuffled
+from .stream import Stream, Whole, shuffled
 from .tokenizer import Tokenizer
 from .tokens import THREADS, Ids, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
@@ -172,7 +172,7 @@ class Loader(Iterator[Batch]):
         self._rank = rank
         self._ranks = ranks
         self._now: tuple[tuple[int, int], _Rows] | None = None
-        self._blocks: Blocks
+        self._blocks: Whole | Stream
         if isinstance(tokens, Tokens):
             if len(tokens) <= context:
                 raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,24 +27,8 @@ def shuffled(count: int, *seed: int) -> npt.NDArray[np.int64]:
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable")
 
 
-class Blocks(Protocol):
-    """A split's documents by block, the same on every rank."""
-
-    skipped: list[str]
-    """A line for each damaged part that was skipped, until the caller takes it."""
-
-    def count(self, epoch: int) -> int:
-        """Return the number of blocks in that epoch."""
-
-    def load(self, epoch: int, block: int) -> Tokens:
-        """Return a block; any may be requested, and the next one in order is prefetched."""
-
-    def close(self) -> None:
-        """Release resources; no more blocks may be loaded."""
-
-
 class Whole:
-    """A split in memory, as one block."""
+    """A split in memory, as one block, with the methods of a `Stream`."""
 
     def __init__(self, tokens: Tokens) -> None:
         self.skipped: list[str] = []
@@ -65,7 +49,8 @@ class Stream:
 
     threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
     the tokens to the others when a block begins; None reads everything here. Neither changes a block's contents.
-    skip_damaged: skip unreadable parts and list them in `skipped`; otherwise they raise ValueError on all ranks.
+    skip_damaged: skip unreadable parts and list them in `skipped`, until the caller takes them; otherwise they raise
+    ValueError on all ranks.
     """
 
     def __init__(
@@ -90,9 +75,11 @@ class Stream:
         self._ahead: dict[tuple[int, int], list[Future[Tokens]]] = {}
 
     def count(self, epoch: int) -> int:
+        """Return the number of blocks in that epoch, the same on every rank."""
         return len(self._layout(epoch))
 
     def load(self, epoch: int, block: int) -> Tokens:
+        """Return a block; any may be requested, and the next ones in order are prefetched."""
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)
@@ -104,6 +91,7 @@ class Stream:
         return share_out(share, fault, self._group)
 
     def close(self) -> None:
+        """End the threads; no more blocks may be loaded."""
         self._forget()
         self._pool.shutdown(wait=False, cancel_futures=True)
 

@@ -84,7 +84,7 @@ def id_type(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def no_tokens(dtype: np.dtype[np.unsignedinteger[Any]]) -> Tokens:
-    """No documents."""
+    """Return the tokens of no documents."""
     return Tokens(np.empty(0, dtype), np.zeros(1, np.int64), 0)
 
 
