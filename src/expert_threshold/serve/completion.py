@@ -8,7 +8,6 @@ fields are ours: `top_k`, and `rate`, routed experts per token in this request's
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Sequence
@@ -32,6 +31,29 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
 }
 """OpenAI's fields that are known but not supported, with the neutral values that are accepted."""
+
+
+class Range(NamedTuple):
+    """The numbers that a field takes. default: of a field that is absent or null."""
+
+    kind: type[int] | type[float]
+    least: float
+    most: float
+    default: float | None = None
+
+
+def ranges(limits: Limits, context: int, dial: float | None) -> dict[str, Range]:
+    """Return the ranges of all fields that are numbers. dial: the largest rate; None where the rate is fixed."""
+    found = {
+        "n": Range(int, 1, limits.n, 1),
+        "max_tokens": Range(int, 0, min(limits.output_tokens or context, context), MAX_TOKENS),
+        "temperature": Range(float, 0, 2, 1),
+        "top_p": Range(float, 0, 1, 1),
+        "top_k": Range(int, 1, SEEDS - 1),
+        "seed": Range(int, -SEEDS, SEEDS - 1),
+        "logprobs": Range(int, 0, limits.logprobs),
+    }
+    return found if dial is None else found | {"rate": Range(float, 0, dial)}
 
 
 class Completion(NamedTuple):
@@ -63,43 +85,42 @@ def _shift(seed: int | None, by: int) -> int | None:
 class Parser:
     """Parses request bodies. Whatever is wrong with a body raises an ApiError with a status below 500.
 
-    dial: the largest rate, or None for a model whose rate is fixed.
+    dial: as in `ranges`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits, dial: float | None = None
     ) -> None:
-        self.tokenizer, self.context, self.models, self.limits, self.dial = tokenizer, context, models, limits, dial
+        self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
+        self.ranges = ranges(limits, context, dial)
 
     def __call__(self, body: bytes) -> Completion:
         fields = Fields(read_object(body))
         limits = self.limits
         model = self._model(fields)
         prompts, opened = self._prompts(fields)
-        n = fields.integer("n", 1, 1, limits.n)
+        numbers = {name: fields.number(name, allowed) for name, allowed in self.ranges.items()}
+        n, max_tokens, top_p = numbers["n"], numbers["max_tokens"], numbers["top_p"]
         if len(prompts) * n > limits.texts:
             message = f"{len(prompts)} prompts times n={n} are more than the {limits.texts} texts a request may ask for"
             raise ApiError(400, message, param="n" if len(prompts) <= limits.texts else "prompt", code="too_many_texts")
-        echo = fields.flag("echo")
-        max_tokens = fields.integer("max_tokens", MAX_TOKENS, 0, limits.output_tokens or self.context)
-        temperature = fields.number("temperature", 1.0, 0, 2)
-        top_p = fields.number("top_p", 1.0, 0, 1)
-        seed = fields.optional_integer("seed", -SEEDS, SEEDS - 1)
-        logprobs = fields.optional_integer("logprobs", 0, limits.logprobs)
         request = Request(
             prompt=(),
             max_tokens=max_tokens,
-            temperature=temperature if top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
-            top_k=fields.optional_integer("top_k", 1, SEEDS - 1),
+            temperature=numbers["temperature"] if top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
+            top_k=numbers["top_k"],
             top_p=top_p or 1.0,
-            seed=_shift(seed, 0),
+            seed=_shift(numbers["seed"], 0),
             stop=self._stop(fields),
-            tops=logprobs or 0,
-            echo=echo,
-            rate=self._rate(fields),
+            tops=numbers["logprobs"] or 0,
+            echo=fields.flag("echo"),
+            rate=numbers.get("rate"),
         )
         stream = fields.flag("stream")
         include_usage = self._include_usage(fields, stream)
+        if "rate" not in self.ranges and (rate := fields.take("rate")) is not None:
+            must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
+            raise invalid("rate", rate, must, code="unsupported")
         for name, idle in (IDLE | {"best_of": (1, n)}).items():
             value = fields.take(name)
             if value is not None and not any(value == v and type(value) is not bool for v in idle):
@@ -108,7 +129,7 @@ class Parser:
             raise ApiError(400, "user must be a string", param="user", code="invalid_type")
         fields.require_no_more()
         self._require_room(prompts, max_tokens)
-        return Completion(model, prompts, opened, n, stream, include_usage, logprobs, request)
+        return Completion(model, prompts, opened, n, stream, include_usage, numbers["logprobs"], request)
 
     def _model(self, fields: Fields) -> str:
         model = fields.take("model")
@@ -139,15 +160,6 @@ class Parser:
                 if not 0 <= token < self.tokenizer.vocab_size:
                     raise invalid("prompt", token, f"is no token id; they are 0 to {self.tokenizer.vocab_size - 1}")
         return tuple(map(tuple, value)), False
-
-    def _rate(self, fields: Fields) -> float | None:
-        if self.dial is not None:
-            return fields.optional_number("rate", 0, self.dial)
-        value = fields.take("rate")
-        if value is not None:
-            must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
-            raise invalid("rate", value, must, code="unsupported")
-        return None
 
     def _stop(self, fields: Fields) -> tuple[str, ...]:
         value = fields.take("stop")
@@ -240,33 +252,17 @@ class Fields:
             raise invalid(self._prefix + name, value, "must be true or false", code="invalid_type")
         return bool(value)
 
-    def optional_integer(self, name: str, least: int, most: int) -> int | None:
+    def number(self, name: str, allowed: Range) -> Any:
+        """Return a number of the allowed kind and range, or the default."""
         value = self.take(name)
         if value is None:
-            return None
-        if type(value) is not int:
-            raise invalid(name, value, "must be a whole number", code="invalid_type")
-        if not least <= value <= most:
-            raise invalid(name, value, f"must be from {least} to {most}", code="out_of_range")
-        return value
-
-    def integer(self, name: str, default: int, least: int, most: int) -> int:
-        value = self.optional_integer(name, least, most)
-        return default if value is None else value
-
-    def number(self, name: str, default: float, least: float, most: float) -> float:
-        value = self.optional_number(name, least, most)
-        return default if value is None else value
-
-    def optional_number(self, name: str, least: float, most: float) -> float | None:
-        value = self.take(name)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise invalid(name, value, "must be a number", code="invalid_type")
-        if not (least <= value <= most and math.isfinite(value)):
-            raise invalid(name, value, f"must be from {least} to {most}", code="out_of_range")
-        return float(value)
+            return allowed.default
+        if isinstance(value, bool) or not isinstance(value, int | allowed.kind):
+            must = "must be a whole number" if allowed.kind is int else "must be a number"
+            raise invalid(name, value, must, code="invalid_type")
+        if not allowed.least <= value <= allowed.most:
+            raise invalid(name, value, f"must be from {allowed.least} to {allowed.most}", code="out_of_range")
+        return allowed.kind(value)
 
     def require_no_more(self) -> None:
         for name in self._left:
@@ -360,10 +356,6 @@ class Choice:
             return self.tokenizer.decode_bytes([token]).decode("utf-8")
         except UnicodeDecodeError:
             return None
-
-
-def models_body(models: Sequence[str], created: int) -> dict[str, Any]:
-    return {"object": "list", "data": [model_body(model, created) for model in models]}
 
 
 def model_body(model: str, created: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from ..generate.engine import Request, Step, TokenRouting, largest_rate
 from ..glossary import as_html
 from ..model import GPT
 from ..moe import Router
-from .completion import Fields, read_object
+from .completion import SEEDS, Fields, Range, read_object
 from .errors import ApiError
 from .hosts import host_name
 from .limits import Limits
@@ -150,7 +150,7 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
         raise ApiError(400, "text must be a string", param="text", code="invalid_type")
     context = run.model.config.context
     prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
-    max_tokens = fields.integer("max_tokens", 0, 0, limits.output_tokens or context)
+    max_tokens = fields.number("max_tokens", Range(int, 0, limits.output_tokens or context, 0))
     most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
     if len(prompt) > most:
         message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} takes {most}; shorten it"
@@ -158,13 +158,13 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     request = Request(
         prompt,
         max_tokens,
-        temperature=fields.number("temperature", 0.8, 0, 2),
-        top_k=fields.optional_integer("top_k", 1, 2**63 - 1),
-        seed=fields.optional_integer("seed", 0, 2**63 - 1),
+        temperature=fields.number("temperature", Range(float, 0, 2, 0.8)),
+        top_k=fields.number("top_k", Range(int, 1, SEEDS - 1)),
+        seed=fields.number("seed", Range(int, 0, SEEDS - 1)),
         tops=TOPS,
         echo=True,
         record=True,
-        rate=fields.optional_number("rate", 0, math.inf),
+        rate=fields.number("rate", Range(float, 0, INFINITE)),  # the model checks it
     )
     fields.require_no_more()
     try:
@@ -226,15 +226,12 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
         return Response(text, media_type=TYPES[".html"], headers=HEADERS)
 
     async def file(request: HttpRequest) -> Response:
-        return sent(request.path_params["file"])
-
-    def sent(name: str) -> Response:
-        path = files.get(name)
+        path = files.get(request.path_params["file"])
         if path is None:
             raise ApiError(404, "there is no such file", code="not_found")
         return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
 
-    async def told(request: HttpRequest) -> Response:
+    async def list_runs(request: HttpRequest) -> Response:
         require_own_page(request.headers, names)
         response = answer({"runs": facts})
         response.headers.update(HEADERS)
@@ -250,6 +247,6 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
     return [
         Route("/", page),
         Route("/static/{file}", file),
-        Route("/explorer/runs", told),
+        Route("/explorer/runs", list_runs),
         Route("/explorer/read", read, methods=["POST"]),
     ]

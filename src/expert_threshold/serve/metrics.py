@@ -17,23 +17,23 @@ class Metrics:
         worker, counts = self._worker, self._worker.engine.counts
         requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(self.requests.items())}
         fanout = counts.assignments / counts.routed if counts.routed else 0.0
-        return "".join(
-            (
-                _metric("requests_total", "counter", "Requests answered.", requests),
-                _metric("prompt_tokens_total", "counter", "Prompt tokens read.", counts.read),
-                _metric("completion_tokens_total", "counter", "Tokens generated.", counts.written),
-                _metric("slots", "gauge", "Texts that can be generated at once.", worker.slots),
-                _metric("texts_running", "gauge", "Texts being generated.", worker.running),
-                _metric("texts_waiting", "gauge", "Texts waiting for a slot.", worker.waiting),
-                _metric("routed_tokens_total", "counter", "Tokens routed, counted once per MoE layer.", counts.routed),
-                _metric("assignments_total", "counter", "Token-expert pairs of the routed tokens.", counts.assignments),
-                _metric("experts_per_token", "gauge", "Experts per token and layer, on average so far.", fanout),
-            )
-        )
+        metrics = [
+            _metric("requests_total", "Requests answered.", requests),
+            _metric("prompt_tokens_total", "Prompt tokens read.", counts.read),
+            _metric("completion_tokens_total", "Tokens generated.", counts.written),
+            _metric("slots", "Texts that can be generated at once.", worker.slots),
+            _metric("texts_running", "Texts being generated.", worker.running),
+            _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
+            _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
+            _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
+            _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
+        ]
+        return "".join(metrics)
 
 
-def _metric(name: str, kind: str, text: str, value: float | Mapping[str, float]) -> str:
-    """Format one metric. value: a number, or a number for each set of labels."""
+def _metric(name: str, text: str, value: float | Mapping[str, float]) -> str:
+    """Format one metric, a counter if its name says total. value: a number, or a number for each set of labels."""
+    kind = "counter" if name.endswith("_total") else "gauge"
     lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
     if isinstance(value, Mapping):
         lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import __version__
-from .completion import IDLE, MAX_TOKENS, SEEDS
+from .completion import IDLE, Range, ranges
 from .limits import Limits
 
 Schema = dict[str, Any]
@@ -40,8 +40,8 @@ def schema(model: str, limits: Limits, context: int, vocab_size: int, dial: floa
 
 
 def _operation(summary: str, responses: Schema, *errors: str) -> Schema:
-    told = {status: _json(_ref("Error")) for status in ("401", "403", *errors)}
-    return {"summary": summary, "responses": responses | told, "security": [{}, {"key": []}]}
+    refusals = {status: _json(_ref("Error")) for status in ("401", "403", *errors)}
+    return {"summary": summary, "responses": responses | refusals, "security": [{}, {"key": []}]}
 
 
 def _completions() -> Schema:
@@ -53,7 +53,7 @@ def _completions() -> Schema:
 
 def request_schema(model: str, limits: Limits, context: int, vocab_size: int, dial: float | None) -> Schema:
     """Return the schema of a completion request. It omits the limits on prompts times n and on their tokens."""
-    ids = _list_of(_integer(0, vocab_size - 1)) | {"minItems": 1}
+    ids = _list_of({"type": "integer", "minimum": 0, "maximum": vocab_size - 1}) | {"minItems": 1}
     texts = {"minItems": 1, "maxItems": limits.texts}
     stop = {"type": "string", "minLength": 1, "maxLength": limits.stop_characters}
     flag = {"type": ["boolean", "null"]}
@@ -67,34 +67,31 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
                 _list_of(ids) | texts,
             ]
         },
-        "max_tokens": _integer(0, min(limits.output_tokens or context, context), MAX_TOKENS),
-        "n": _integer(1, min(limits.n, limits.texts), 1),
         "stream": flag,
         "stream_options": {
             "type": ["object", "null"],
             "properties": {"include_usage": flag},
             "additionalProperties": False,
         },
-        "logprobs": _integer(0, limits.logprobs, None),
         "echo": flag,
         "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop) | {"maxItems": limits.stops}]},
-        "temperature": _number(0, 2, 1),
-        "top_p": _number(0, 1, 1),
-        "rate": {"type": "null"} if dial is None else _number(0, dial, None),
-        "top_k": _integer(1, SEEDS - 1, None),
-        "seed": _integer(-SEEDS, SEEDS - 1, None),
+        "rate": {"type": "null"},  # unless it has a range
         "user": {"type": ["string", "null"]},
         **{name: {"enum": [*values, None]} for name, values in IDLE.items()},
+        **{name: _number(allowed) for name, allowed in ranges(limits, context, dial).items()},
     }
+    properties["n"]["maximum"] = min(limits.n, limits.texts)
     return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
 
 
-def _integer(least: int, most: int, default: int | None = None) -> Schema:
-    return {"type": ["integer", "null"], "minimum": least, "maximum": most, "default": default}
-
-
-def _number(least: float, most: float, default: float | None) -> Schema:
-    return {"type": ["number", "null"], "minimum": least, "maximum": most, "default": default}
+def _number(allowed: Range) -> Schema:
+    kind = "integer" if allowed.kind is int else "number"
+    return {
+        "type": [kind, "null"],
+        "minimum": allowed.least,
+        "maximum": allowed.most,
+        "default": allowed.default,
+    }
 
 
 def _list_of(items: Schema) -> Schema:

@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..generate.engine import Engine
-from .completion import Answer, Parser, model_body, models_body, require_model
+from .completion import Answer, Parser, model_body, require_model
 from .errors import ApiError, shown
 from .hosts import host_name, listen, url
 from .limits import Limits
@@ -77,10 +77,10 @@ def create_app(
         Route("/v1/completions", completions, methods=["POST"]),
     ]
     handlers: dict[Any, Any] = {
-        ApiError: _tell,
-        HTTPException: _tell_http,
-        ClientDisconnect: _tell_nobody,
-        Exception: _tell_failure,
+        ApiError: _on_api_error,
+        HTTPException: _on_http_exception,
+        ClientDisconnect: _on_disconnect,
+        Exception: _on_failure,
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
     here = Service(worker, name, limits)
@@ -91,8 +91,9 @@ def create_app(
 
 
 def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int = 10) -> None:
-    """Serve on bound sockets until SIGINT or SIGTERM; requests then have `grace` more seconds, and a second signal ends
-    them at once.
+    """Serve on bound sockets until SIGINT or SIGTERM.
+
+    Requests then have `grace` more seconds; a second signal ends them at once.
     """
     config = configure(app, grace=grace)
     listen(sockets, config.backlog)
@@ -210,7 +211,7 @@ async def openapi(request: Request) -> Response:
 
 async def models(request: Request) -> Response:
     here = service(request)
-    return answer(models_body([here.name], here.created))
+    return answer({"object": "list", "data": [model_body(here.name, here.created)]})
 
 
 async def model(request: Request) -> Response:
@@ -354,22 +355,22 @@ def _answer_error(error: ApiError) -> Response:
     return response
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     return _answer_error(error)
 
 
-async def _tell_http(request: Request, error: Exception) -> Response:
+async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = ApiError(error.status_code, f"{request.method} here: {error.detail}")
+    path, headers = shown(request.url.path), error.headers or {}
     if error.status_code == 404:
-        told = ApiError(404, f"{shown(request.url.path)} does not exist; {_remedy(request)}", code="unknown_path")
-    if error.status_code == 405:
-        allowed = (error.headers or {})["Allow"]
-        message = f"{shown(request.url.path)} takes {allowed}, not {request.method}"
-        told = ApiError(405, message, code="method_not_allowed")
-    told.headers = error.headers or {}
-    return _answer_error(told)
+        answered = ApiError(404, f"{path} does not exist; {_remedy(request)}", code="unknown_path")
+    elif error.status_code == 405:
+        answered = ApiError(405, f"{path} takes {headers['Allow']}, not {request.method}", code="method_not_allowed")
+    else:
+        answered = ApiError(error.status_code, f"{request.method} here: {error.detail}")
+    answered.headers = headers
+    return _answer_error(answered)
 
 
 def _remedy(request: Request) -> str:
@@ -380,10 +381,10 @@ def _remedy(request: Request) -> str:
     return f"use {', '.join(paths)}; see /openapi.json"
 
 
-async def _tell_nobody(request: Request, error: Exception) -> Response:
+async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
 
 
-async def _tell_failure(request: Request, error: Exception) -> Response:
+async def _on_failure(request: Request, error: Exception) -> Response:
     """Answer with 500; the traceback only goes to the log."""
     return _answer_error(ApiError(500, "the server failed; its log says why", code="internal_error"))

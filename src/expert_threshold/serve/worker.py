@@ -57,7 +57,7 @@ class Work:
 
 
 class Worker:
-    """Feeds an engine from an event loop. Only its thread touches the engine; orders reach it through a queue.
+    """Feeds an engine from an event loop. Only its thread touches the engine; commands reach it through a queue.
 
     queue_limit: texts that may wait for a row. threads: torch's, for matrix products; None is torch's default.
     """
@@ -69,8 +69,8 @@ class Worker:
         self.failed = False
         self._works: set[Work] = set()
         self._queue_limit, self._threads = queue_limit, threads
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._told: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text sent
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._sent: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text sent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -80,7 +80,7 @@ class Worker:
 
     async def stop(self) -> None:
         """Stop after the current step; texts in progress are dropped."""
-        self._orders.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     @property
@@ -104,13 +104,13 @@ class Worker:
         work = Work(self, requests)
         self._works.add(work)
         self.unfinished += len(requests)
-        self._orders.put(lambda: self._add(work))
+        self._commands.put(lambda: self._add(work))
         return work
 
     def leave(self, work: Work) -> None:
         self._works.discard(work)
         if work.unfinished:
-            self._orders.put(lambda: self._cancel(work))
+            self._commands.put(lambda: self._cancel(work))
 
     # The thread.
 
@@ -118,41 +118,41 @@ class Worker:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
         try:
-            while self._obey():
-                self._tell(self.engine.step())
+            while self._run_commands():
+                self._publish(self.engine.step())
         except Exception:
             log.exception("the engine has failed")
             self._loop.call_soon_threadsafe(self._fail)
 
-    def _obey(self) -> bool:
-        """Carry out all orders, waiting for one if the engine is idle; returns False once told to stop."""
-        while not self.engine.busy or not self._orders.empty():
-            order = self._orders.get()
-            if order is None:
+    def _run_commands(self) -> bool:
+        """Run all commands, waiting for one if the engine is idle. Return False after the one to stop."""
+        while not self.engine.busy or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
                 return False
-            order()
+            command()
         return True
 
     def _add(self, work: Work) -> None:
         for index, request in enumerate(work.requests):
             writing = self.engine.add(request)
             work.writings.append(writing)
-            self._told[writing] = (work, index, 0, 0)
+            self._sent[writing] = (work, index, 0, 0)
 
     def _cancel(self, work: Work) -> None:
         left = [writing for writing in work.writings if not writing.finished]
         for writing in left:
             self.engine.cancel(writing)
-        self._tell(left)
+        self._publish(left)
 
-    def _tell(self, moved: Sequence[Writing]) -> None:
+    def _publish(self, moved: Sequence[Writing]) -> None:
         news = []
         for writing in moved:
-            work, index, read, written = self._told[writing]
+            work, index, read, written = self._sent[writing]
             news.append((work, Update(index, *_since(writing, read, written), writing.finished)))
-            self._told[writing] = (work, index, len(writing.prompt), len(writing.steps))
+            self._sent[writing] = (work, index, len(writing.prompt), len(writing.steps))
             if writing.finished:
-                del self._told[writing]
+                del self._sent[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
 
     # In the event loop.
