@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": {"data", "model", "moe", "optim"},
     "train": {"install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option"},
     "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
-    "integrations": {"runs", "model", "moe", "routing", "generate"},
+    "integrations": {"runs", "model", "moe", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
     "plan": {"config", "kernels", "routing", "model", "optim"},

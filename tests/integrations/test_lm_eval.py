@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from expert_threshold.integrations.lm_eval import HarnessModel, RunModel, Sampling  # noqa: E402
+from expert_threshold.integrations.lm_eval import HarnessModel, RunModel, read_request  # noqa: E402
 
 CONTEXT = 64  # of the small model
 PROMPTS = ["the cat", "the hat of the cat; the hat of the cat", "", "on the mat; the cat sat"]
@@ -138,7 +138,7 @@ def test_sampling_draws_anew_for_every_request_and_the_same_again(lm: HarnessMod
 @pytest.mark.parametrize("options", [{"do_sample": True, "top_p": 0.9}, {"num_beams": 4}])
 def test_an_unknown_way_to_sample_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{list(options)[-1]}=.* is not supported here"):
-        Sampling.read(options, CONTEXT)
+        read_request(options, CONTEXT)
 
 
 def test_a_run_is_a_model_by_its_name(model: GPT, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def test_local_tasks_are_asked_and_their_scores_shown_and_written(
     [
         (["colour", "--harness-path", "tasks"], "--harness colour: unknown task; did you mean colours?"),
         (["colours", "--harness-path", "nowhere"], "--harness-path nowhere: no such folder"),
-        (["writing", "--harness-path", "tasks"], "--harness writing: its questions cannot be read"),
+        (["writing", "--harness-path", "tasks"], "--harness writing: its questions cannot be loaded"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line_and_2(

@@ -5,13 +5,14 @@ from .continuation import ModelScorer
 from .core import Answer, Question, Scorer, TaskResult, centred, evaluate_task
 from .dial import Point, measure_rates
 from .loss import Validation, evaluate
-from .results import Results, ask_core
+from .results import Progress, Results, ask_core, read_results
 
 __all__ = [
     "Answer",
     "Baselines",
     "ModelScorer",
     "Point",
+    "Progress",
     "Question",
     "Results",
     "Scorer",
@@ -24,4 +25,5 @@ __all__ = [
     "evaluate_task",
     "measure_rates",
     "read_bundle",
+    "read_results",
 ]

@@ -16,10 +16,18 @@ from ..runs.files import read_json, replace_json
 from .bundle import Baselines, Task
 from .core import Scorer, centred, evaluate_task
 
+RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """Takes the name of a measurement; returns a callback that takes how much is done and the total."""
+
+
+def read_results(run: Path, step: int | None) -> dict[str, Any]:
+    """Return the sections of a run's evaluation.json, empty if there is none or it is of another step."""
+    path = run / RESULTS
+    saved = read_json(path) if path.exists() else {}
+    return saved if saved.get("step") == step else {}
 
 
 class Results:
@@ -29,7 +37,7 @@ class Results:
     """
 
     def __init__(self, folder: Path, model: GPT, step: int, rate: float | None = None) -> None:
-        self.path = folder / ("evaluation.json" if rate is None else f"evaluation_rate_{rate:g}.json")
+        self.path = folder / (RESULTS if rate is None else f"evaluation_rate_{rate:g}.json")
         self.rate = rate
         self._header = {
             "format": FORMAT,

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import lm_eval
 import torch
@@ -21,9 +21,10 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
 
-from ..generate.engine import Sampler
+from ..data import Tokenizer
+from ..evaluation import Progress
+from ..generate.engine import Engine, Request
 from ..model import GPT, Continuation, crop, score
 from ..model.score import TOKENS_AT_ONCE
 from ..runs import load_model
@@ -31,20 +32,6 @@ from ..runs import load_model
 REQUESTS_AT_ONCE = 256  # between two reports of progress
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[str], Callable[[int, int], None]]
-"""Takes the name of a measurement; returns a callback that takes how much is done and the total."""
-
-
-class RunTokenizer(Protocol):
-    """The part of a run's tokenizer that is needed here."""
-
-    @property
-    def bos(self) -> int: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
 
 
 class HarnessModel(TemplateLM):
@@ -56,7 +43,7 @@ class HarnessModel(TemplateLM):
     def __init__(
         self,
         model: GPT,
-        tokenizer: RunTokenizer,
+        tokenizer: Tokenizer,
         *,
         tokens_at_once: int = TOKENS_AT_ONCE,
         progress: Progress = lambda what: lambda done, total: None,
@@ -131,88 +118,47 @@ class HarnessModel(TemplateLM):
         At most half of the context is used for generation. Raises ValueError for an unknown sampling parameter.
         """
         context = self.model.config.context
-        how = [Sampling.read(request.args[1], context) for request in requests]
-        prompts = [
-            self.tok_encode(request.args[0])[-(context - sampling.max_tokens) :]
-            for request, sampling in zip(requests, how, strict=True)
-        ]
-        order = sorted(range(len(requests)), key=lambda i: -len(prompts[i]))
-        at_once = max(self.tokens_at_once // context, 1)
-        texts = [""] * len(requests)
+        engine = Engine(self.model, self.run_tokenizer, slots=max(self.tokens_at_once // context, 1))
+        writings = []
+        for number, request in enumerate(requests):
+            asked = read_request(request.args[1], context)
+            prompt = self.tok_encode(request.args[0])[-(context - asked.max_tokens) :]
+            writings.append(engine.add(asked._replace(prompt=tuple(prompt), seed=number)))
         tell = self.progress("generate_until")
-        generator = torch.Generator().manual_seed(0)
-        for start in range(0, len(order), at_once):
-            rows = order[start : start + at_once]
-            written = self._write([prompts[i] for i in rows], [how[i] for i in rows], generator)
-            for i, text in zip(rows, written, strict=True):
-                texts[i] = text
-                self.cache_hook.add_partial("generate_until", requests[i].args, text)
-            tell(start + len(rows), len(order))
+        while engine.busy:
+            if any(writing.finished for writing in engine.step()):
+                tell(sum(writing.finished for writing in writings), len(writings))
+        texts = ["".join(step.text for step in writing.steps) for writing in writings]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
-    @torch.inference_mode()
-    def _write(self, prompts: list[list[int]], how: list[Sampling], generator: torch.Generator) -> list[str]:
-        """Prefill the length of the shortest prompt, then decode all rows in step, which reads longer prompts' rest."""
-        begun = min(map(len, prompts)) - 1
-        end = max(len(prompt) + sampling.max_tokens for prompt, sampling in zip(prompts, how, strict=True)) - 1
-        device = self.model.embed.weight.device
-        cache = self.model.new_cache(len(prompts), end)
-        if begun:
-            prefix = torch.tensor([prompt[:begun] for prompt in prompts], device=device)
-            self.model(prefix, torch.full_like(prefix, -1), cache=cache)  # without targets to score, no logits are made
-        rows = [list(prompt) for prompt in prompts]
-        texts: list[str | None] = [None] * len(rows)
-        for place in range(begun, end):
-            column = torch.tensor([[row[place] if place < len(row) else 0] for row in rows], device=device)
-            logits = self.model(column, cache=cache).logits[:, -1]
-            likeliest = logits.argmax(-1).tolist()
-            for i, (row, prompt, sampling) in enumerate(zip(rows, prompts, how, strict=True)):
-                if texts[i] is None and place + 1 == len(row):
-                    row.append(sampling.draw(logits[i], generator) if sampling.temperature else likeliest[i])
-                    texts[i] = sampling.ended(self.run_tokenizer, row[len(prompt) :])
-            if None not in texts:
-                break
-        return [text for text in texts if text is not None]
 
+def read_request(options: Mapping[str, Any], context: int) -> Request:
+    """Return the harness's sampling parameters as a request without a prompt; temperature 0 takes the likeliest token.
 
-class Sampling(NamedTuple):
-    """Sampling parameters and stop conditions of a text. temperature 0 takes the likeliest token."""
-
-    until: tuple[str, ...]
-    max_tokens: int
-    temperature: float
-    top_k: int | None
-
-    @classmethod
-    def read(cls, options: Mapping[str, Any], context: int) -> Sampling:
-        """Read a request's parameters. Raises ValueError for one that is not supported."""
-        left = dict(options)
-        until = left.pop("until", None) or ()
-        wanted = int(left.pop("max_gen_toks", 256))
-        if wanted > context // 2:
-            log.warning("max_gen_toks=%d is cut to half of the context of %d", wanted, context)
-        do_sample = left.pop("do_sample", None)
-        temperature = float(left.pop("temperature", 1.0 if do_sample else 0.0))
-        samples = do_sample is not False and temperature > 0
-        top_k = left.pop("top_k", None)
-        unknown = {name: value for name, value in left.items() if samples or name not in ("top_p", "min_p")}
-        if unknown:
-            name, value = next(iter(unknown.items()))
-            raise ValueError(f"{name}={value!r} is not supported here; leave it out, or set do_sample to false")
-        stops = (until,) if isinstance(until, str) else tuple(until)
-        return cls(stops, min(wanted, context // 2), temperature if samples else 0.0, top_k or None)
-
-    def draw(self, logits: Tensor, generator: torch.Generator) -> int:
-        return Sampler(self.temperature, self.top_k, generator)(logits.cpu())
-
-    def ended(self, tokenizer: RunTokenizer, ids: list[int]) -> str | None:
-        """Return the text once it has ended, else None."""
-        whole = ids[-1] == tokenizer.bos
-        text = tokenizer.decode(ids[:-1] if whole else ids)
-        places = [text.find(stop) for stop in self.until if stop and stop in text]
-        if places:
-            return text[: min(places)]
-        return text if whole or len(ids) >= self.max_tokens else None
+    Raises ValueError for a parameter that is not supported.
+    """
+    left = dict(options)
+    until = left.pop("until", None) or ()
+    wanted = int(left.pop("max_gen_toks", 256))
+    if wanted > context // 2:
+        log.warning("max_gen_toks=%d is cut to half of the context of %d", wanted, context)
+    do_sample = left.pop("do_sample", None)
+    temperature = float(left.pop("temperature", 1.0 if do_sample else 0.0))
+    samples = do_sample is not False and temperature > 0
+    top_k = left.pop("top_k", None)
+    unknown = {name: value for name, value in left.items() if samples or name not in ("top_p", "min_p")}
+    if unknown:
+        name, value = next(iter(unknown.items()))
+        raise ValueError(f"{name}={value!r} is not supported here; leave it out, or set do_sample to false")
+    return Request(
+        prompt=(),
+        max_tokens=min(wanted, context // 2),
+        temperature=temperature if samples else 0.0,
+        top_k=top_k or None,
+        stop=tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop),
+    )
 
 
 @register_model("expert_threshold")
@@ -262,7 +208,7 @@ class Harness:
                 raise ValueError(f"--harness {name}: unknown task; {hint}")
 
     def ask(
-        self, model: GPT, tokenizer: RunTokenizer, progress: Progress, max_per_task: int | None = None
+        self, model: GPT, tokenizer: Tokenizer, progress: Progress, max_per_task: int | None = None
     ) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield each name with its results, by task and by metric, as soon as they are known.
 
