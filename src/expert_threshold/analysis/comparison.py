@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..runs import RunFolder
 from ..runs.files import damage_told
+from .sentences import fixed
 
 
 class Result(NamedTuple):
@@ -102,9 +103,9 @@ def summarise(results: Sequence[Result]) -> list[Row]:
                 method,
                 len(runs),
                 _over_seeds(mean, losses),
-                _over_seeds(stdev, losses) if len(runs) > 1 else None,
+                _over_seeds(stdev, losses),
                 _over_seeds(mean, bits),
-                _over_seeds(stdev, bits) if len(runs) > 1 else None,
+                _over_seeds(stdev, bits),
                 median(run.tokens_per_second for run in runs),
                 _over_seeds(mean, [run.load_spread for run in runs]),
                 _over_seeds(mean, [run.fanout_mean for run in runs]),
@@ -125,16 +126,17 @@ def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]
 
 
 def _over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
-    """Return the statistic, None if any value is missing."""
+    """Return the statistic, None if any value is missing or there are too few."""
     known = [value for value in values if value is not None]
-    return statistic(known) if len(known) == len(values) else None
+    least = 2 if statistic is stdev else 1
+    return statistic(known) if len(known) == len(values) >= least else None
 
 
 def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str]]:
     """Return the table's cells below `HEADERS`; the best loss and bits per byte are passed to `emphasise`."""
     lines = []
     for row in rows:
-        loss, bits = _show(row.loss, 3), _show(row.bits_per_byte, 3)
+        loss, bits = fixed(row.loss, 3), fixed(row.bits_per_byte, 3)
         loss += "" if row.loss_std is None else f" ± {row.loss_std:.3f}"
         lines.append(
             [
@@ -143,15 +145,11 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
                 emphasise(loss) if _is_lowest(row.loss, [other.loss for other in rows]) else loss,
                 emphasise(bits) if _is_lowest(row.bits_per_byte, [other.bits_per_byte for other in rows]) else bits,
                 f"{row.tokens_per_second:,.0f}",
-                _show(row.load_spread, 2),
-                _show(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
+                fixed(row.load_spread, 2),
+                fixed(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
             ]
         )
     return lines
-
-
-def _show(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from ..data import IGNORED, Corpus, DataConfig, Tokenizer, Tokens, open_held_out, open_source, pack
 from ..data.tokens import Ids
+from ..evaluation import Progress
 from ..model import GPT
 from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
 from .methods import Selection, Subject, by_method
-
-Progress = Callable[[str], Callable[[int, int], None]]
-"""Name of a task -> a callback that takes the amount done and the total."""
 
 Item = TypeVar("Item")
 

@@ -114,25 +114,18 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     """Read the runs and sort them by method. Raises ValueError if one is damaged."""
-    read = sorted(map(_read, folders), key=lambda each: _order(each.run))
-    differing = _differing([each.options for each in read])
-    subjects = []
-    for folder, run, kind, name, mine in read:
-        first = next(each.options for each in read if each.kind == kind)
-        suffixes = _suffixes(mine, first, differing)
-        subjects.append(Subject(folder, run, kind, " ".join([name, *suffixes])))
+    subjects = sorted(map(_read, folders), key=lambda subject: _order(subject.run))
+    each = [options(subject.run) for subject in subjects]
+    differing = _differing(each)
+    first: dict[str, dict[str, Any]] = {}
+    for place, (subject, mine) in enumerate(zip(subjects, each, strict=True)):
+        suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
+        subjects[place] = subject._replace(method=" ".join([subject.method, *suffixes]))
     return subjects
 
 
-class _Read(NamedTuple):
-    folder: RunFolder
-    run: Run
-    kind: str
-    name: str  # of the kind
-    options: dict[str, Any]
-
-
-def _read(folder: RunFolder) -> _Read:
+def _read(folder: RunFolder) -> Subject:
+    """Read a run; its method is the name of its kind."""
     for section in ("model", "optim", "train", "data", "corpus"):
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
@@ -141,7 +134,7 @@ def _read(folder: RunFolder) -> _Read:
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             _ = record["loss"], [dict(layer) for layer in record["layers"].values()]
-        return _Read(folder, run, *_rule(run), options(run))
+        return Subject(folder, run, *_rule(run))
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:

@@ -16,7 +16,7 @@ from .figures.training import learning, routing
 from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
 from .records import finite, series
 from .run import Run, read_run
-from .sentences import counted, short
+from .sentences import counted, fixed, short
 
 
 def write_report(folder: RunFolder) -> Path:
@@ -138,10 +138,10 @@ def validations(run: Run) -> str:
             (
                 f"{record['step']:,}",
                 f"{record['step'] * run.tokens_per_step:,}",
-                _number(record["loss"], 4),
-                _number(record["bits_per_byte"], 4),
-                _number(sum(fanouts) / len(fanouts) if fanouts else None, 2),
-                _number(max(spreads, default=None), 2),
+                fixed(record["loss"], 4),
+                fixed(record["bits_per_byte"], 4),
+                fixed(sum(fanouts) / len(fanouts) if fanouts else None, 2),
+                fixed(max(spreads, default=None), 2),
             )
         )
     return f"<section><h2>Validation</h2>{table(head, rows)}</section>"
@@ -166,10 +166,6 @@ def duration(seconds: float) -> str:
 
 def _plain(value: object) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def _some(items: list[str], what: str) -> str:

@@ -47,5 +47,10 @@ def signed(number: float, digits: int = 3) -> str:
     return text.replace("-", "−") if float(text) else text[1:]
 
 
+def fixed(number: float | None, digits: int) -> str:
+    """Return a number with `digits` decimals, a dash if it is missing."""
+    return "–" if number is None else f"{number:.{digits}f}"
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"

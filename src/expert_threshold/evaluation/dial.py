@@ -46,39 +46,29 @@ def measure_rates(
         model.check_rate(rate)
     routers = [moe.router for _, moe in model.moe_layers()]
     before = routers[0].rate
-    points = []
+    points: list[Point] = []
+
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress(len(points) * total + done, len(rates) * total)
+
     try:
-        for place, rate in enumerate(rates):
-            told = None if progress is None else _part(progress, place, len(rates))
+        for rate in rates:
             model.set_rate(rate)
-            points.append(_measure(model, tokens, tokenizer, rate, max_tokens, told))
+            found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=tell)
+            fanouts = tuple(float(observation.fanout_mean) for observation in found.observations)
+            fanout = sum(fanouts) / len(fanouts)
+            point = Point(
+                rate,
+                fanout,
+                fanouts,
+                found.loss,
+                found.bits_per_byte,
+                found.tokens,
+                parameter_counts(model.config, rate=fanout)["active"],
+                round(flops_per_token(model.config, rate=fanout) / 3),
+            )
+            points.append(point)
     finally:
         model.set_rate(before)
     return points
-
-
-def _measure(
-    model: GPT,
-    tokens: Tokens,
-    tokenizer: Tokenizer,
-    rate: float | None,
-    max_tokens: int | None,
-    progress: Callable[[int, int], None] | None,
-) -> Point:
-    found = evaluate(model, tokens, tokenizer, max_tokens=max_tokens, progress=progress)
-    fanouts = tuple(float(observation.fanout_mean) for observation in found.observations)
-    fanout = sum(fanouts) / len(fanouts)
-    return Point(
-        rate,
-        fanout,
-        fanouts,
-        found.loss,
-        found.bits_per_byte,
-        found.tokens,
-        parameter_counts(model.config, rate=fanout)["active"],
-        round(flops_per_token(model.config, rate=fanout) / 3),
-    )
-
-
-def _part(progress: Callable[[int, int], None], place: int, parts: int) -> Callable[[int, int], None]:
-    return lambda done, total: progress(place * total + done, parts * total)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..evaluation import read_results
 from ..model import GPTConfig, parameter_counts
 from ..routing import rule_name
 from ..runs import RunFolder
-from ..runs.files import read_json
 
 CARD = """\
 ---
@@ -71,29 +71,21 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
         train = facts["train"]
         tokens = step * train["batch_size"] * train["accumulation"] * config.context
         rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
-    validation = _validation(run, step)
+    evaluated = read_results(run.path, step)
+    validation = evaluated.get("validation") or _validation(run, step)
     rows |= {
         label: f"{validation[key]:.4f}"
         for key, label in (("loss", "validation loss, nats per token"), ("bits_per_byte", "bits per byte"))
         if validation.get(key) is not None
     }
-    core = _evaluation(run, step).get("core", {})
+    core = evaluated.get("core", {})
     rows |= {f"{label}, accuracy": f"{task['accuracy']:.4f}" for label, task in core.get("tasks", {}).items()}
     if core.get("metric") is not None:
         rows["CORE"] = f"{core['metric']:.4f}"
     return rows
 
 
-def _evaluation(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the results of `et evaluate` for this step."""
-    path = run.path / "evaluation.json"
-    saved = read_json(path) if path.exists() else {}
-    return saved if saved.get("step") == step else {}
-
-
 def _validation(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the validation of `et evaluate`, else the one of training at this step."""
-    lines = run.metrics.read()
-    here = [line for line in lines if line["split"] == "validation" and line["step"] == step]
-    found: dict[str, Any] = _evaluation(run, step).get("validation", (here or [{}])[-1])
-    return found
+    """Return the last validation of training at this step, empty if there is none."""
+    here = [line for line in run.metrics.read() if line["split"] == "validation" and line["step"] == step]
+    return here[-1] if here else {}

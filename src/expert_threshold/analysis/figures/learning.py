@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...evaluation import read_results
 from ...recipes import REFERENCE
-from ...runs.files import read_json
 from ..material import Material, NotShownError
 from ..methods import Subject, options, pool_tokens
 from ..plain import Data, array
@@ -65,14 +65,14 @@ def say_loss_by_method(data: Data) -> str:
         text = "The methods were not validated at the same step; their last losses, in nats per token, are"
         return f"{text} {listed(parts)}."
     (best, name, _), *others = sorted(ends)
-    text = f"After {short(at)} tokens {name} has the lowest validation loss, {best:.3f} nats per token"
-    if others:
-        text += f", followed by {listed([f'{method} ({signed(loss - best)})' for loss, method, _ in others])}"
+    spreads = [std for *_, std in ends if std is not None]
+    seeds = f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else ""
     if not others:
         text = f"After {short(at)} tokens the validation loss of {name} is {best:.3f} nats per token"
-    spreads = [std for *_, std in ends if std is not None]
-    seeds = f"the standard deviation over seeds is at most {max(spreads):.3f}" if spreads else "each has one seed"
-    return f"{text}; {seeds if others or spreads else 'there is one seed'}."
+        return f"{text}; {seeds or 'there is one seed'}."
+    text = f"After {short(at)} tokens {name} has the lowest validation loss, {best:.3f} nats per token, followed by"
+    gaps = listed([f"{method} ({signed(loss - best)})" for loss, method, _ in others])
+    return f"{text} {gaps}; {seeds or 'each has one seed'}."
 
 
 def _last_shared(methods: Sequence[Data]) -> tuple[float | None, list[tuple[float, str, float | None]]]:
@@ -184,7 +184,7 @@ def batch_size_scaling(material: Material) -> Data:
                     "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
                     "train": fmean(train for train, _ in found),
                     "validation": fmean(validation for _, validation in found),
-                    "core": _evaluated(first, "core").get("metric"),
+                    "core": _evaluated(first).get("core", {}).get("metric"),
                 }
             )
     pools = {entry["pool"] for entry in entries} - {None}
@@ -196,7 +196,7 @@ def batch_size_scaling(material: Material) -> Data:
 
 
 def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
-    """Losses over the tokens of the pool, and as lines across those of methods without one; CORE below."""
+    """Draw losses over the tokens of the pool, as horizontal lines for methods without pools; CORE below."""
     with style():
         choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
         threshold = [entry for entry in data["methods"] if entry["pool"] is None]
@@ -420,17 +420,14 @@ def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _pools_gap(subject: Subject) -> float | None:
-    measured = _evaluated(subject, "validation")
+    measured = _evaluated(subject).get("validation", {})
     causal, pooled = measured.get("loss"), measured.get("training_pools", {}).get("loss")
     return None if causal is None or pooled is None else causal - pooled
 
 
-def _evaluated(subject: Subject, section: str) -> dict[str, Any]:
-    """Return a section of evaluation.json, empty if `et evaluate` did not measure it at the last checkpoint."""
-    path = subject.folder.path / "evaluation.json"
-    saved = read_json(path) if path.exists() else {}
-    found = saved.get(section) if saved.get("step") == subject.folder.latest_checkpoint() else None
-    return found if isinstance(found, dict) else {}
+def _evaluated(subject: Subject) -> dict[str, Any]:
+    """Return the results of `et evaluate` for the last checkpoint."""
+    return read_results(subject.folder.path, subject.folder.latest_checkpoint())
 
 
 FIGURES = [
