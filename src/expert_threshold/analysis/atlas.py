@@ -27,7 +27,7 @@ def write_atlas(
 ) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 
-    say: receives a line about each figure. Raises ValueError if a run is damaged or something to install is missing.
+    say: called with a line about each figure. Raises ValueError if a run is damaged or something to install is missing.
     """
     with style():
         pass  # fails early without matplotlib
@@ -52,7 +52,7 @@ def write_atlas(
 
 
 def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut]]:
-    """Draw and save one figure with its data. Returns it, and the methods that it leaves out with reasons."""
+    """Draw and save a figure with its data. Return the figure, and the methods that it leaves out, with reasons."""
     text = to_json(plain(computed), indent=1)
     data = json.loads(text)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (text + "\n").encode())

@@ -1,8 +1,8 @@
-"""Bound the information about the future in an expert's choice of tokens (paper, Future Information Leakage).
+"""Bounds on what an expert's choice of tokens reveals about the future (paper, Future Information Leakage).
 
-One expert takes k = ⌊N/E⌋ of a pool of N tokens: those whose score exceeds the cutoff, which only the whole pool
-decides. Leakage is the least advice, in bits, with which a causal decoder could make the same choice. A layer has
-granularity · expansion experts (the paper's G and E), each token goes to G of them on average.
+One expert takes k = ⌊N/E⌋ of a pool of N tokens, those whose score exceeds a cutoff that depends on the whole pool.
+Leakage is the least advice, in bits, with which a causal decoder could make the same choice. A layer has granularity ·
+expansion experts (the paper's G and E); each token goes to G of them on average.
 
 The paper calls log2 C(N, N/E) superlinear in N, O(N log N). For a fixed E it is linear: by Stirling's formula
 

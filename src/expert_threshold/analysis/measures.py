@@ -15,37 +15,36 @@ from ..routing import bounds, kth_largest, take
 
 
 def weighted_jaccard(a: Tensor, b: Tensor) -> float:
-    """|E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 if neither has any (paper, Routing
-    Consistency Sweep)."""
+    """Return |E_A ∩ E_B| / |E_A ∪ E_B| over the edges of all layers and tokens; 1 if neither has any.
+
+    See the paper, Routing Consistency Sweep, for this and the next five measures.
+    """
     common, first, second = (sizes.sum() for sizes in _sizes(a, b))
     return _ratio(common, first + second - common).item()
 
 
 def weighted_dice(a: Tensor, b: Tensor) -> float:
-    """2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 if neither has any (paper, ibid.)."""
+    """Return 2 |E_A ∩ E_B| / (|E_A| + |E_B|) over the edges of all layers and tokens; 1 if neither has any."""
     common, first, second = (sizes.sum() for sizes in _sizes(a, b))
     return _ratio(2 * common, first + second).item()
 
 
 def jaccard(a: Tensor, b: Tensor) -> float:
-    """Mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|; a token with no expert in either counts as 1 (paper,
-    ibid.)."""
+    """Return the mean over layers and tokens of |A_t ∩ B_t| / |A_t ∪ B_t|, 1 for a token with no expert in either."""
     common, first, second = _sizes(a, b)
     return _ratio(common, first + second - common).mean().item()
 
 
 def dice(a: Tensor, b: Tensor) -> float:
-    """Mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|); a token with no expert in either counts as 1
-    (paper, ibid.)."""
+    """Return the mean over layers and tokens of 2 |A_t ∩ B_t| / (|A_t| + |B_t|), 1 for a token with no experts."""
     common, first, second = _sizes(a, b)
     return _ratio(2 * common, first + second).mean().item()
 
 
 def joint_jsd(a: Tensor, b: Tensor) -> float:
-    """Mean over layers and tokens of the Jensen-Shannon divergence, in bits, between the uniform distributions over A_t
-    and over B_t (paper, ibid.): 0 if neither has an expert, 1 if only one has.
+    """Return the mean over layers and tokens of the Jensen-Shannon divergence of uniform choices from A_t and from B_t.
 
-    In bits, since disjoint sets are then exactly as far apart, 1, as an empty set and one that is not.
+    The unit is the bit, so that disjoint sets are 1 apart, as are an empty and a nonempty set; two empty sets are 0.
     """
     common, first, second = _sizes(a, b)
     p, q = 1 / first.clamp(min=1), 1 / second.clamp(min=1)  # the mass of one expert
@@ -55,14 +54,16 @@ def joint_jsd(a: Tensor, b: Tensor) -> float:
 
 
 def total_variation(a: Tensor, b: Tensor) -> float:
-    """Mean over layers and tokens of ½ Σ_i |P_t(i) − Q_t(i)|, with P_t and Q_t uniform over A_t and over B_t (paper,
-    ibid.): 0 if neither has an expert, 1 if only one has."""
+    """Return the mean over layers and tokens of ½ Σ_i |P_t(i) − Q_t(i)|, with P_t and Q_t uniform over A_t and B_t.
+
+    It is 0 for a token with no expert in either, 1 with experts in one only.
+    """
     common, first, second = _sizes(a, b)
     return (1 - _ratio(common, torch.maximum(first, second))).mean().item()
 
 
 def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """|A_t ∩ B_t|, |A_t| and |B_t|, float64 (layers, tokens); all six measures follow from these."""
+    """Return |A_t ∩ B_t|, |A_t| and |B_t|, float64 (layers, tokens), from which all six measures follow."""
     assert a.shape == b.shape, f"assignments of the same tokens, not {a.shape} and {b.shape}"
     assert a.dtype == b.dtype == torch.bool
     assert a.numel(), "no token"

@@ -143,7 +143,7 @@ def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 
 def legend(subjects: Sequence[Subject]) -> str:
-    """Return the rule behind each label and how the page routes; empty if no run has experts."""
+    """Return a sentence on the rule behind each label and on routing in the figures; empty if no run has experts."""
     labels: dict[str, list[str]] = {}
     pooled = []
     for subject in subjects:

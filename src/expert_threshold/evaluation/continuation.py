@@ -16,8 +16,8 @@ from .core import Answer, Question
 def continuations(kind: Kind, sequences: Sequence[list[int]]) -> list[Continuation]:
     """Return the continuations of a question's sequences, whose tokens are scored.
 
-    multiple choice: the tokens after the common prefix. schema: the common suffix. language modelling, where the
-    sequences are without and with the answer: the tokens of the latter after the common prefix.
+    Multiple choice scores the tokens after the common prefix; schema, the common suffix; language modelling, whose two
+    sequences are without and with the answer, the second's tokens after the common prefix.
     """
     if kind == "schema":
         shared = common_prefix([tokens[::-1] for tokens in sequences])

@@ -14,7 +14,7 @@ QUESTIONS_AT_ONCE = 64
 
 
 class Question(NamedTuple):
-    """prompts: a text for each possible answer, or for language modelling the text without and with the answer."""
+    """A question as prompts: one per answer, or for language modelling the text without and with the answer."""
 
     kind: Kind
     prompts: tuple[str, ...]
@@ -23,7 +23,7 @@ class Question(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """penalties: one per prompt, the lowest is the answer; for language modelling there is only one, 0 if right.
+    """Penalties, one per prompt; the lowest is the answer. For language modelling there is only one, 0 if right.
 
     cropped: sequences longer than the context; cut: those of them that lost tokens of the continuation.
     """
@@ -39,7 +39,7 @@ Scorer = Callable[[Sequence[Question]], list[Answer]]
 
 @dataclass(frozen=True)
 class TaskResult:
-    """accuracy: over `rows` questions, in `sequences` sequences. categories: the accuracy of each, if rows have one."""
+    """The accuracy over `rows` questions in `sequences` sequences, and by category if rows have one."""
 
     rows: int
     accuracy: float

@@ -15,7 +15,9 @@ from ..model import GPT, Observation
 
 
 class Validation(NamedTuple):
-    """loss: nats per token, over all `tokens` targets, including those that open a document.
+    """The losses of a model on held-out tokens.
+
+    loss: nats per token, over all `tokens` targets, including those that open a document.
 
     bits_per_byte: over the targets that stand for text, `bytes` of it. A target without text, such as bos, adds neither
     bits nor bytes, as in nanochat, so that models with different tokenizers compare.

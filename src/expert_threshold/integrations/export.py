@@ -66,7 +66,7 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
 
 
 def import_folder(path: str | Path, out: str | Path) -> RunFolder:
-    """Make a run folder from what `export_run` wrote, or what transformers saved of it, fine-tuned or not.
+    """Make a run folder from what `export_run` wrote, or what transformers saved from it, fine-tuned or not.
 
     Its checkpoint holds weights only: it can be used and initialized from, but not resumed. Raises ValueError if the
     folder is of another kind, is incomplete, or holds weights or a tokenizer of another model.
@@ -141,7 +141,7 @@ def _load(path: Path) -> dict[str, Tensor]:
 
 
 def _facts(run: RunFolder, step: int) -> dict[str, Any]:
-    """Return the facts of the training run to export; of the text only its name, since folders are shared."""
+    """Return the facts of the training run to export. The text is reduced to its name, since folders are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
     if "data" in facts:

@@ -46,7 +46,7 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
 
 
 def _require_alone(path: Path, text: str) -> None:
-    """Raise ValueError if a rule's file imports others beside it, or of this package what its routing does not have."""
+    """Raise ValueError if a rule's file imports files beside it, or names that our routing does not export."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.level:
             raise ValueError(f"{path}: imports files beside it; an exported rule must be one file")

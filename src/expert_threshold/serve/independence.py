@@ -11,8 +11,8 @@ from ..model import GPT
 def require_independent(model: GPT) -> None:
     """Raise ValueError if a token's experts depend on the scores of tokens that share its batch.
 
-    The rule is put to the test: half of a sequence is routed twice, in different company. Cutoffs and a token's own top
-    scores give it the same experts; pools do not.
+    The first half of a sequence is routed twice, beside different scores. Rules that use cutoffs or a token's own top
+    scores give it the same experts both times; rules with pools do not.
     """
     for index, moe in model.moe_layers():
         router = moe.router

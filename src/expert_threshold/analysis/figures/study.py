@@ -1,4 +1,4 @@
-"""A figure of `et analyze`: its numbers, its drawing and its sentence under one name."""
+"""A figure of `et analyze`: its data, its drawing and its sentence under one name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Study(NamedTuple):
-    """A figure. `compute` raises NotShownError where the figure has no meaning; `draw` and `say` take what it returned.
+    """A figure. `compute` raises NotShownError where the figure does not apply; `draw` and `say` take its data.
 
-    draw: takes the width in inches too. rows: the head and the rows of a table below the figure.
+    draw: also takes the width in inches. rows: returns the head and the rows of a table below the figure.
     """
 
     name: str  # base name of its files
