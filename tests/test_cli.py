@@ -39,6 +39,7 @@ from expert_threshold.cli import leakage as leakage_command
 from expert_threshold.cli import plan as plan_command
 from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import serve as serve_command
+from expert_threshold.cli import sweep as sweep_command
 from expert_threshold.cli import train as train_command
 from expert_threshold.cli import upcycle as upcycle_command
 from expert_threshold.cli.options import Command, Option, parse, parse_value, show
@@ -71,7 +72,11 @@ OPTIONS: dict[str, list[Option]] = {
     "recipes": recipes_command.OPTIONS,
     "compare": [
         *compare_command.OPTIONS,
-        *(option for option in RUN_OPTIONS if (option.key or option.name) not in compare_command._decided()),
+        *(option for option in RUN_OPTIONS if (option.key or option.name) not in compare_command.decided()),
+    ],
+    "sweep": [
+        *sweep_command.OPTIONS,
+        *(option for option in RUN_OPTIONS if (option.key or option.name) not in compare_command.decided()),
     ],
 }
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
