@@ -1,4 +1,4 @@
-"""Rules that are not ours: slots that copy, and looks at earlier tokens, in a forward, with a cache and decoded."""
+"""Slots that copy, and rules that look at earlier tokens, ours and others, in a forward, with a cache and decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.moe import MoE
-from expert_threshold.routing import Observation, Routing, Rule, observe
+from expert_threshold.routing import Observation, Routing, Rule, SeqTopK, observe
 from expert_threshold.testing import check_rule
 from small_run import small_model
 
@@ -92,7 +92,7 @@ def test_what_passes_through_is_added_to_the_experts_sum() -> None:
     assert moe.router.weight.grad[-1].any()  # the slot's own row learns
 
 
-@rules
+@pytest.mark.parametrize("rule", [*RULES, SeqTopK(4, 1.5)], ids=lambda rule: type(rule).__name__)
 @torch.no_grad()
 def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) -> None:
     model = small_model(rule)
