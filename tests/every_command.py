@@ -87,7 +87,7 @@ def plan() -> None:
 def help_and_nonsense() -> None:
     text = " ".join(et("train --rule min_p --help").split())
     assert "--p-rate FLOAT min_p: Step u of log p, as a share of the error of the log of the mean fanout." in text
-    refused(f"train {MIN_P} --p-rate 7", "p_rate=7.0 must lie in [0, 1]")
+    refused(f"train {MIN_P} --p-rate 7", "p_rate=7.0 must be a number of at least 0 and at most 1")
     refused(f"train {MIN_P} --p-rate much", "--p-rate: expected a number, not much")
     refused(f"train {MIN_P} --decay 0.5", "rule min_p has no such option")
     refused(f"train {WHAT} --rule token_choice --p-rate 0.5", "min_p")

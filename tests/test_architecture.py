@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "routing": {"option"},
     "optim": {"kernels", "option"},
     "data": {"option"},
-    "moe": {"install", "kernels", "routing"},
+    "moe": {"install", "kernels", "option", "routing"},
     "model": {"kernels", "moe", "option"},
     "runs": {"model", "data"},
     "evaluation": {"runs", "model", "data"},

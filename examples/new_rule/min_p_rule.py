@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from expert_threshold.routing import Observation, Routing, Rule, Scope, Window, check_experts, observe, option
+from expert_threshold.routing import Bounds, Observation, Routing, Rule, Scope, Share, Window, observe, option
 
 
 class MinPState(NamedTuple):
@@ -34,20 +34,18 @@ class MinP(Rule):
 
     num_experts: int = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(2.0, "Mean number of routed experts of a token that p is steered towards.")
-    p_start: float = option(0.5, "First value of p, the share of the token's largest that an expert needs.")
-    p_rate: float = option(0.1, "Step u of log p, as a share of the error of the log of the mean fanout.")
+    p_start: Share = option(0.5, "First value of p, the share of the token's largest that an expert needs.")
+    p_rate: Annotated[float, Bounds(least=0, most=1)] = option(
+        0.1, "Step u of log p, as a share of the error of the log of the mean fanout."
+    )
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
+        super().__post_init__()  # checks every option against its type
         if self.experts_per_token < 1:
             raise ValueError(
                 f"experts_per_token={self.experts_per_token} must be at least 1 in min-p, since a token's likeliest "
                 "expert is always taken"
             )
-        if not 0 < self.p_start <= 1:
-            raise ValueError(f"p_start={self.p_start} must lie in (0, 1]: a share of the largest")
-        if not 0 <= self.p_rate <= 1:
-            raise ValueError(f"p_rate={self.p_rate} must lie in [0, 1]; 0 keeps p as it is")
 
     def init(self) -> MinPState:
         return MinPState(torch.tensor(math.log(self.p_start), dtype=torch.float32))

@@ -34,6 +34,10 @@ class Bounds(NamedTuple):
 Count = Annotated[int, Bounds(least=1)]
 Whole = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
+NotNegative = Annotated[float, Bounds(least=0)]
+Decay = Annotated[float, Bounds(least=0, below=1)]
+"""The share of the old value that a running mean keeps."""
+Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 def option(default: T, help: str) -> T:
@@ -50,8 +54,14 @@ def require_valid(record: type, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name not in known:
             raise ValueError(f"option {name!r} is unknown; {did_you_mean(name, known)}")
-        if known[name].metadata and not allows(kinds[name], value):
-            raise ValueError(f"{name}={value!r} must be {describe(kinds[name])}")
+        if known[name].metadata:
+            require_kind(name, value, kinds[name])
+
+
+def require_kind(name: str, value: Any, kind: Any) -> None:
+    """Raise ValueError unless the type of the option `name`, with its bounds, allows the value."""
+    if not allows(kind, value):
+        raise ValueError(f"{name}={value!r} must be {describe(kind)}")
 
 
 def kinds_of(record: type) -> dict[str, Any]:

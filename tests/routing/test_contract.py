@@ -398,7 +398,7 @@ NONSENSE: list[tuple[type[Rule], str, list[Any]]] = [
     (TokenChoice, "gate", ["relu", "", None, 0]),
     (TokenChoice, "gate_scale", [0, -1, NAN, INFINITY, True, "1", None]),
     (TokenChoice, "over", ["logits", "", None, 0]),
-    (TokenChoice, "num_groups", [0, -1, 3, 32, 2.0, True, None]),
+    (TokenChoice, "num_groups", [0, -1, 3, 32, 2.5, True, None]),
     (TokenChoice, "groups_per_token", [0, 2, 1.5, True, None]),
     *[(kind, "pool", ["rank", "", 0, -4, 8.0, True, None]) for kind in (ExpertChoice, ExpertThreshold)],
     *[(kind, "decay", [1, 1.5, -0.1, NAN, "0.9", None]) for kind in (ExpertChoice, ExpertThreshold)],

@@ -107,15 +107,15 @@ def test_a_wavelet_matrix_finds_the_kth_of_every_prefix(width: int) -> None:
     [
         (
             {"max_per_token": 0},
-            "max_per_token=0 must be a whole number above experts_per_token=1, which is token_choice",
+            "max_per_token=0 must be a whole number of at least 1 or none",
         ),
         ({"max_per_token": 17}, "max_per_token=17 must"),
         ({"max_per_token": 1.5}, "max_per_token=1.5 must"),
         (
             {"experts_per_token": 2, "max_per_token": 1},
-            "max_per_token=1 must be a whole number above experts_per_token=2",
+            "max_per_token=1 must be above experts_per_token=2, which is token_choice",
         ),
-        ({"gate": "relu"}, "gate='relu' is unknown; use one of sigmoid, softmax"),
+        ({"gate": "relu"}, "gate='relu' must be sigmoid, softmax"),
         ({"gate_scale": 0}, "gate_scale=0 must be a number above 0"),
     ],
 )

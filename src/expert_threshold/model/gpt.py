@@ -26,7 +26,7 @@ from ..moe import (
     rule_from_dict,
     rule_to_dict,
 )
-from ..option import Bounds, Count, Positive, Whole, option, require_valid
+from ..option import Bounds, Count, NotNegative, Positive, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS, TRUNKS
@@ -59,7 +59,7 @@ class GPTConfig:
     )
     gate_norm: GateNorm | None = option(None, "Divide the routed sum by the fanout; none is off.")
     activation: ActivationName = option("relu2", "Nonlinearity of the feed-forwards.")
-    z_loss: Annotated[float, Bounds(least=0)] | None = option(None, "Strength of the router z-loss; none is off.")
+    z_loss: NotNegative | None = option(None, "Strength of the router z-loss; none is off.")
     initialization: Initialization = option(
         "paper", "Distribution of the initial weights; has no effect on a trained model."
     )

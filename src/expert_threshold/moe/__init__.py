@@ -16,7 +16,7 @@ from ..routing import (
 from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear
 from .follow import Follower, follow
-from .layer import GateNorm, MoE, check_options, require_rule
+from .layer import GateNorm, MoE, require_rule
 from .router import Past, Router
 
 __all__ = [
@@ -37,7 +37,6 @@ __all__ = [
     "Routing",
     "Rule",
     "all_finite",
-    "check_options",
     "follow",
     "require_rule",
     "rule_from_dict",

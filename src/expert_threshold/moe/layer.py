@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 from torch import Tensor, nn
 
-from ..kernels.activation import ActivationName, activation_named
+from ..kernels.activation import ActivationName
 from ..kernels.planned import no_autocast, ranks_of
+from ..option import Count, NotNegative, Whole, require_kind
 from ..routing import Observation, Routing, Rule
-from .backends import backend_named
+from .backends import DispatchName, backend_named
 from .experts import Experts, FeedForward
 from .router import Past, Router
 
 GateNorm = Literal["fanout"]
-
-
-def check_options(
-    d_model: int,
-    d_expert: int,
-    shared_experts: int,
-    dispatch: str,
-    activation: str,
-    gate_norm: str | None,
-    z_loss: float | None,
-) -> None:
-    """Raise ValueError unless the options, those of `MoE`, are valid."""
-    sizes = (("d_model", d_model, 1), ("d_expert", d_expert, 1), ("shared_experts", shared_experts, 0))
-    for name, value, least in sizes:
-        if not (type(value) is int and value >= least):
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-    for name, text in (("dispatch", dispatch), ("activation", activation)):
-        if not isinstance(text, str):
-            raise ValueError(f"{name}={text!r} must be a name")
-    backend_named(dispatch)
-    activation_named(activation)
-    if gate_norm not in (None, *get_args(GateNorm)):
-        raise ValueError(f"gate_norm={gate_norm!r} is unknown; use None or 'fanout'")
-    if z_loss is not None and not (type(z_loss) in (int, float) and 0 <= z_loss < math.inf):
-        raise ValueError(f"z_loss={z_loss!r} must be a finite number of at least 0; None switches it off")
 
 
 def require_rule(rule: object) -> None:
@@ -73,7 +48,13 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         require_rule(rule)
-        check_options(d_model, d_expert, shared_experts, dispatch, activation, gate_norm, z_loss)
+        require_kind("d_model", d_model, Count)
+        require_kind("d_expert", d_expert, Count)
+        require_kind("shared_experts", shared_experts, Whole)
+        require_kind("dispatch", dispatch, DispatchName)
+        require_kind("activation", activation, ActivationName)
+        require_kind("gate_norm", gate_norm, GateNorm | None)
+        require_kind("z_loss", z_loss, NotNegative | None)
         self.dispatch = backend_named(dispatch)
         self.gate_norm = gate_norm
         self.router = Router(d_model, rule, z_loss)

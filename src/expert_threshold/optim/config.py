@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..option import Bounds, Count, Whole, option, require_valid
+from ..option import Bounds, Count, Decay, Share, Whole, option, require_valid
 from .orthogonal import Lines, OrthogonalizerName, Parts, Side
 
 OptimizerName = Literal["muon", "adamw"]
@@ -15,9 +15,7 @@ DecayName = Literal["constant", "cosine"]
 LARGEST = 1e30  # limit on learning rates and the like; scaled, they still fit float32
 Rate = Annotated[float, Bounds(above=0, below=LARGEST)]
 Strength = Annotated[float, Bounds(least=0, below=LARGEST)]
-Decay = Annotated[float, Bounds(least=0, below=1)]
 Ratio = Annotated[float, Bounds(least=0, most=1)]
-Share = Annotated[float, Bounds(above=0, most=1)]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..kernels.cpu import muon as kernels
+from ..option import Count, Decay, NotNegative, require_kind
 from . import orthogonal
 from .orthogonal import ORTHOGONALIZERS, Lines, OrthogonalizerName, Parts, Side, normalize, normuon, second_moment_shape
 
 # Elements of a batch of the iteration: enough to fill a GPU, few enough for a CPU's cache; larger temporaries would be
 # read from memory for every product.
 BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
-PARTS = {"equilibrate": get_args(Lines), "renormalize": get_args(Parts), "normuon": get_args(Side)}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
@@ -156,17 +156,19 @@ class Muon(Optimizer):
 
 
 def _require_movable(group: Mapping[str, Any]) -> None:
-    for option, holds, remedy in (
-        ("lr", group["lr"] >= 0, "0 or more"),
-        ("momentum", 0 <= group["momentum"] < 1, "a number from 0 to below 1"),
-        ("ns_steps", group["ns_steps"] >= 1, "1 or more"),
-        ("normuon_beta", 0 <= group["normuon_beta"] < 1, "a number from 0 to below 1"),
-        ("weight_decay", group["weight_decay"] >= 0, "0 or more"),
-        ("orthogonalizer", group["orthogonalizer"] in ORTHOGONALIZERS, f"one of {', '.join(ORTHOGONALIZERS)}"),
-        *((name, group[name] in (None, *known), f"None or one of {', '.join(known)}") for name, known in PARTS.items()),
-    ):
-        if not holds:
-            raise ValueError(f"{option}={group[option]!r} is not possible: use {remedy}")
+    kinds = {
+        "lr": NotNegative,
+        "momentum": Decay,
+        "ns_steps": Count,
+        "normuon_beta": Decay,
+        "weight_decay": NotNegative,
+        "orthogonalizer": OrthogonalizerName,
+        "equilibrate": Lines | None,
+        "renormalize": Parts | None,
+        "normuon": Side | None,
+    }
+    for option, kind in kinds.items():
+        require_kind(option, group[option], kind)
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
         if parameter.ndim < 2:
             raise ValueError(

@@ -1,12 +1,11 @@
 """Routing rules: pure functions of a score matrix."""
 
-from ..option import option
+from ..option import Bounds, Count, Decay, NotNegative, Positive, Share, Whole, option
 from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .null_slots import NullSlots, NullSlotState
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
-from .options import check_experts
 from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .quantile_balancing import PriceState, QuantileBalancing
 from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
@@ -22,15 +21,20 @@ __all__ = [
     "PAPER_STEPS",
     "RULES",
     "BiasState",
+    "Bounds",
     "ByCutoff",
+    "Count",
     "Cut",
     "CutoffState",
+    "Decay",
     "ExpertChoice",
     "ExpertThreshold",
+    "NotNegative",
     "NullSlotState",
     "NullSlots",
     "Observation",
     "Pool",
+    "Positive",
     "PriceState",
     "QuantileBalancing",
     "ReLU",
@@ -39,13 +43,14 @@ __all__ = [
     "Rule",
     "Scope",
     "SeqTopK",
+    "Share",
     "TokenChoice",
     "TopP",
     "TopPState",
+    "Whole",
     "Window",
     "all_finite",
     "bounds",
-    "check_experts",
     "cutoff",
     "dial",
     "kth_largest",

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, Decay, option
 from .by_cutoff import ByCutoff
 from .observation import Observation, Routing
-from .options import check_cutoff, check_experts
 from .pools import (
     CutoffState,
     Pool,
@@ -30,19 +29,15 @@ from .selection import kth_largest
 class ExpertChoice(ByCutoff):
     """Exact loads in training, at the price of looking at the whole pool; running cutoffs decide in inference."""
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Routed experts of one token, on average.")
     pool: Pool = option(
         "batch",
         "Tokens that compete for an expert: a sequence, a micro-batch, all ranks' micro-batches, or a number of "
         "tokens.",
     )
-    decay: float = option(0.999, "Decay of the running mean of cutoffs; presets scale it with their number of steps.")
+    decay: Decay = option(0.999, "Decay of the running mean of cutoffs; presets scale it with their number of steps.")
     debias: bool = option(True, "Correct the running mean for its start at 0.")
-
-    def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        check_cutoff(self.pool, self.decay, self.debias)
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, Decay, NotNegative, Whole, option
 from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
 from .observation import Observation, Routing
-from .options import check_cutoff, check_experts, is_number, is_whole, require
 from .pools import (
     CutoffState,
     Pool,
@@ -37,14 +36,14 @@ SHORT_RUN, TREND_DECAY = 2000, 0.6
 class ExpertThreshold(ByCutoff):
     """Causal routing with expected loads: cutoff c_i is the running mean of past batches' k-th largest scores."""
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Routed experts of one token, on average.")
-    decay: float = option(0.999, "Decay β of the running mean of cutoffs; presets scale it with their number of steps.")
-    warmup_steps: int = option(
+    decay: Decay = option(0.999, "Decay β of the running mean of cutoffs; presets scale it with their number of steps.")
+    warmup_steps: Whole = option(
         4000,
         "Optimizer steps of expert choice before cutoffs decide; presets use a fifth of their steps, at most 4000.",
     )
-    capacity_slack: float | None = option(
+    capacity_slack: NotNegative | None = option(
         0.5,
         "Slack s: loads stay within k(1−s) and k(1+s) while training; none switches the bounds off.",
     )
@@ -61,23 +60,9 @@ class ExpertThreshold(ByCutoff):
     )
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        check_cutoff(self.pool, self.decay, self.debias)
-        require(
-            is_whole(self.warmup_steps, at_least=0),
-            "warmup_steps",
-            self.warmup_steps,
-            "must be a whole number of at least 0; 0 means no warmup",
-        )
-        require(
-            self.capacity_slack is None or is_number(self.capacity_slack, at_least=0),
-            "capacity_slack",
-            self.capacity_slack,
-            "must be at least 0; None switches the bounds off",
-        )
-        require(self.estimator in get_args(Estimator), "estimator", self.estimator, "is unknown; use 'mean' or 'trend'")
-        unbiased = self.debias or self.estimator == "mean"
-        require(unbiased, "debias", self.debias, "needs estimator='mean'; a trend is always unbiased")
+        super().__post_init__()
+        if self.estimator == "trend" and not self.debias:
+            raise ValueError(f"debias={self.debias} needs estimator='mean'; a trend is always unbiased")
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
-
-from .options import is_number, require
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 _LABELS: dict[Gate, str] = {
@@ -16,13 +14,6 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-
-
-def check_gate(gate: object, scale: float) -> None:
-    """Raise ValueError unless the options of a rule's gates are valid."""
-    known = get_args(Gate)
-    require(gate in known, "gate", gate, f"is unknown; use one of {', '.join(known)}")
-    require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
 
 
 def label_of_gates(gate: Gate, scale: float) -> str:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, NotNegative, Positive, option
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, is_whole, require
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
@@ -33,28 +32,25 @@ class NullSlots(Rule):
     aims at − its load), which balances the experts and holds the mean fanout at experts_per_token without a loss.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Mean number of routed experts per token that the biases aim at.")
-    null_slots: int = option(16, "Slots that compute nothing.")
-    slots_per_token: int = option(2, "Slots that every token chooses, experts and null slots together.")
+    null_slots: Count = option(16, "Slots that compute nothing.")
+    slots_per_token: Count = option(2, "Slots that every token chooses, experts and null slots together.")
     null: Null = option("zero", "What a null slot returns: zero, or copy, which is the token itself times the gate.")
-    bias_rate: float = option(0.001, "Step u of the biases; 0 switches them off.")
-    gate_scale: float = option(1.0, "Factor c of all gates.")
+    bias_rate: NotNegative = option(0.001, "Step u of the biases; 0 switches them off.")
+    gate_scale: Positive = option(1.0, "Factor c of all gates.")
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        require(is_whole(self.null_slots, at_least=1), "null_slots", self.null_slots, "must be a whole number above 0")
+        super().__post_init__()
         slots, most = self.slots_per_token, self.num_experts + self.null_slots
-        fits = is_whole(slots, at_least=1) and slots <= most
-        require(fits, "slots_per_token", slots, f"must be a whole number from 1 to {most}, all slots that there are")
-        least = slots - self.null_slots
-        reachable = max(least, 0) <= self.experts_per_token <= slots
-        remedy = f"must be from {max(least, 0)} to slots_per_token={slots}, or no choice of slots meets it"
-        require(reachable, "experts_per_token", self.experts_per_token, remedy)
-        require(self.null in get_args(Null), "null", self.null, "is unknown; use 'zero' or 'copy'")
-        require(is_number(self.bias_rate, at_least=0), "bias_rate", self.bias_rate, "must be a number of at least 0")
-        scale = self.gate_scale
-        require(is_number(scale, at_least=0) and scale > 0, "gate_scale", scale, "must be a number above 0")
+        if slots > most:
+            raise ValueError(f"slots_per_token={slots} must be at most {most}, all slots that there are")
+        least = max(slots - self.null_slots, 0)
+        if not least <= self.experts_per_token <= slots:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be from {least} to slots_per_token={slots}, or no "
+                "choice of slots meets it"
+            )
 
     @property
     def num_scores(self) -> int:

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import Count
 from .observation import Observation, Routing, observe
 from .selection import Cut, take
 from .sketch import LEVELS, quantile, sketch
 
-Pool = Literal["sequence", "batch", "global"] | int
+Pool = Literal["sequence", "batch", "global"] | Count
 
 
 class CutoffState(NamedTuple):

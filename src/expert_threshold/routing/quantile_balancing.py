@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
-from .gates import Gate, check_gate, gates_of, label_of_gates, weights_of
+from ..option import Count, Decay, Positive, option
+from .gates import Gate, gates_of, label_of_gates, weights_of
 from .observation import Observation, Routing, observe
-from .options import check_decay, check_experts, is_whole, require, whole_fanout
 from .pools import form_pools
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
@@ -53,10 +52,10 @@ class QuantileBalancing(Rule):
     histogram.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
-    experts_per_token: int = option(1, "Routed experts of one token.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
+    experts_per_token: Count = option(1, "Routed experts of one token.")
     over: Over = option("scores", "Values that prices are subtracted from: scores, or gates, their sigmoid or softmax.")
-    decay: float = option(0.0, "Decay of the running mean of prices; 0 uses the last step's.")
+    decay: Decay = option(0.0, "Decay of the running mean of prices; 0 uses the last step's.")
     pool: PricePool = option(
         "global",
         "Tokens over which quantiles are taken: all ranks' micro-batches together, or each micro-batch, then averaged.",
@@ -65,20 +64,9 @@ class QuantileBalancing(Rule):
         "exact",
         "Estimator of quantiles: exact, or an interpolated histogram between the smallest and the largest value.",
     )
-    bins: int = option(1000, "Bins of each expert's histogram.")
+    bins: Count = option(1000, "Bins of each expert's histogram.")
     gate: Gate = option("sigmoid", "Gate of an expert's output, see token_choice; prices do not enter it.")
-    gate_scale: float = option(1.0, "Factor applied to all gates.")
-
-    def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        # Other rules allow fractions, so options may hold 2.0.
-        object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "quantile balancing"))
-        for name, kind in (("over", Over), ("pool", PricePool), ("estimator", PriceEstimator)):
-            known, value = get_args(kind), getattr(self, name)
-            require(value in known, name, value, f"is unknown; use {' or '.join(map(repr, known))}")
-        check_decay(self.decay)
-        check_gate(self.gate, self.gate_scale)
-        require(is_whole(self.bins, at_least=1), "bins", self.bins, "must be a whole number of at least 1")
+    gate_scale: Positive = option(1.0, "Factor applied to all gates.")
 
     def init(self) -> PriceState:
         return PriceState(torch.zeros(self.num_experts, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))

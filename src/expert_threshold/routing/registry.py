@@ -9,12 +9,11 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from importlib.metadata import entry_points
-from typing import Any, get_type_hints
+from typing import Any
 
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .null_slots import NullSlots
-from .options import check_experts
 from .quantile_balancing import QuantileBalancing
 from .relu import ReLU
 from .rule import Rule
@@ -140,16 +139,6 @@ def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:
             raise ValueError(f"option {option!r} is unknown to rule {name}; it has {', '.join(known) or 'no options'}")
     if name == DENSE:
         return None
-    # Of one option, rules may have whole numbers or any: a command line reads 2 as 2.0.
-    whole = {option for option, kind in get_type_hints(RULES[name]).items() if kind is int}
-    rule = RULES[name](
-        **{
-            option: int(value) if option in whole and isinstance(value, float) and value.is_integer() else value
-            for option, value in options.items()
-        }
-    )
-    for option in sorted(whole.intersection(options)):
-        if isinstance(value := getattr(rule, option), float):
-            raise ValueError(f"{option}={value} must be a whole number in rule {name}")
-    check_experts(rule.num_experts, rule.experts_per_token)
+    rule = RULES[name](**options)
+    Rule.__post_init__(rule)  # whatever the class checks itself
     return rule

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, NotNegative, Positive, allows, option
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, require
 from .rule import Rule, Scope, Window
 
 
@@ -36,18 +35,11 @@ class ReLU(Rule):
     published rule in two ways: each layer has its own λ, which follows its fanout, and λ rests exactly at the target.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1.0, "Mean fanout that λ steers towards.")
-    l1_start: float = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
-    l1_rate: float = option(0.2, "Step α of λ: one optimizer step multiplies or divides λ by 1 + α.")
+    l1_start: Positive = option(1e-8, "Initial value of λ, the strength of the L1 loss.")
+    l1_rate: NotNegative = option(0.2, "Step α of λ: one optimizer step multiplies or divides λ by 1 + α.")
     l1_balanced: bool = option(True, "Weight each expert's part of the L1 loss by its load, which balances loads.")
-
-    def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        start, rate = self.l1_start, self.l1_rate
-        require(is_number(start, at_least=0) and start > 0, "l1_start", start, "must be a number above 0")
-        require(is_number(rate, at_least=0), "l1_rate", rate, "must be a number of at least 0; 0 keeps λ constant")
-        require(isinstance(self.l1_balanced, bool), "l1_balanced", self.l1_balanced, "must be True or False")
 
     def init(self) -> ReLUState:
         return ReLUState(torch.tensor(math.log(self.l1_start), dtype=torch.float32))
@@ -96,7 +88,7 @@ class ReLU(Rule):
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
         rate = options.get("l1_rate", cls.l1_rate)
-        growth = (1 + rate) ** (steps / 10) if is_number(rate, at_least=0) and steps < 10_000 else math.inf
+        growth = (1 + rate) ** (steps / 10) if allows(NotNegative, rate) and steps < 10_000 else math.inf
         return {"l1_start": max(cls.l1_start, float(f"{0.001 / growth:.3g}"))}
 
     @classmethod

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ..option import Count, bare, kinds_of, require_kind, require_valid
 from .observation import Observation, Routing
 
 Scope = Literal["token", "sequence", "batch", "global"]
@@ -34,6 +36,25 @@ class Rule(ABC):
 
     num_experts: int
     experts_per_token: float
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for an option that its type does not allow; a rule that checks more calls this first.
+
+        Whole floats become integers where the type is int: the same option of another rule may be any number, so a
+        command line reads 2 as 2.0.
+        """
+        kinds = kinds_of(type(self))
+        for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
+            value = getattr(self, field.name)
+            if bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer():
+                object.__setattr__(self, field.name, int(value))
+        require_kind("num_experts", self.num_experts, Count)
+        require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
+        if not 0 < self.experts_per_token <= self.num_experts:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be above 0 and at most num_experts={self.num_experts}"
+            )
+        require_valid(type(self), {field.name: getattr(self, field.name) for field in fields(self)})  # type: ignore[arg-type]
 
     @abstractmethod
     def init(self) -> Any:

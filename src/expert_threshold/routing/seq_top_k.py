@@ -10,15 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
-from .gates import Gate, check_gate, gates_of, label_of_gates, weights_of
+from ..option import Count, Positive, option
+from .gates import Gate, gates_of, label_of_gates, weights_of
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_whole, require
 from .pools import as_ratio
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
-Count = TypeVar("Count", int, Tensor)
+Number = TypeVar("Number", int, Tensor)
 
 
 class Stateless(NamedTuple):
@@ -39,26 +38,23 @@ class SeqTopK(Rule):
     gates are, otherwise r. Only the max_per_token best pairs of a token take part. Nothing balances load.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(1, "Routed experts of one token, on average over its sequence.")
-    max_per_token: int | None = option(None, "Most experts of one token; none lets a token take all of them.")
+    max_per_token: Count | None = option(None, "Most experts of one token; none lets a token take all of them.")
     gate: Gate = option(
         "sigmoid",
         "Gate of an expert's output, see token_choice; softmax also compares the pairs of a sequence by their shares.",
     )
-    gate_scale: float = option(1.0, "Factor applied to all gates.")
+    gate_scale: Positive = option(1.0, "Factor applied to all gates.")
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
+        super().__post_init__()
         k, most = self.experts_per_token, self.max_per_token
-        require(
-            most is None or (is_whole(most, at_least=1) and k < most <= self.num_experts),
-            "max_per_token",
-            most,
-            f"must be a whole number above experts_per_token={k:g}, which is token_choice, and at most num_experts="
-            f"{self.num_experts}; None allows all",
-        )
-        check_gate(self.gate, self.gate_scale)
+        if most is not None and not k < most <= self.num_experts:
+            raise ValueError(
+                f"max_per_token={most} must be above experts_per_token={k:g}, which is token_choice, and at most "
+                f"num_experts={self.num_experts}"
+            )
 
     def init(self) -> Stateless:
         return Stateless()
@@ -94,7 +90,7 @@ class SeqTopK(Rule):
         (lowest,) = kth_largest(of_token, [self.max_per_token])
         return values.masked_fill(~take(of_token, lowest).reshape(values.shape), -torch.inf)
 
-    def _budget(self, tokens: Count) -> Count:
+    def _budget(self, tokens: Number) -> Number:
         """Return ⌊tokens · experts_per_token⌋, with experts_per_token as written in decimal."""
         numerator, denominator = as_ratio(self.experts_per_token)
         return tokens * numerator // denominator

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, NotNegative, Positive, option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import Gate, check_gate, gates_of, label_of_gates, shares_of, weights_of
+from .gates import Gate, gates_of, label_of_gates, shares_of, weights_of
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, is_whole, require, whole_fanout
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
@@ -48,45 +47,39 @@ class TokenChoice(Rule):
     options of published models.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
-    experts_per_token: int = option(1, "Routed experts of one token.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
+    experts_per_token: Count = option(1, "Routed experts of one token.")
     balance: Balance = option(
         "none",
         "Load balancing: aux and global_aux add an auxiliary loss on the load of this micro-batch or of all ranks'; "
         "loss_free and loss_free_proportional select by score + bias.",
     )
-    aux_strength: float = option(0.001, "Strength α of the auxiliary losses.")
-    bias_rate: float = option(0.005, "Step u of the loss-free biases.")
+    aux_strength: NotNegative = option(0.001, "Strength α of the auxiliary losses.")
+    bias_rate: NotNegative = option(0.005, "Step u of the loss-free biases.")
     gate: Gate = option(
         "sigmoid",
         "Gate of an expert's output: sigmoid; softmax, over all experts; softmax_chosen, over the chosen ones; "
         "sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
     )
-    gate_scale: float = option(1.0, "Factor applied to all gates.")
+    gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
         "scores",
         "Values that biases are added to and that groups are compared by: scores, or gates, their sigmoid or softmax.",
     )
-    num_groups: int = option(1, "Groups of experts, of equal size.")
-    groups_per_token: int = option(1, "Groups that the experts of one token may lie in.")
+    num_groups: Count = option(1, "Groups of experts, of equal size.")
+    groups_per_token: Count = option(1, "Groups that the experts of one token may lie in.")
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        # Other rules allow fractions, so options may hold 2.0.
-        object.__setattr__(self, "experts_per_token", whole_fanout(self.experts_per_token, "token choice"))
-        balances = get_args(Balance)
-        require(self.balance in balances, "balance", self.balance, f"is unknown; use one of {', '.join(balances)}")
-        for name, value in (("aux_strength", self.aux_strength), ("bias_rate", self.bias_rate)):
-            require(is_number(value, at_least=0), name, value, "must be a number of at least 0")
-        check_gate(self.gate, self.gate_scale)
-        require(self.over in get_args(Over), "over", self.over, "is unknown; use 'scores' or 'gates'")
+        super().__post_init__()
         experts, groups, of_token = self.num_experts, self.num_groups, self.groups_per_token
-        divides = is_whole(groups, at_least=1) and experts % groups == 0
-        require(divides, "num_groups", groups, f"must be a whole number that divides num_experts={experts}")
+        if experts % groups:
+            raise ValueError(f"num_groups={groups} must divide num_experts={experts}")
         least = -(-self.experts_per_token * groups // experts)
-        fits = is_whole(of_token, at_least=least) and of_token <= groups
-        remedy = f"must be a whole number from {least}, to have experts_per_token experts, to num_groups={groups}"
-        require(fits, "groups_per_token", of_token, remedy)
+        if not least <= of_token <= groups:
+            raise ValueError(
+                f"groups_per_token={of_token} must be from {least}, to have experts_per_token experts, to "
+                f"num_groups={groups}"
+            )
 
     def init(self) -> BiasState:
         return BiasState(torch.zeros(self.num_experts, dtype=torch.float32))

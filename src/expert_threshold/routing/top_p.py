@@ -11,9 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..option import option
+from ..option import Count, NotNegative, Share, option
 from .observation import Observation, Routing, observe
-from .options import check_experts, is_number, require
 from .rule import Rule, Scope, Window
 
 
@@ -41,28 +40,23 @@ class TopP(Rule):
     Both papers' losses and score normalisations are left out; nothing balances load.
     """
 
-    num_experts: int = option(16, "Routed experts in a layer.")
+    num_experts: Count = option(16, "Routed experts in a layer.")
     experts_per_token: float = option(
         1.0,
         "Mean fanout that the controller aims at; without a controller p alone decides.",
     )
-    p: float = option(0.4, "Total softmax share of a token's experts; with a controller, its initial value.")
+    p: Share = option(0.4, "Total softmax share of a token's experts; with a controller, its initial value.")
     controller: bool = option(False, "Adjust p so that the mean fanout meets experts_per_token.")
-    p_gain: float = option(0.1, "Proportional gain u_P of the controller, multiplied with the change of the error.")
-    p_rate: float = option(0.02, "Integral gain u_I of the controller, multiplied with the error.")
+    p_gain: NotNegative = option(0.1, "Proportional gain u_P of the controller, times the change of the error.")
+    p_rate: NotNegative = option(0.02, "Integral gain u_I of the controller, times the error.")
 
     def __post_init__(self) -> None:
-        check_experts(self.num_experts, self.experts_per_token)
-        require(is_number(self.p, at_least=0) and 0 < self.p <= 1, "p", self.p, "must lie in (0, 1]: a share")
-        require(isinstance(self.controller, bool), "controller", self.controller, "must be True or False")
-        for name, value in (("p_gain", self.p_gain), ("p_rate", self.p_rate)):
-            require(is_number(value, at_least=0), name, value, "must be a number of at least 0")
-        require(
-            self.experts_per_token >= 1 or not self.controller,
-            "experts_per_token",
-            self.experts_per_token,
-            "must be at least 1 with a controller, since a token's likeliest expert is always taken",
-        )
+        super().__post_init__()
+        if self.controller and self.experts_per_token < 1:
+            raise ValueError(
+                f"experts_per_token={self.experts_per_token} must be at least 1 with a controller, since a token's "
+                "likeliest expert is always taken"
+            )
 
     def init(self) -> TopPState:
         return TopPState(torch.tensor(self.p, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))
