@@ -27,7 +27,7 @@ class TrainConfig:
     dtype: DtypeName = option(
         "auto", "Type of the matrix products; auto is bfloat16 where the hardware multiplies it, else float32."
     )
-    activation_checkpointing: bool = option(False, "Compute activations again in the backward pass, to save memory.")
+    activation_checkpointing: bool = option(False, "Recompute activations in the backward pass to save memory.")
     compile: CompileName = option(
         "auto",
         "Compile the model with torch.compile; auto does from 2·10¹⁴ FLOPs on (GPU: 10¹⁶), in one process, "
@@ -38,18 +38,18 @@ class TrainConfig:
     eval_tokens: Count | None = option(None, "Tokens of the validation split to evaluate on; none is all.")
     core_bundle: str | None = option(
         None,
-        "Eval bundle with the tasks of CORE, asked after a checkpoint was saved; none asks none without core_every.",
+        "Eval bundle with CORE's tasks, evaluated on saved checkpoints; none evaluates CORE only with core_every.",
     )
     core_every: Count | None = option(
-        None, "Steps between two times that CORE is asked, one more at the end; none is only at the end."
+        None, "Steps between two evaluations of CORE, one more at the end; none is only at the end."
     )
-    core_max_per_task: Count | None = option(None, "Questions of each task of CORE at most; none is all.")
+    core_max_per_task: Count | None = option(None, "Maximum questions of each task of CORE; none is all.")
     sample_every: Count | None = option(None, "Steps between two samples of text, one more at the end; none is off.")
     checkpoint_every: Count | None = option(
         250, "Steps between two checkpoints, one more at the end; none is only at the end."
     )
-    keep_checkpoints: Count | None = option(None, "How many of the newest checkpoints stay; none keeps all.")
-    track: TrackerName = option("none", "Where metrics go beside metrics.jsonl.")
+    keep_checkpoints: Count | None = option(None, "Number of newest checkpoints to keep; none keeps all.")
+    track: TrackerName = option("none", "Tracker that receives metrics in addition to metrics.jsonl.")
     threads: Count | None = option(None, "CPU threads; none is torch's default.")
     tokenizer_threads: Count | None = option(
         None, "Threads that read and tokenize text in shards ahead of training; none is one for each core but one."
@@ -58,7 +58,7 @@ class TrainConfig:
         1, "Ranks over which the experts of a layer are split; 1 leaves all of them on every rank."
     )
     shard: bool = option(False, "Split parameters, gradients and optimizer state over all ranks, to save memory.")
-    timeout: Count = option(600, "Seconds after which a rank that does not answer counts as lost.")
+    timeout: Count = option(600, "Seconds without an answer after which a rank counts as lost.")
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value that cannot train."""
