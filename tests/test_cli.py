@@ -539,7 +539,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --rule token_choice --pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
     ("train --rule dense --num-experts 4", ["num_experts", "dense", "leave it out"]),
     ("train --rule expert_choice --balance aux", ["balance", "expert_choice", "token_choice"]),
-    ("train --rule token_choice --experts-per-token 1.5", ["experts_per_token=1.5", "must be a whole number of at least 1"]),
+    ("train --rule token_choice --experts-per-token 1.5", ["experts_per_token=1.5", "must be a whole number"]),
     ("train --heads 3", ["heads=3", "d_model"]),
     ("train --config missing.json", ["--config missing.json", "no such file"]),
     ("train --resume missing", ["missing", "no such run folder"]),

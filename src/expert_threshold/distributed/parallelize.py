@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..model import GPT
+from ..model.gpt import Block
 from ..moe.sharding import expert_parameters, shard_experts
 from ..optim import OptimConfig, moves_matrices, reads_weights
 from .mesh import DP, Parallel
@@ -86,9 +87,10 @@ def _fully_shard(model: GPT, parallel: Parallel) -> None:
         if parallel.ep is not None:
             fully_shard(moe.experts, mesh=parallel.mesh[DP], mp_policy=rounded)
     for block in model.blocks:
+        assert isinstance(block, Block)
         if block.attention.value_embed is not None:
             fully_shard(block.attention.value_embed, mesh=parallel.flat)
     blocks = [fully_shard(block, mesh=parallel.flat, mp_policy=rounded) for block in model.blocks]
     fully_shard(model, mesh=parallel.flat)
-    for block, following in itertools.pairwise(blocks):
-        block.set_modules_to_forward_prefetch([following])
+    for sharded, following in itertools.pairwise(blocks):
+        sharded.set_modules_to_forward_prefetch([following])
