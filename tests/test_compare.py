@@ -46,7 +46,7 @@ from expert_threshold.train.state import TrainState
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
-CLOCKS = {"tokens_per_second", "seconds"}
+CLOCKS = {"tokens_per_second", "seconds", "clock", "seconds_to_loss", "at_seconds"}
 """All that may differ between two comparisons of one kind."""
 
 
@@ -149,7 +149,7 @@ def test_csv_json_and_markdown_agree(finished: Path) -> None:
     markdown = (finished / "compare.md").read_text()
     assert to_markdown(rows) in markdown
     for row in rows:
-        [line] = [line for line in markdown.splitlines() if line.startswith(f"| {row.method} |")]
+        line, *_ = [line for line in markdown.splitlines() if line.startswith(f"| {row.method} |")]
         assert f"{row.loss:.3f} ± {row.loss_std:.3f}" in line
         assert f"{row.tokens_per_second:,.0f}" in line
     assert markdown.count("**") == 4  # the best loss and the best bits per byte
@@ -578,7 +578,10 @@ def test_rules_are_scaled_to_the_steps_of_the_run() -> None:
 
 
 def result(method: str, seed: int, loss: float | None, curve: list[tuple[int, float | None]] | None = None) -> Result:
-    return Result(method, seed, loss, loss, 100.0 + seed, None, None, None, curve or [])
+    clock = [float(tokens) for tokens, _ in curve or []]
+    return Result(
+        method, seed, loss, loss, 100.0 + seed, None, None, None, curve or [], clock, 1.0, None, None, None, None
+    )
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=6))
@@ -605,3 +608,83 @@ def test_a_curve_is_the_mean_over_seeds_where_all_were_validated() -> None:
         result("dense", 1, 2.0, [(10, 5.0), (20, None)]),
     ]
     assert curves(runs) == {"dense": [(10, 4.0), (20, None)]}
+
+
+def test_the_judgement_is_paired_by_seed(finished: Path) -> None:
+    record = read(finished)
+    losses = {(run["method"], run["seed"]): run["loss"] for run in record["runs"]}
+    rows = {row["method"]: row for row in record["judgement"]}
+    assert record["baseline"] == "token_choice"
+    assert rows["token_choice"]["difference"] is None
+    for method in ("dense", "expert_threshold"):
+        expected = statistics.mean(losses[method, seed] - losses["token_choice", seed] for seed in range(2))
+        assert rows[method]["difference"]["mean"] == pytest.approx(expected)
+        assert rows[method]["difference"]["low"] <= expected <= rows[method]["difference"]["high"]
+
+
+def test_flops_follow_the_fanout_that_was_measured(finished: Path) -> None:
+    runs = read(finished)["runs"]
+    d_expert = RunFolder.open(finished / "token_choice" / "seed_0").config["model"]["d_expert"]
+    dense, choice = (next(run for run in runs if run["method"] == method) for method in ("dense", "token_choice"))
+    assert choice["fanout_trained"] == 1
+    assert dense["fanout_trained"] is None
+    for run in runs:
+        if run["method"] == "expert_threshold":
+            more = run["flops"] - choice["flops"]
+            experts = 2 * (run["fanout_trained"] - 1) * STEPS * 2 * 32  # layers, more experts, tokens
+            assert more == pytest.approx(experts * 6 * 2 * 32 * d_expert, rel=0.01)
+
+
+def test_the_page_holds_every_method_and_sorts(finished: Path) -> None:
+    page = (finished / "compare.html").read_text()
+    assert page.count("<table>") == 3
+    assert page.count("<th scope") == page.count('<th scope="col"><button>')
+    for method in CHOSEN:
+        assert page.count(f"<td>{method}</td>") == 3
+
+
+def test_comparisons_join_into_one_table(
+    small: list[object], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other, out = tmp_path / "elsewhere", tmp_path / "joined"
+    assert et("compare", *small, "--rules", "token_choice_aux", "--seeds", 2, "--out", other) == 0
+    options = ["--baseline", "dense", "--margin", 0.5, "--out", out]
+    assert et("compare", "--join", finished, "--join", other, *options) == 0
+    record = json.loads((out / "joined.json").read_text())
+    assert [row["method"] for row in record["judgement"]] == [*CHOSEN, "token_choice_aux"]
+    assert record["baseline"] == "dense"
+    assert all(row["seconds"] is not None for row in record["judgement"])  # one machine
+    assert "token_choice_aux" in (out / "compare.html").read_text()
+    assert et("compare", "--join", finished, "--join", other, *options) == 0  # again, in its own folder
+    capsys.readouterr()
+    refused(capsys, et("compare", "--join", finished, "--join", finished, *options), "is in another folder, too")
+    refused(capsys, et("compare", "--join", tmp_path / "none", *options), "has no compare.json")
+    refused(capsys, et("compare", "--join", finished, "--steps", 8, *options), "leave out --steps")
+    refused(capsys, et("compare", "--join", finished, "--out", other), "joins no comparisons")
+    refused(capsys, et("compare", "--join", finished, "--baseline", "relu", "--out", out), "--baseline relu")
+    changed = Path(shutil.copytree(other, tmp_path / "changed"))
+    for old, new, told in (
+        ('"steps": 4', '"steps": 8', "steps=8 differs from 4"),
+        ('"hash": "', '"hash": "f', "text="),
+    ):
+        (changed / "compare.json").write_text((other / "compare.json").read_text().replace(old, new))
+        refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
+
+
+def test_seconds_of_different_machines_are_not_compared(finished: Path, small: list[object], tmp_path: Path) -> None:
+    other = tmp_path / "elsewhere"
+    assert et("compare", *small, "--rules", "token_choice_aux", "--out", other) == 0
+    record = read(other)
+    record["machines"][0]["cpu"] = "another"
+    (other / "compare.json").write_text(json.dumps(record))
+    assert et("compare", "--join", finished, "--join", other, "--out", tmp_path / "out") == 0
+    judged = json.loads((tmp_path / "out" / "joined.json").read_text())["judgement"]
+    assert all(row["seconds"] is None and row["at_seconds"] is None for row in judged)
+
+
+def test_an_unknown_baseline_is_refused(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = et("compare", *small, "--rules", "dense", "--baseline", "relu", "--out", tmp_path / "out")
+    refused(capsys, code, "--baseline relu", "use one of dense")
+    assert not (tmp_path / "out").exists()

@@ -3,27 +3,87 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from .analysis.comparison import NOTES, Result, curves, read_result, summarise, to_csv, to_markdown
+from .analysis.comparison import NOTES, Result, curves, markdown, read_result, summarise, to_csv, to_markdown
+from .analysis.comparison_page import comparison_page
 from .analysis.figures.learning import draw_loss_by_method
+from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, judge, judged_cells, load_cells, notes
 from .analysis.page import save_figure
-from .analysis.sentences import short
+from .analysis.sentences import counted, listed, short
+from .analysis.traffic import bytes_sent
 from .config import RunConfig
 from .data import open_source
-from .experiment import Kind, record_corpus, run_title
+from .experiment import VERSION, Kind, record_corpus, run_title
 from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE
 from .runs import RunFolder
-from .runs.files import replace_file, to_json
+from .runs.files import damage_told, read_json, replace_file, to_json
 
-COMPARISON = Kind("comparison", "compare.json")
+COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
+ELSEWHERE = "restore it from a copy, or leave it out of --join"
+
+
+class Findings(NamedTuple):
+    """The results of finished runs and what is said of them.
+
+    costs: by method, `bytes_sent` and `state_bytes`. baseline: the method that others are judged against, within the
+    margin in nats per token. timed: the runs' seconds compare, since they come from one machine.
+    """
+
+    headline: str
+    results: Sequence[Result]
+    costs: Mapping[str, Mapping[str, Any]]
+    baseline: str
+    margin: float = MARGIN
+    timed: bool = True
+
+    def write(self, folder: Path, record: Mapping[str, Any], file: str = COMPARISON.file) -> None:
+        """Write the tables as JSON, CSV and Markdown. record: what else the JSON holds. file: its name."""
+        rows, judged = summarise(self.results), self.judged()
+        content = {
+            "table": [row._asdict() for row in rows],
+            "baseline": self.baseline,
+            "margin": self.margin,
+            "judgement": [row.record() for row in judged],
+            "costs": self.costs,
+            "runs": [result._asdict() for result in self.results],
+        }
+        parts = [
+            self.headline,
+            to_markdown(rows) + "\n" + NOTES,
+            markdown(HEADERS, judged_cells(judged)),
+            markdown(LOADS, load_cells(self.results, self.costs)) + "\n" + notes(self.baseline, self.margin),
+        ]
+        for name, text in (
+            (file, to_json({**record, **content}, indent=2) + "\n"),
+            ("compare.csv", to_csv(rows)),
+            ("compare.md", "\n\n".join(parts) + "\n"),
+        ):
+            replace_file(folder / name, text.encode())
+
+    def judged(self) -> list[Judged]:
+        """Return each method against the baseline."""
+        return judge(self.results, self.baseline, self.margin, timed=self.timed)
+
+    def draw(self, folder: Path, labels: Mapping[str, str]) -> None:
+        """Write the page, and the losses over tokens as a figure. Raises ValueError if matplotlib is missing.
+
+        labels: the methods' names in the figure.
+        """
+        methods = [
+            {"method": labels.get(method, method), "kind": method, "points": points}
+            for method, points in curves(self.results).items()
+        ]
+        save_figure(draw_loss_by_method({"methods": methods}), folder / "loss_by_method")
+        text = comparison_page(self.headline, self.results, self.judged(), self.baseline, self.margin, self.costs)
+        replace_file(folder / "compare.html", text.encode())
 
 
 class Comparison(NamedTuple):
@@ -33,6 +93,8 @@ class Comparison(NamedTuple):
     configs: Mapping[str, RunConfig]  # by method, with seed 0
     seeds: int
     record: dict[str, Any]  # that of compare.json, without results
+    baseline: str
+    margin: float = MARGIN
 
     def read_corpus(self) -> None:
         """Add the corpus to the record. Raises ValueError if it cannot be read or has changed since."""
@@ -82,19 +144,13 @@ class Comparison(NamedTuple):
             self.write()
 
     def write(self) -> None:
-        """Write the table of the runs finished so far, as JSON, CSV and Markdown."""
-        results = self.results()
-        rows = summarise(results)
-        record = self.record | {
-            "table": [row._asdict() for row in rows],
-            "runs": [result._asdict() for result in results],
-        }
-        for name, text in (
-            (COMPARISON.file, to_json(record, indent=2) + "\n"),
-            ("compare.csv", to_csv(rows)),
-            ("compare.md", f"{self.headline()}\n\n{to_markdown(rows)}\n{NOTES}\n"),
-        ):
-            replace_file(self.folder / name, text.encode())
+        """Write the tables of the runs finished so far."""
+        self.findings().write(self.folder, self.record)
+
+    def findings(self) -> Findings:
+        """Return the results so far."""
+        costs = {method: routing_costs(config) for method, config in self.configs.items()}
+        return Findings(self.headline(), self.results(), costs, self.baseline, self.margin)
 
     def headline(self) -> str:
         """Return a line on the text, the budget and the machines."""
@@ -110,17 +166,83 @@ class Comparison(NamedTuple):
         )
 
     def draw(self) -> None:
-        """Draw the validation losses over the tokens. Raises ValueError if matplotlib is missing."""
-        methods = [
-            {"method": self.label(method), "kind": method, "points": points}
-            for method, points in curves(self.results()).items()
-        ]
-        save_figure(draw_loss_by_method({"methods": methods}), self.folder / "loss_by_method")
+        """Write the figure and the page. Raises ValueError if matplotlib is missing."""
+        self.findings().draw(self.folder, {method: self.label(method) for method in self.configs})
 
     def label(self, method: str) -> str:
         """Return the method's name in figures, which is its rule's label."""
         config = self.configs[method]
         return DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
+
+
+def routing_costs(config: RunConfig) -> dict[str, int | None]:
+    """Return the bytes of the rules' state in all layers, and those that one rank of 8 sends for them in a step."""
+    model, train = config.model, config.train
+    if model.rule is None:
+        return {"state_bytes": 0, "bytes_sent": 0}
+    layers = model.layers - model.dense_layers
+    state = sum(tensor.nbytes for tensor in model.rule.init())
+    sent = bytes_sent(model.rule, (train.batch_size, model.context), train.accumulation)
+    return {"state_bytes": layers * state, "bytes_sent": None if sent is None else layers * sent}
+
+
+# Options in which joined comparisons must agree; seeds, rules and optimizers may differ.
+SHARED = {
+    "train": ("steps", "batch_size", "accumulation", "eval_tokens"),
+    "model": ("vocab_size", "context", "layers", "d_model"),
+}
+
+
+def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
+    """Return the runs of several comparisons as one. baseline: None is the usual one.
+
+    Raises ValueError if one is no comparison, their budgets or texts differ, or two have the same run.
+    """
+    first: dict[str, Any] | None = None
+    results: dict[tuple[str, int], Result] = {}
+    costs: dict[str, Any] = {}
+    machines, headlines = set(), []
+    for folder in folders:
+        path = Path(folder) / COMPARISON.file
+        if not path.is_file():
+            raise ValueError(f"--join {folder}: has no compare.json; name the folder of a comparison")
+        record = read_json(path)
+        if (record.get("format"), record.get("version")) != (COMPARISON.format, VERSION):
+            raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {ELSEWHERE}")
+        with damage_told(path, ELSEWHERE):
+            budget = {"text": record["corpus"]["hash"]} | {
+                name: record["options"][section][name] for section, names in SHARED.items() for name in names
+            }
+            runs = [Result(**run | {"curve": [tuple(point) for point in run["curve"]]}) for run in record["runs"]]
+            costs |= record["costs"]
+            machines |= {(machine["cpu"], machine["gpu"], machine["threads"]) for machine in record["machines"]}
+        first = first or budget
+        for name, value in budget.items():
+            if value != first[name]:
+                raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
+        for run in runs:
+            if (run.method, run.seed) in results:
+                raise ValueError(f"--join {folder}: {run.method} with seed {run.seed} is in another folder, too")
+            results[run.method, run.seed] = run
+        headlines.append(f"{folder} ({counted(len(runs), 'run')})")
+    methods = list(dict.fromkeys(method for method, _ in results))
+    return Findings(
+        f"joined from {listed(headlines)}",
+        list(results.values()),
+        costs,
+        chosen_baseline(baseline, methods),
+        margin,
+        timed=len(machines) == 1,
+    )
+
+
+def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
+    """Return the baseline's name; None is token choice or else the first method. Raises ValueError if it is absent."""
+    if baseline is None:
+        return REFERENCE if REFERENCE in methods else methods[0]
+    if baseline not in methods:
+        raise ValueError(f"--baseline {baseline}: does not take part; use one of {', '.join(methods)}")
+    return baseline
 
 
 def _is_begun(path: Path) -> bool:

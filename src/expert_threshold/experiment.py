@@ -32,6 +32,11 @@ class Kind(NamedTuple):
     name: str
     file: str
 
+    @property
+    def format(self) -> str:
+        """The record's format, as it says itself."""
+        return f"expert-threshold {self.name}"
+
 
 @contextmanager
 def opened(out: str, kind: Kind) -> Iterator[Path]:
@@ -77,11 +82,10 @@ def read_record(
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    format = f"expert-threshold {kind.name}"
     now: dict[str, Any] = json.loads(
         to_json(
             {
-                "format": format,
+                "format": kind.format,
                 "version": VERSION,
                 "options": options,
                 "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
@@ -94,7 +98,7 @@ def read_record(
     if not path.exists():
         return now
     before = read_json(path)
-    if (before.get("format"), before.get("version")) != (format, VERSION):
+    if (before.get("format"), before.get("version")) != (kind.format, VERSION):
         raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {OTHER_FOLDER}")
     with damage_told(path, OTHER_FOLDER):
         sections = before["options"] | before["methods"]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ..model import GPTConfig, flops_per_token
 from ..runs import RunFolder
 from ..runs.files import damage_told
 from .sentences import fixed
@@ -25,6 +28,13 @@ class Result(NamedTuple):
     fanout_mean: float | None  # of the last validation, over tokens and layers
     fanout_std: float | None
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
+    clock: list[float]  # seconds of training until each validation
+    flops: float  # of training, by its mean fanout
+    # Means over training, of each step's worst layer and of all layers.
+    load_spread_trained: float | None
+    fanout_trained: float | None
+    unrouted: float | None  # share of tokens that no expert took in the last validation
+    gap: float | None  # last validation loss minus the loss of training's last tenth
 
 
 class Row(NamedTuple):
@@ -42,6 +52,8 @@ class Row(NamedTuple):
     fanout_std: float | None
 
 
+LATE = 0.9
+"""Losses of training are means over the steps after this share of the run."""
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
     "Loss in nats per token, mean ± standard deviation over seeds. Max load / mean: tokens of the busiest expert over "
@@ -61,20 +73,41 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         tokens = _number(train["batch_size"] * train["accumulation"] * model["context"])
         last = validations[steps]
         layers = last["layers"].values()
-        fanout_counts = zip(*(layer["fanout_counts"] for layer in layers), strict=True)
-        fanout_mean, fanout_std = _moments([sum(counts) for counts in fanout_counts])
+        counts = [sum(counts) for counts in zip(*(layer["fanout_counts"] for layer in layers), strict=True)]
+        fanout_mean, fanout_std = _moments(counts)
         spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]  # None: no tokens
+        training = [record for record in records if record["split"] == "train"]
+        fanout = _over_training(training, "fanout_mean", mean)
+        loss, late = _number(last["loss"]), [r["cross_entropy"] for r in training if r["step"] > LATE * steps]
+        timed = ([0, *(r["step"] for r in training)], [0.0, *(r["seconds"] for r in training)])
         return Result(
             method,
             seed,
-            _number(last["loss"]),
+            loss,
             _number(last["bits_per_byte"]),
-            median(record["tokens_per_second"] for record in records if record["split"] == "train"),
+            median(record["tokens_per_second"] for record in training),
             max(spreads, default=None),
             fanout_mean,
             fanout_std,
             [(step * tokens, _number(record["loss"])) for step, record in sorted(validations.items())],
+            np.interp(sorted(validations), *timed).tolist(),
+            steps * tokens * flops_per_token(GPTConfig.from_dict(model), rate=fanout),
+            _over_training(training, "load_spread", max),
+            fanout,
+            counts[0] / sum(counts) if sum(counts) else None,
+            None if loss is None or not late or None in late else loss - mean(late),
         )
+
+
+def _over_training(
+    records: Sequence[Mapping[str, Any]], name: str, over_layers: Callable[[list[float]], float]
+) -> float | None:
+    """Return the mean over steps of a value that each layer logs; None without experts."""
+    values = [[layer[name] for layer in record["layers"].values()] for record in records]
+    if not all(values) or not values or any(value is None for layers in values for value in layers):
+        return None
+    steps = [record["steps"] for record in records]
+    return float(np.average([over_layers(layers) for layers in values], weights=steps))
 
 
 def _number(value: Any) -> Any:
@@ -158,8 +191,13 @@ def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:
 
 def to_markdown(rows: Sequence[Row]) -> str:
     """Return the table in Markdown."""
-    lines = [HEADERS, ["---", *["---:"] * (len(HEADERS) - 1)], *cells(rows, lambda text: f"**{text}**")]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(HEADERS, cells(rows, lambda text: f"**{text}**"))
+
+
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown, its first column of text."""
+    every = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
+    return "".join(f"| {' | '.join(line)} |\n" for line in every)
 
 
 def to_csv(rows: Sequence[Row]) -> str:

@@ -67,6 +67,8 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { padding: .3rem 1.25rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid) }
 th { font-weight: 500 }
 th:first-child, td:first-child { text-align: left }
+th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid var(--accent) }
+th[aria-sort=ascending] button::after { content: " ↑" } th[aria-sort=descending] button::after { content: " ↓" }
 pre { margin: .5rem 0; padding: 1rem; border: 1px solid var(--grid); border-radius: .375rem; font-size: .8125rem;
   line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere }
 summary { cursor: pointer; padding: .25rem 0 }
@@ -122,9 +124,33 @@ def left_out(entries: Sequence[LeftOut]) -> str:
     return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if entries else ""
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table that scrolls if it is too wide."""
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+SORT = """
+for (const head of document.querySelectorAll("th button")) head.onclick = () => {
+  const column = head.closest("th"), index = column.cellIndex, body = column.closest("table").tBodies[0];
+  const up = column.ariaSort !== "ascending";
+  for (const other of column.parentNode.cells) other.ariaSort = "none";
+  column.ariaSort = up ? "ascending" : "descending";
+  const units = { k: 1e3, M: 1e6, B: 1e9, T: 1e12 };
+  const key = row => {
+    const text = row.cells[index].textContent;
+    const found = text.replace(/,/g, "").replace("−", "-").match(/[-+]?[0-9.]+([kMBT]?)/);
+    return index && found ? parseFloat(found[0]) * (units[found[1]] ?? 1) : text;
+  };
+  const rows = [...body.rows].sort((a, b) => {
+    const [x, y] = [key(a), key(b)];
+    if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
+    return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1);
+  });
+  body.append(...rows);
+};
+"""
+"""Sorts the rows of a sortable table by the column whose head is clicked; cells without a number come last."""
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
+    """Return a table that scrolls if it is too wide. sortable: on a page with the script `SORT`."""
+    labels = (f"<button>{escape(name)}</button>" if sortable else escape(name) for name in head)
+    names = "".join(f'<th scope="col">{label}</th>' for label in labels)
     lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Table"><table><thead><tr>{names}</tr></thead>\n'

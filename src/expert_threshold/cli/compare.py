@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.comparison import HEADERS, NOTES, Row, cells, summarise
-from ..compare import COMPARISON, Comparison
+from ..analysis.comparison import HEADERS, NOTES, cells, summarise
+from ..analysis.judgement import HEADERS as JUDGED
+from ..analysis.judgement import LOADS, MARGIN, judged_cells, load_cells, notes
+from ..compare import COMPARISON, JOINED, Comparison, Findings, chosen_baseline, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..experiment import opened, read_record
 from ..install import et
-from ..option import Count
-from ..recipes import METHODS, Method, methods
+from ..option import Count, Positive
+from ..recipes import METHODS, REFERENCE, Method, methods
 from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
@@ -47,6 +50,15 @@ OPTIONS = [
         "option applies to the methods that do not fix it.",
     ),
     Option("seeds", Count, 1, "Number of runs of each method, with seeds 0, 1, and so on."),
+    Option("baseline", str, REFERENCE, "The method that others are judged against; the first if this takes no part."),
+    Option("margin", Positive, MARGIN, "Nats per token within which a method is equivalent to the baseline."),
+    Option(
+        "join",
+        str,
+        None,
+        "A folder of et compare; may be repeated. Trains nothing: makes one table of all their runs in --out.",
+        many=True,
+    ),
     Option("out", str, "runs/compare-PRESET", "The folder to make, or that of the comparison to continue."),
 ]
 
@@ -62,15 +74,19 @@ def decided() -> set[str]:
 def run(arguments: Sequence[str]) -> None:
     """Train the runs that are not finished, and print the table."""
     given = parse_run("et compare", _description(), OPTIONS, arguments, without=decided())
+    if "join" in given:
+        _join(given)
+        return
     chosen = chosen_methods(given.pop("rules", PAPER))
-    seeds = given.pop("seeds", 1)
+    seeds, margin = given.pop("seeds", 1), given.pop("margin", MARGIN)
     out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
+    baseline = chosen_baseline(given.pop("baseline", None), chosen)
     configs = configure(given, chosen)
     keep_freed_memory()
     console = Console() if Console().is_terminal else Console(width=120)
     with opened(out, COMPARISON) as folder:
         record = read_record(folder, COMPARISON, start_of(given), configs)
-        comparison = Comparison(folder, configs, seeds, record)
+        comparison = Comparison(folder, configs, seeds, record, baseline, margin)
         console.print(introduction(comparison), markup=False, highlight=False, soft_wrap=True)
         comparison.read_corpus()
         comparison.write()
@@ -80,9 +96,34 @@ def run(arguments: Sequence[str]) -> None:
             again = f"{et()} {shlex.join(['compare', *arguments])}"
             console.print(f"to continue the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
             raise
-        console.print(table(summarise(comparison.results())))
-        console.print(NOTES, markup=False, highlight=False)
-        console.print(conclude(comparison), markup=False, highlight=False, soft_wrap=True)
+        _show(console, comparison.findings())
+        console.print(conclude(comparison.draw, folder), markup=False, highlight=False, soft_wrap=True)
+
+
+def _join(given: Given) -> None:
+    """Make one table of the runs of several comparisons."""
+    folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
+    baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
+    if given:
+        flags = ", ".join("--" + name.removeprefix(RULE).replace("_", "-") for name in given)
+        raise ValueError(f"--join takes --baseline, --margin and --out alone; leave out {flags}")
+    findings = join(folders, baseline, margin)
+    console = Console() if Console().is_terminal else Console(width=120)
+    with opened(out, JOINED) as folder:
+        findings.write(folder, {"joined": folders}, JOINED.file)
+        _show(console, findings)
+        done = conclude(lambda: findings.draw(folder, {}), folder)
+        console.print(done, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(console: Console, findings: Findings) -> None:
+    """Print the tables."""
+    rows = summarise(findings.results)
+    console.print(table(HEADERS, cells(rows, lambda text: f"[bold]{text}[/bold]")))
+    console.print(NOTES, markup=False, highlight=False)
+    console.print(table(JUDGED, judged_cells(findings.judged())))
+    console.print(table(LOADS, load_cells(findings.results, findings.costs)))
+    console.print(notes(findings.baseline, findings.margin), markup=False, highlight=False)
 
 
 def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
@@ -123,12 +164,11 @@ def introduction(comparison: Comparison) -> str:
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
+def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """Return the table for a terminal. In a narrow one the methods' names wrap; numbers never do."""
-    lines = cells(rows, lambda text: f"[bold]{text}[/bold]")
-    table = Table(HEADERS[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    table = Table(headers[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.columns[0].overflow = "fold"
-    for header, texts in zip(HEADERS[1:], list(zip(*lines, strict=True))[1:], strict=True):
+    for header, texts in zip(headers[1:], list(zip(*lines, strict=True))[1:], strict=True):
         words = map(len, header.split())
         width = max(min(len(header), 8), *words, *(Text.from_markup(text).cell_len for text in texts))
         table.add_column(header, justify="right", width=width)
@@ -137,14 +177,13 @@ def table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def conclude(comparison: Comparison) -> str:
-    """Draw the figure, and return lines that say where the results are."""
-    folder = comparison.folder
+def conclude(draw: Callable[[], None], folder: Path) -> str:
+    """Draw the figures, and return lines that say where the results are."""
     try:
-        comparison.draw()
+        draw()
     except ValueError as missing:
         return f"results in {folder}, but no figure: {missing}"
     return (
-        f"results in {folder}: compare.md, .csv and .json, loss_by_method.png and .svg\n"
+        f"results in {folder}: compare.html, .md, .csv and .json, loss_by_method.png and .svg\n"
         f"next: {et()} analyze {shlex.quote(str(folder))}"
     )

@@ -55,6 +55,16 @@ def draw_loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
     return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4))
 
 
+def draw_loss_by_seconds(data: Data, width: float = 1.6 * NARROW) -> Figure:
+    """Draw the validation loss of each method over seconds of training."""
+    return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4), _seconds_axis)
+
+
+def _seconds_axis(axes: Axes) -> None:
+    axes.set_xlabel("seconds of training", loc="right")
+    axes.set_xlim(left=0)
+
+
 def say_loss_by_method(data: Data) -> str:
     at, ends = _last_shared(data["methods"])
     if at is None:
@@ -342,7 +352,14 @@ def draw_pairs(data: Data, width: float = NARROW) -> Figure:
     return _curves(data, "{:.3f}", LOSS, width, 2.2)
 
 
-def _curves(data: Data, number: str, title: str, width: float, height: float) -> Figure:
+def _curves(
+    data: Data,
+    number: str,
+    title: str,
+    width: float,
+    height: float,
+    scale: Callable[[Axes], None] = tokens_axis,
+) -> Figure:
     """Draw a line for each method, named with its last number."""
     methods = data["methods"]
     every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
@@ -355,7 +372,7 @@ def _curves(data: Data, number: str, title: str, width: float, height: float) ->
                 low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
                 axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
         axes.set_title(title)
-        tokens_axis(axes)
+        scale(axes)
         _trim(axes, every)
         name_lines(axes, lines)
     return figure

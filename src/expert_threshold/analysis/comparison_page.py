@@ -1,0 +1,89 @@
+"""compare.html: the tables of a comparison, whose columns sort at a click, and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from .comparison import HEADERS as MEASURED
+from .comparison import NOTES, Result, cells, curves, summarise
+from .figures.axes import single
+from .figures.learning import draw_loss_by_method, draw_loss_by_seconds
+from .figures.style import GRID, INK, NARROW, strokes, style
+from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
+from .page import SORT, Exhibit, exhibits, page, table
+from .plain import Data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def comparison_page(
+    headline: str,
+    results: Sequence[Result],
+    judged: Sequence[Judged],
+    baseline: str,
+    margin: float,
+    costs: Mapping[str, Mapping[str, Any]],
+) -> str:
+    """Return the page. costs: as in `load_cells`. Raises ValueError if matplotlib is missing."""
+    rows = summarise(results)
+    shown = [
+        Exhibit("Loss by tokens", "Means over seeds.", lambda width: draw_loss_by_method(by_tokens(results), width)),
+        Exhibit("Loss by seconds", "Means over seeds.", lambda width: draw_loss_by_seconds(by_seconds(results), width)),
+    ]
+    if any(row.difference is not None for row in judged):
+        sentence = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
+        draw = Exhibit("Differences", sentence, lambda width: draw_differences(judged, margin, width), wide=True)
+        shown = [draw, *shown]
+    body = [
+        f"<h1>Comparison</h1><p>{escape(headline)}</p>",
+        table(MEASURED, cells(rows, str), sortable=True),
+        f'<p class="muted">{escape(NOTES)}</p>',
+        f"<h2>Against {escape(baseline)}</h2>",
+        table(HEADERS, judged_cells(judged), sortable=True),
+        "<h2>Load and cost of routing</h2>",
+        table(LOADS, load_cells(results, costs), sortable=True),
+        f'<p class="muted">{escape(notes(baseline, margin))}</p>',
+        exhibits("Figures", shown),
+        f"<script>{SORT}</script>",
+    ]
+    return page("Comparison", body)
+
+
+def by_tokens(results: Sequence[Result]) -> Data:
+    """Return the mean losses over tokens, as figures take them."""
+    methods = [{"method": method, "kind": method, "points": points} for method, points in curves(results).items()]
+    return {"methods": methods}
+
+
+def by_seconds(results: Sequence[Result]) -> Data:
+    """Return the same losses over the mean seconds at which they were measured."""
+    found = by_tokens(results)
+    for entry in found["methods"]:
+        runs = [result for result in results if result.method == entry["method"]]
+        clocks = [dict(zip((tokens for tokens, _ in run.curve), run.clock, strict=True)) for run in runs]
+        entry["points"] = [(fmean(clock[tokens] for clock in clocks), loss) for tokens, loss in entry["points"]]
+    return found
+
+
+def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6 * NARROW) -> Figure:
+    """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin."""
+    rows = [(row.method, row.difference) for row in judged if row.difference is not None]
+    rows.sort(key=lambda row: row[1].mean)
+    colours = [stroke["color"] for stroke in strokes([{"kind": method} for method, _ in rows])]
+    with style():
+        figure, axes = single(width, 0.24 * len(rows) + 0.2, left=0.075 * max(len(method) for method, _ in rows) + 0.2)
+        axes.axvspan(-margin, margin, color=GRID, linewidth=0)
+        axes.axvline(0, color=INK, linewidth=0.7)
+        for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
+            if difference.low is not None and difference.high is not None:
+                axes.plot([difference.low, difference.high], [place, place], color=colour)
+            axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
+        axes.set_yticks(range(len(rows)), [method for method, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.grid(visible=False)
+        axes.set_xlabel("difference of validation loss (nats per token)", loc="right")
+    return figure

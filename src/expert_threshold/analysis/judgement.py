@@ -1,0 +1,210 @@
+"""The second table of `et compare`: methods against a baseline, at equal tokens, equal FLOPs and equal seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+from .comparison import Result
+from .paired import Difference, paired
+from .sentences import short, signed
+
+MARGIN = 0.01
+"""Nats per token within which two methods count as equivalent unless --margin says otherwise."""
+
+HEADERS = (
+    "method", "minus baseline", "verdict", "at equal FLOPs", "at equal seconds", "FLOPs", "seconds",
+    "seconds to baseline's loss",
+)  # fmt: skip
+LOADS = (
+    "method", "max load / mean, training", "fanout, training", "tokens without expert", "validation − training",
+    "bytes sent at 8 ranks", "bytes of state",
+)  # fmt: skip
+
+
+class Judged(NamedTuple):
+    """A method against the baseline, over the seeds that both have. Differences are None for the baseline itself.
+
+    difference: of last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and the
+    seconds of the run that used the least under the same seed. flops: of a run, the mean, by the fanout of training.
+    seconds: of training, the median. seconds_to_loss: until the baseline's last loss, the median; None if some seed
+    never reached it. What seconds decide is None where they were not measured on one machine.
+    """
+
+    method: str
+    seeds: int
+    difference: Difference | None
+    at_flops: Difference | None
+    at_seconds: Difference | None
+    flops: float
+    seconds: float | None
+    seconds_to_loss: float | None
+
+    def record(self) -> dict[str, Any]:
+        """Return the row as a JSON object."""
+        return {
+            name: value._asdict() if isinstance(value, Difference) else value for name, value in self._asdict().items()
+        }
+
+
+def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:
+    """Return each method that shares a seed with the baseline, in order of first occurrence."""
+    runs: dict[str, dict[int, Result]] = {}
+    for result in results:
+        runs.setdefault(result.method, {})[result.seed] = result
+    flops, seconds = ({seed: min(used(r)) for seed, r in _by_seed(results).items()} for used in (_flops, _seconds))
+    rows = []
+    for method, own in runs.items():
+        seeds = [seed for seed in own if seed in runs.get(baseline, {})]
+        if not seeds:
+            continue
+        pairs = [(own[seed], runs[baseline][seed]) for seed in seeds]
+
+        def against(
+            loss: Callable[[Result], float | None],
+            method: str = method,
+            pairs: Sequence[tuple[Result, Result]] = pairs,
+        ) -> Difference | None:
+            values = [(loss(mine), loss(other)) for mine, other in pairs]
+            known = [mine - other for mine, other in values if mine is not None and other is not None]
+            return paired(known, margin) if method != baseline and len(known) == len(values) else None
+
+        reached = [_seconds_to(mine, other.loss) for mine, other in pairs]
+        rows.append(
+            Judged(
+                method,
+                len(seeds),
+                against(lambda run: run.loss),
+                against(lambda run: loss_at(run, _flops_of(run), flops[run.seed])),
+                against(lambda run: loss_at(run, run.clock, seconds[run.seed])) if timed else None,
+                mean(own[seed].flops for seed in seeds),
+                median(own[seed].clock[-1] for seed in seeds) if timed else None,
+                _median(reached) if timed else None,
+            )
+        )
+    return rows
+
+
+def _by_seed(results: Sequence[Result]) -> dict[int, list[Result]]:
+    found: dict[int, list[Result]] = {}
+    for result in results:
+        found.setdefault(result.seed, []).append(result)
+    return found
+
+
+def _flops(results: Sequence[Result]) -> list[float]:
+    return [result.flops for result in results]
+
+
+def _seconds(results: Sequence[Result]) -> list[float]:
+    return [result.clock[-1] for result in results]
+
+
+def _flops_of(run: Result) -> list[float]:
+    """Return the FLOPs until each validation, which grow with the tokens."""
+    return [run.flops * tokens / run.curve[-1][0] for tokens, _ in run.curve]
+
+
+def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
+    """Return the validation loss when `limit` was used, linear between validations; None before the first."""
+    points = list(zip(used, (loss for _, loss in run.curve), strict=True))
+    for (start, before), (end, after) in pairwise([points[0], *points]):
+        if limit <= end * (1 + 1e-9):
+            if before is None or after is None or (limit < start and end == start):
+                return None
+            return before + (after - before) * ((limit - start) / (end - start) if end > start else 0.0)
+    return points[-1][1]
+
+
+def _seconds_to(run: Result, goal: float | None) -> float | None:
+    """Return the seconds until the run's validation loss was at most `goal`, linear between validations."""
+    if goal is None:
+        return None
+    points = [(at, loss) for at, (_, loss) in zip(run.clock, run.curve, strict=True) if loss is not None]
+    for (start, before), (end, after) in pairwise([points[0], *points] if points else []):
+        if after <= goal:
+            return end - (end - start) * (goal - after) / (before - after) if before > after else end
+    return None
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if len(known) == len(values) else None
+
+
+def judged_cells(rows: Sequence[Judged]) -> list[list[str]]:
+    """Return the cells below `HEADERS`."""
+    first = rows[0].flops if rows else 1.0
+    baseline = next((row.flops for row in rows if row.difference is None), first)
+    return [
+        [
+            row.method,
+            shown(row.difference),
+            "baseline" if row.difference is None else row.difference.verdict,
+            shown(row.at_flops),
+            shown(row.at_seconds),
+            f"× {row.flops / baseline:.3f}",
+            fixed(row.seconds, 0),
+            fixed(row.seconds_to_loss, 0),
+        ]
+        for row in rows
+    ]
+
+
+def shown(difference: Difference | None) -> str:
+    """Return a mean and its interval as text."""
+    if difference is None:
+        return "–"
+    if difference.low is None or difference.high is None:
+        return signed(difference.mean)
+    return f"{signed(difference.mean)} ({signed(difference.low)} to {signed(difference.high)})"
+
+
+def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Return the cells below `LOADS`, means over seeds; costs: by method, as `Comparison.costs` has them."""
+    lines = []
+    for method in dict.fromkeys(result.method for result in results):
+        runs = [result for result in results if result.method == method]
+        spread, fanout, without, gap = (
+            _mean([getattr(run, name) for run in runs])
+            for name in ("load_spread_trained", "fanout_trained", "unrouted", "gap")
+        )
+        sent, state = (costs[method][name] for name in ("bytes_sent", "state_bytes"))
+        lines.append(
+            [
+                method,
+                fixed(spread, 2),
+                fixed(fanout, 3),
+                "–" if without is None else f"{100 * without:.1f} %",
+                "–" if gap is None else signed(gap),
+                "–" if sent is None else short(sent),
+                short(state),
+            ]
+        )
+    return lines
+
+
+def fixed(value: float | None, digits: int) -> str:
+    """Return the number with that many digits, a dash for None."""
+    return "–" if value is None else f"{value:,.{digits}f}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return mean(known) if known and len(known) == len(values) else None
+
+
+def notes(baseline: str, margin: float) -> str:
+    """Return the explanation of both tables."""
+    return (
+        f"Differences of validation losses to {baseline}, in nats per token, are paired by seed, with the 95 % "
+        "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
+        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. At "
+        "equal FLOPs and seconds: at those of the cheapest run of the same seed, linear between validations; a run cut "
+        "short there has not finished its schedule. FLOPs are those of training by its measured fanout, seconds those "
+        "of optimizer steps. Max load / mean: of each training step, in the worst layer. Tokens without expert: in "
+        "validation. Validation − training: the last validation loss minus the loss of training's last tenth. Bytes "
+        "sent: by one rank of 8 for routing in one optimizer step, all layers."
+    )

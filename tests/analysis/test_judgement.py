@@ -1,0 +1,134 @@
+"""Methods against a baseline: paired differences, intervals, equivalence, and losses at equal FLOPs and seconds."""
+
+from __future__ import annotations
+
+import math
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from scipy import stats
+
+from expert_threshold.analysis.comparison import Result
+from expert_threshold.analysis.comparison_page import comparison_page
+from expert_threshold.analysis.judgement import judge, judged_cells, loss_at
+from expert_threshold.analysis.paired import paired, student
+from expert_threshold.analysis.traffic import bytes_sent
+from expert_threshold.routing import ExpertThreshold, TokenChoice
+
+
+def result(
+    method: str,
+    seed: int,
+    losses: list[float | None],
+    clock: list[float] | None = None,
+    flops: float = 100.0,
+) -> Result:
+    curve = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
+    clock = clock or [float(i + 1) for i in range(len(losses))]
+    return Result(method, seed, losses[-1], 1.0, 1.0, 1.0, 1.0, 0.0, curve, clock, flops, 1.0, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 7, 40])
+@pytest.mark.parametrize("confidence", [0.9, 0.95])
+def test_students_quantiles_are_scipys(freedom: int, confidence: float) -> None:
+    assert student(confidence, freedom) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, freedom), rel=1e-8)
+
+
+def test_the_interval_is_that_of_a_paired_test() -> None:
+    values = [0.01, 0.03, -0.005, 0.02]
+    found = paired(values, 0.01)
+    expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.050, 0.052, 0.049], "higher"),
+        ([-0.050, -0.052, -0.049], "lower"),
+        ([0.001, -0.001, 0.000], "equivalent"),
+        ([0.004, 0.0041, 0.0042], "equivalent"),  # surely not 0, and surely within the margin
+        ([0.05, -0.05, 0.02], "open"),
+        ([0.5], "open"),
+    ],
+)
+def test_a_verdict_is_given_only_where_the_runs_decide(values: list[float], verdict: str) -> None:
+    assert paired(values, 0.01).verdict == verdict
+
+
+def test_equivalence_errs_at_most_as_often_as_stated() -> None:
+    """With the true difference at the margin, at most 5 % of samples may be called equivalent."""
+    random = np.random.default_rng(0)
+    samples = 0.01 + 0.004 * random.standard_normal((1000, 3))
+    wrong = sum(paired(sample.tolist(), 0.01).verdict == "equivalent" for sample in samples)
+    assert wrong / 1000 < 0.05 + NormalDist().inv_cdf(0.999) * math.sqrt(0.05 * 0.95 / 1000)
+
+
+def test_differences_are_of_the_same_seed() -> None:
+    """The seeds' own spread, 1 nat, cancels."""
+    losses = {0: 3.0, 1: 4.0, 2: 5.0}
+    runs = [result("base", seed, [9, loss]) for seed, loss in losses.items()]
+    runs += [result("other", seed, [9, losses[seed] - 0.1 - seed / 1000]) for seed in (2, 0, 1)]
+    base, other = judge(runs, "base")
+    assert base.difference is None
+    assert other.difference is not None
+    assert other.difference.mean == pytest.approx(-0.101)
+    assert other.difference.verdict == "lower"
+
+
+def test_methods_without_a_seed_in_common_are_left_out() -> None:
+    assert [row.method for row in judge([result("base", 0, [1]), result("other", 1, [1])], "base")] == ["base"]
+
+
+def test_at_equal_flops_and_seconds_the_cheapest_run_sets_the_limit() -> None:
+    slow = result("slow", 0, [4, 3, 2], clock=[2, 4, 6], flops=200)
+    base = result("base", 0, [5, 4, 3], clock=[1, 2, 3], flops=100)
+    _, row = judge([base, slow], "base")
+    assert row.at_flops is not None
+    assert row.at_flops.mean == pytest.approx(3.5 - 3)  # 100 of 200 FLOPs lie between the first two validations
+    assert row.at_seconds is not None
+    assert row.at_seconds.mean == pytest.approx(3.5 - 3)
+    assert row.seconds_to_loss == 4  # 3.0 at the second validation
+    assert judge([base, slow], "base", timed=False)[1].at_seconds is None
+
+
+def test_a_loss_before_the_first_validation_is_unknown() -> None:
+    run = result("x", 0, [4.0, 3.0])
+    assert loss_at(run, [1, 2], 0.5) is None
+    assert [loss_at(run, [1, 2], limit) for limit in (1, 1.5, 2, 9)] == [4, 3.5, 3, 3]
+
+
+def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:
+    _, row = judge([result("base", 0, [4.0, 3.0]), result("other", 0, [4.0, None])], "base")
+    assert row.difference is None
+    assert row.seconds_to_loss is None
+    assert judged_cells([row])[0][1] == "–"
+
+
+def test_what_rules_send_is_counted_without_ranks() -> None:
+    """Token choice sums its observation; expert threshold also selects over all ranks, at a cost free of tokens."""
+    token_choice, threshold = TokenChoice(8, 1), ExpertThreshold(8, 1)
+    few, many = (bytes_sent(threshold, (batch, 64), 1) for batch in (2, 16))
+    assert few == many
+    assert few is not None
+    observation = bytes_sent(token_choice, (2, 64), 1)
+    assert observation is not None
+    assert few > 10 * observation > 0
+    assert bytes_sent(token_choice, (2, 64), 3) == observation  # summed once per step
+    assert not dist.is_initialized()
+
+
+def test_the_page_has_its_tables_and_figures() -> None:
+    methods = ["base", "other", "third one"]
+    runs = [
+        result(method, seed, [5.0, 4.0 + i / 50 + seed / 100]) for i, method in enumerate(methods) for seed in (0, 1)
+    ]
+    costs = {method: {"bytes_sent": 1000 * i, "state_bytes": i} for i, method in enumerate(methods)}
+    page = comparison_page("a <headline>", runs, judge(runs, "base"), "base", 0.01, costs)
+    assert "a &lt;headline&gt;" in page
+    assert page.count("<figure") == 3
+    assert page.count("<table>") == 3
+    for method in methods:
+        assert page.count(f"<td>{method}</td>") == 3
