@@ -13,7 +13,7 @@ from rich.console import Console
 from .analysis.comparison import NOTES, Result, curves, markdown, read_result, summarise, to_csv, to_markdown
 from .analysis.comparison_page import comparison_page
 from .analysis.figures.learning import draw_loss_by_method
-from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, judge, judged_cells, load_cells, notes
+from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
@@ -234,15 +234,6 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
         margin,
         timed=len(machines) == 1,
     )
-
-
-def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
-    """Return the baseline's name; None is token choice or else the first method. Raises ValueError if it is absent."""
-    if baseline is None:
-        return REFERENCE if REFERENCE in methods else methods[0]
-    if baseline not in methods:
-        raise ValueError(f"--baseline {baseline}: does not take part; use one of {', '.join(methods)}")
-    return baseline
 
 
 def _is_begun(path: Path) -> bool:

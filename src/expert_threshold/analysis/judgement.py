@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from ..recipes import REFERENCE
 from .comparison import Result
 from .paired import Difference, paired
 from .sentences import short, signed
@@ -47,6 +48,15 @@ class Judged(NamedTuple):
         return {
             name: value._asdict() if isinstance(value, Difference) else value for name, value in self._asdict().items()
         }
+
+
+def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
+    """Return the baseline's name; None is token choice or else the first method. Raises ValueError if it is absent."""
+    if baseline is None:
+        return REFERENCE if REFERENCE in methods else methods[0]
+    if baseline not in methods:
+        raise ValueError(f"--baseline {baseline}: does not take part; use one of {', '.join(methods)}")
+    return baseline
 
 
 def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 from ..analysis.comparison import HEADERS, NOTES, cells, summarise
 from ..analysis.judgement import HEADERS as JUDGED
-from ..analysis.judgement import LOADS, MARGIN, judged_cells, load_cells, notes
-from ..compare import COMPARISON, JOINED, Comparison, Findings, chosen_baseline, join
+from ..analysis.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
+from ..compare import COMPARISON, JOINED, Comparison, Findings, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..experiment import opened, read_record
