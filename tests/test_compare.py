@@ -660,7 +660,7 @@ def test_comparisons_join_into_one_table(
     refused(capsys, et("compare", "--join", finished, "--join", finished, *options), "is in another folder, too")
     refused(capsys, et("compare", "--join", tmp_path / "none", *options), "has no compare.json")
     refused(capsys, et("compare", "--join", finished, "--steps", 8, *options), "leave out --steps")
-    refused(capsys, et("compare", "--join", finished, "--out", other), "joins no comparisons")
+    refused(capsys, et("compare", "--join", finished, "--out", other), "is not a joined comparison")
     refused(capsys, et("compare", "--join", finished, "--baseline", "relu", "--out", out), "--baseline relu")
     changed = Path(shutil.copytree(other, tmp_path / "changed"))
     for old, new, told in (
