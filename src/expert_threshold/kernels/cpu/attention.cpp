@@ -113,7 +113,7 @@ void spread(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* 
 
 inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
-// Projections (batch, time, heads + 2 · kv_heads, width) with their rotary table, (time, width / 2) each.
+// A projection (batch, time, heads + 2 · kv_heads, width) and the rotary table, cos and sin (time, width / 2).
 struct Input {
   const Tensor projected, cosines, sines;
   const Shape shape;
@@ -130,8 +130,8 @@ struct Input {
 };
 
 // Returns y (batch, time, heads, width) and the logarithm of each softmax's sum, (batch, heads, time).
-std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t sharing) {
-  const Input input(projected, cos, sin, sharing);
+std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t keys_values) {
+  const Input input(projected, cos, sin, keys_values);
   const auto [x, shape, table] = input.pointers();
   const auto [batch, time, heads, kv_heads, width] = shape;
   const Tensor output = new_empty(input.projected, {batch, time, heads, width});
