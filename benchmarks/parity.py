@@ -79,12 +79,12 @@ class Code:
         """Return the functions and classes of these names, run by themselves among `surroundings`."""
         assert self.path is not None
         whole = self.path.read_text() if self.path.is_file() else git(self.path, "show", f"HEAD:{self.file}")
-        parts = [
+        parts: list[ast.stmt] = [
             node
             for node in ast.parse(whole).body
             if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
         ]
-        missing = set(names) - {part.name for part in parts}
+        missing = set(names) - {getattr(part, "name", None) for part in parts}
         if missing:
             raise ValueError(f"{self.file} at {self.version} has no {sorted(missing)[0]}")
         typing = {"Optional": Optional, "Literal": Literal, "Any": Any, "Tensor": Tensor}
@@ -328,7 +328,7 @@ def top_p(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, 
 @against(
     "seq_top_k",
     Source("NVIDIA/Megatron-LM #6208", "seq_top_k", "seqtopk_routing.py"),
-    "its selection alone; in inference among the tokens so far",
+    "its selection alone, two functions copied without comments and types; in inference among the tokens so far",
 )
 def seq_top_k(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Found, Found]]:
     select = code.lift("_per_key_cumcount", "_capped_per_sequence_budget_select")._capped_per_sequence_budget_select
@@ -337,7 +337,8 @@ def seq_top_k(code: Code, scores: Callable[[int], Tensor]) -> Iterator[tuple[Fou
         batch, time, experts = rows.shape
         of_token = torch.arange(batch).repeat_interleave(time)
         lengths = torch.full((batch,), time)
-        return select(rows.reshape(-1, experts), of_token, lengths, 2, most).view(rows.shape)
+        selected: Tensor = select(rows.reshape(-1, experts), of_token, lengths, 2, most)
+        return selected.view(rows.shape)
 
     for rule in (SeqTopK(EXPERTS, 2), SeqTopK(EXPERTS, 2, max_per_token=4), SeqTopK(EXPERTS, 2, gate="softmax")):
         most = rule.max_per_token or EXPERTS
@@ -394,11 +395,12 @@ def against_release(rule: ExpertThreshold | ExpertChoice) -> Compare:
     return compare
 
 
-for name, of_release in {
+OF_RELEASE: dict[str, ExpertThreshold | ExpertChoice] = {
     "expert_threshold, with bounds": ExpertThreshold(EXPERTS, 1, decay=0.9, warmup_steps=2, capacity_slack=0.5),
     "expert_threshold, without bounds": ExpertThreshold(EXPERTS, 1, decay=0.9, warmup_steps=2, capacity_slack=None),
     "expert_choice, batch": ExpertChoice(EXPERTS, 1, decay=0.9),
-}.items():
+}
+for name, of_release in OF_RELEASE.items():
     against(name, RELEASE, "training, then inference; it compares with ≥, which no random score meets")(
         against_release(of_release)
     )
@@ -505,7 +507,7 @@ def main() -> int:
         parser.add_argument(f"--{option.replace('_', '-')}", type=Path, metavar="PATH")
     parser.add_argument("--out", type=Path, help="folder for results.json and results.md")
     given = parser.parse_args()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     rows = compare_all({option: getattr(given, option) for option in options})
     dist.destroy_process_group()
     print(table(rows))

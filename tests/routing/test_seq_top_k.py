@@ -78,7 +78,8 @@ def test_some_tokens_take_more_than_others_up_to_the_cap() -> None:
     free, capped = (SeqTopK(EXPERTS, 2, max_per_token=most) for most in (None, 3))
     fanouts = [rule.route(scores, rule.init(), training=True).assignment.sum(-1) for rule in (free, capped)]
     assert fanouts[0].min() < 2
-    assert (fanouts[0].max() > 3, fanouts[1].max()) == (True, 3)
+    assert fanouts[0].max() > 3
+    assert fanouts[1].max() == 3
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"])
