@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..plain import Data, array
 from .axes import panels
@@ -17,7 +17,9 @@ def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
     runs = data["runs"]
-    key = {run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)}
+    key: dict[str, dict[str, Any]] = {
+        run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)
+    }
     with style():
         figure, every = panels(width, 2, height=2.2, left=0.62, share=False, key=key)
         for run, stroke in zip(runs, key.values(), strict=True):
