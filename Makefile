@@ -15,7 +15,7 @@ demo: $(VENV)/.installed-demo
 
 # Two workers with one thread each: torch would otherwise start as many threads as there are cores in every worker.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Campaigns of minutes, which `make test` leaves out.
 soak: $(VENV)/.installed-soak

@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import processes  # noqa: F401  which tells the server of forks, before it starts, what to import
+
 if TYPE_CHECKING:
     from expert_threshold.data import Tokenizer
     from expert_threshold.model import GPT
@@ -66,13 +68,13 @@ def drawn(undrawn: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    from small_run import small_model  # not every test needs torch
+    from cases import small_model  # not every test needs torch
 
     return small_model()
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    from small_run import small_tokenizer
+    from cases import small_tokenizer
 
     return small_tokenizer()

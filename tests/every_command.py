@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
+from cases import write_text
 from expert_threshold.cli import main
 from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.routing import RULES
 from expert_threshold.runs import RunFolder, load_model
-from small_run import write_text
 
 FOLDER = Path(sys.argv[1])
 CORPUS = FOLDER / "corpus.jsonl"
@@ -268,11 +268,11 @@ def lm_eval() -> None:
 
 
 def ranks() -> None:
-    """Two data-parallel ranks, experts split over them, and everything split over them: what one rank computes."""
+    """Two data-parallel ranks, and two with experts and everything else split over them: what one rank computes."""
     alone = FOLDER / "alone"
     et(f"train {MIN_P} --steps 2 --log-every 1 --out {alone}")
     expected = [record["loss"] for record in metrics(alone, "train")]
-    for name, flags in {"two": "", "experts": "--expert-parallel 2", "shard": "--shard"}.items():
+    for name, flags in {"two": "", "all": "--expert-parallel 2 --shard"}.items():
         et(f"train {MIN_P} --steps 2 --log-every 1 --nproc 2 {flags} --out {FOLDER / name}")
         losses = [record["loss"] for record in metrics(FOLDER / name, "train")]
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-4, atol=1e-4)

@@ -12,13 +12,13 @@ from unittest import mock
 import uvicorn
 from starlette.applications import Starlette
 
+from cases import small_model, small_tokenizer
 from expert_threshold.generate.engine import Engine, Writing
 from expert_threshold.model import GPT
 from expert_threshold.serve.hosts import bind
 from expert_threshold.serve.limits import Limits
 from expert_threshold.serve.server import Service, configure, create_app
 from expert_threshold.serve.worker import Worker
-from small_run import small_model, small_tokenizer
 
 PATIENCE = 60
 """Seconds until a test that waits for something fails; nothing here takes one."""

@@ -10,20 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from expert_threshold.cli import main
+from cases import RULES, et, small_model, write_run, write_text
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
 from expert_threshold.model.calibrate import calibrate
 from expert_threshold.routing.sketch import sketch
 from expert_threshold.runs import RunFolder, load_model
-from small_run import RULES, small_model, write_run, write_text
 
 BY_CUTOFF = ("expert_choice", "expert_threshold")
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def forget(model: GPT) -> GPT:

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from cases import et, write_text
 from expert_threshold import full_run
 from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.cli import COMMANDS, main
@@ -82,10 +83,6 @@ OPTIONS: dict[str, list[Option]] = {
 TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
 
 
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 def content(folder: Path) -> dict[str, str]:
     """The hash of every file and the name of every folder below `folder`."""
     return {
@@ -102,11 +99,7 @@ def unwrapped(help_text: str) -> str:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus of forty documents."""
-    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
-    words = TEXT.split()
-    documents = [" ".join(words[(i * j) % len(words)] for j in range(200)) for i in range(1, 41)]
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return path
+    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", TEXT, documents=40, words=200)
 
 
 @pytest.fixture(scope="module")
@@ -317,25 +310,6 @@ def test_types_are_told_in_words() -> None:
     assert describe(tuple[float, float]) == "2 numbers such as 0.9,0.9"
     assert describe(Count | None) == "a whole number of at least 1 or none"
     assert describe(Annotated[float, Bounds(above=0, most=60)]) == "a number above 0 and at most 60"
-
-
-@pytest.mark.parametrize(
-    ("preset", "total", "active", "tokens"),
-    [("d12", 575_016_960, 185_733_120, 19_073 * 524_288), ("d20", 2_429_153_280, 561_377_280, 21_362 * 524_288)],
-)
-def test_plan_counts_the_papers_models(
-    preset: str, total: int, active: int, tokens: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert et("plan", preset, "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert (plan["params_total"], plan["params_active"], plan["tokens"]) == (total, active, tokens)
-    assert sum(plan["parameters"].values()) == total
-    assert plan["steps"] * plan["tokens_per_step"] == tokens
-    assert plan["flops_total"] == plan["flops_per_token"] * tokens
-    assert et("plan", preset) == 0
-    table = capsys.readouterr().out
-    assert f"{total:,}" in table
-    assert f"{active:,}" in table
 
 
 def test_flags_set_what_they_name() -> None:

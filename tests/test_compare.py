@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import et, write_text
 from expert_threshold import compare
 from expert_threshold.analysis.comparison import (
     Result,
@@ -33,7 +34,6 @@ from expert_threshold.analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from expert_threshold.cli import main
 from expert_threshold.cli.compare import configure
 from expert_threshold.data import Batch, Loader
 from expert_threshold.experiment import run_title
@@ -48,10 +48,6 @@ CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
 CLOCKS = {"tokens_per_second", "seconds", "clock", "seconds_to_loss", "at_seconds"}
 """All that may differ between two comparisons of one kind."""
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -79,11 +75,8 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "by", "old", "river", "where", "cats"]
-    documents = [" ".join(words[(i * j) % len(words)] for j in range(100)) for i in range(1, 31)]
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return path
+    words = "the cat sat on a mat and saw another by old river where cats"
+    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", words)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cases import et, write_text
 from expert_threshold import full_run
 from expert_threshold.analysis.run import read_run
-from expert_threshold.cli import main
 from expert_threshold.runs import RunFolder
 
 FILES = (
@@ -39,22 +39,16 @@ COMMANDS = {
 }
 
 
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A run that was evaluated, and has one step to go and an event. No test may change it."""
     folder = tmp_path_factory.mktemp("run")
-    words = [*"abcdefghijklm", "the", "cat", "and", "mat"]
-    documents = [" ".join(words[(i * j) % len(words)] for j in range(100)) for i in range(1, 31)]
-    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    corpus = write_text(folder / "corpus.jsonl", "a b c d e f g h i j k l m the cat and mat")
     sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--d-model", 32, "--heads", 2]
     intervals = ["--steps", 4, "--eval-every", 3, "--sample-every", 3, "--checkpoint-every", 3, "--log-every", 1]
     threads = torch.get_num_threads()
     with contextlib.redirect_stdout(io.StringIO()):
-        options = ["tiny", "--data", folder / "corpus.jsonl", *sizes, *intervals, "--threads", 1]
+        options = ["tiny", "--data", corpus, *sizes, *intervals, "--threads", 1]
         assert et("train", *options, "--out", folder / "run") == 0
     run = RunFolder.open(folder / "run")
     shutil.rmtree(run.path / "checkpoints" / "step_000004")

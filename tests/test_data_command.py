@@ -11,8 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from cases import et
 from expert_threshold.cli import data as command
-from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer, open_source, public
 from expert_threshold.data.cache import VARIABLE
 from expert_threshold.data.download import Remote
@@ -30,10 +30,6 @@ BUNDLE = {
     "eval_data/world/capitals.jsonl": json.dumps({"context": "The capital of France is", "continuation": "Paris"})
     + "\n",
 }
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture

@@ -26,13 +26,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from cases import TEXT
 from expert_threshold import full_run, sweep
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, serve, train
 from expert_threshold.cli import sweep as sweep_command
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
 from expert_threshold.serve.hosts import bind
-from small_run import TEXT
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from cases import et, write_text
 from expert_threshold.cli import evaluate as command
-from expert_threshold.cli import main
 from expert_threshold.data import open_held_out, pack
 from expert_threshold.evaluation import centred, evaluate, results
 from expert_threshold.runs import load_model
@@ -32,17 +32,10 @@ icl_tasks:
 """
 
 
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("text") / "corpus.jsonl"
-    words = "the cat sat on a mat and saw another cat by the old river where all the other cats lived".split()  # noqa: SIM905
-    documents = [" ".join(words[(i * j) % len(words)] for j in range(200)) for i in range(1, 31)]
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return path
+    words = "the cat sat on a mat and saw another cat by the old river where all the other cats lived"
+    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", words, words=200)
 
 
 def train(corpus: Path, out: Path, *options: object) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import io
 import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from cases import small_model
 from expert_threshold.cli import main
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.kernels import cpu, off, scratch
@@ -23,14 +28,22 @@ from expert_threshold.model.memory import LiveBytes
 from expert_threshold.optim import make_optimizers
 from expert_threshold.plan import LAYOUTS, Machine, memory
 from expert_threshold.routing import Routing, TokenChoice
-from small_run import small_model
 
 GIB = 2**30
 
 
-def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert main(["plan", *arguments, "--json"]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+# Of the size of the paper's in all but its layers.
+D12 = "d12", "--layers", "3"
+D20 = "d20", "--gpus", "8"
+
+
+@functools.cache
+def plan(*arguments: str) -> dict[str, Any]:
+    """What `et plan` prints, without making a weight: those of d20 would take 10 GB."""
+    told = io.StringIO()
+    with mock.patch.multiple(GPT, to_empty=None, init_weights=None), contextlib.redirect_stdout(told):
+        assert main(["plan", *arguments, "--json"]) == 0
+    found: dict[str, Any] = json.loads(told.getvalue())
     return found
 
 
@@ -39,7 +52,7 @@ def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_j
     is_off: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with off() if is_off else nullcontext():
-        reason = plan(capsys, "tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
+        reason = plan.__wrapped__("tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
         assert (reason is None) == cpu.available()
         assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -159,37 +172,44 @@ def test_what_a_layer_keeps_and_what_an_operator_declares_is_planned(monkeypatch
     assert planned() - before == 1000
 
 
-def test_it_names_the_backend_that_auto_chooses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_names_the_backend_that_auto_chooses() -> None:
     for arguments, backend in (
-        (["d12"], "static"),
-        (["d12", "--gpus", "8"], "grouped"),  # a pool of all ranks bounds none of them
-        (["d12", "--gpus", "8", "--pool", "batch"], "static"),
-        (["d12", "--dtype", "float32"], "grouped"),
-        (["d12", "--dispatch", "reference"], "reference"),
+        ([*D12], "static"),
+        ([*D12, "--gpus", "8"], "grouped"),  # a pool of all ranks bounds none of them
+        ([*D12, "--gpus", "8", "--pool", "batch"], "static"),
+        ([*D12, "--dtype", "float32"], "grouped"),
+        ([*D12, "--dispatch", "reference"], "reference"),
         (["quickstart", "--device", "cpu"], "cpu" if cpu.available() else "grouped"),
-        (["d12", "--rule", "dense"], None),
+        ([*D12, "--rule", "dense"], None),
     ):
-        assert plan(capsys, *arguments)["dispatch"] == backend, arguments
+        assert plan(*arguments)["dispatch"] == backend, arguments
 
 
-def test_buffers_take_more_where_they_are_sized_by_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    static, grouped = (plan(capsys, "d12", "--dispatch", way)["memory"]["replicate"] for way in ("static", "grouped"))
+def test_buffers_take_more_where_they_are_sized_by_bounds() -> None:
+    static, grouped = (plan(*D12, "--dispatch", way)["memory"]["replicate"] for way in ("static", "grouped"))
     assert static["dispatch"] > 1.2 * grouped["dispatch"]
 
 
-def test_no_weight_is_made(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of d20 would take 10 GB."""
-    monkeypatch.setattr(GPT, "to_empty", None)
-    monkeypatch.setattr(GPT, "init_weights", None)
-    found = plan(capsys, "d20", "--gpus", "8")
-    assert found["memory"]["replicate"]["weights"] == 4 * found["params_total"] == 4 * 2_429_153_280
+@pytest.mark.parametrize(
+    ("arguments", "total", "active", "tokens"),
+    [
+        (("d12",), 575_016_960, 185_733_120, 19_073 * 524_288),
+        (D20, 2_429_153_280, 561_377_280, 21_362 * 524_288),
+    ],
+    ids=["d12", "d20"],
+)
+def test_the_papers_models_are_counted(arguments: tuple[str, ...], total: int, active: int, tokens: int) -> None:
+    found = plan(*arguments)
+    assert (found["params_total"], found["params_active"], found["tokens"]) == (total, active, tokens)
+    assert sum(found["parameters"].values()) == total
+    assert found["memory"]["replicate"]["weights"] == 4 * total
+    assert found["steps"] * found["tokens_per_step"] == tokens
+    assert found["flops_total"] == found["flops_per_token"] * tokens
 
 
-def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time(capsys: pytest.CaptureFixture[str]) -> None:
-    one = plan(capsys, "d12", "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2")
-    eight = plan(
-        capsys, "d12", "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2", "--gpus", "8"
-    )
+def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time() -> None:
+    prices = "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2"
+    one, eight = plan(*D12, *prices), plan(*D12, *prices, "--gpus", "8")
     assert one["flops_total"] == eight["flops_total"] == one["flops_per_token"] * one["tokens"]
     assert one["hours"] == pytest.approx(one["flops_total"] / 0.5e15 / 3600)
     assert one["hours"] == pytest.approx(8 * eight["hours"])
@@ -197,8 +217,8 @@ def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time(capsys: pytest.Ca
     assert (eight["micro_batch"], eight["accumulation"]) == (32, 1)
 
 
-def test_layouts_share_out_what_they_promise(capsys: pytest.CaptureFixture[str]) -> None:
-    found = plan(capsys, "d20", "--gpus", "8")["memory"]
+def test_layouts_share_out_what_they_promise() -> None:
+    found = plan(*D20)["memory"]
     assert tuple(found) == LAYOUTS
     whole, shard, experts = (found[layout] for layout in LAYOUTS)
     assert shard["weights"] == pytest.approx(whole["weights"] / 8, rel=0.001)
@@ -206,37 +226,35 @@ def test_layouts_share_out_what_they_promise(capsys: pytest.CaptureFixture[str])
     assert experts["weights"] == pytest.approx(whole["weights"] - routed * 7 / 8, rel=0.001)
     assert shard["peak"] < experts["peak"] < whole["peak"]
     assert {parts["optimizer"] for parts in found.values()} == {whole["optimizer"]}
-    assert list(plan(capsys, "d12")["memory"]) == ["replicate"]
+    assert list(plan(*D12)["memory"]) == ["replicate"]
 
 
-def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing() -> None:
     peaks = [
-        plan(capsys, "d12", "--gpus", "8", "--micro-batch", str(sequences))["memory"]["replicate"]["peak"]
+        plan(*D12, "--gpus", "8", "--micro-batch", str(sequences))["memory"]["replicate"]["peak"]
         for sequences in (32, 16, 8)
     ]
     assert peaks == sorted(peaks, reverse=True)
-    checkpointed = plan(capsys, "d12", "--gpus", "8", "--activation-checkpointing")["memory"]["replicate"]["peak"]
+    checkpointed = plan(*D12, "--gpus", "8", "--activation-checkpointing")["memory"]["replicate"]["peak"]
     assert checkpointed < 0.6 * peaks[0]
-    assert plan(capsys, "d12", "--dtype", "float32", "--gpus", "8")["memory"]["replicate"]["peak"] > 1.5 * peaks[0]
+    assert plan(*D12, "--dtype", "float32", "--gpus", "8")["memory"]["replicate"]["peak"] > 1.5 * peaks[0]
 
 
-def test_no_gpu_holds_less_than_one_of_a_layers_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    held = {
-        gpus: plan(capsys, "d12", "--gpus", str(gpus))["memory"]["expert_parallel"]["weights"] for gpus in (8, 16, 64)
-    }
+def test_no_gpu_holds_less_than_one_of_a_layers_experts() -> None:
+    held = {gpus: plan(*D12, "--gpus", str(gpus))["memory"]["expert_parallel"]["weights"] for gpus in (8, 16, 64)}
     assert held[8] > held[16] == held[64]
 
 
-def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
     for gpus, accumulation in (("1", 8), ("8", 1)):
-        found = plan(capsys, "--recipe", "token_choice_aux", "--gpus", gpus)
+        found = plan("--recipe", "token_choice_aux", "--layers", "3", "--gpus", gpus)
         assert (found["pool"], found["micro_batch"], found["accumulation"]) == (65_536, 32, accumulation)
 
 
 def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "d12", "--gpus", "8"]) == 0
+    assert main(["plan", *D12, "--gpus", "8"]) == 0
     text = capsys.readouterr().out
-    found = plan(capsys, "d12", "--gpus", "8")
+    found = plan(*D12, "--gpus", "8")
     for name in ("params_total", "params_active", "tokens", "pool"):
         assert f"{found[name]:,}" in text
     for layout in LAYOUTS:

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
-from expert_threshold.cli import main
+from cases import RULES, et, small_model, write_run, write_text
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import flops_per_token, parameter_counts
 from expert_threshold.runs import load_model
-from small_run import RULES, small_model, write_run, write_text
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")

@@ -16,23 +16,18 @@ import numpy as np
 import pytest
 import torch
 
+from cases import et, write_text
 from expert_threshold import sweep
 from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas, fit_power_law
-from expert_threshold.cli import main
 from expert_threshold.cli.run_options import resolve_run
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import loop
 from expert_threshold.train.state import TrainState
-from small_run import write_text
 
 METHODS = ["dense", "expert_threshold"]
 SPACE = ["--space", "matrix_lr=0.005..0.1:log", "--space", "betas=0.9,0.95|0.8,0.95", "--space", "warmup_steps=0..2"]
 TRIALS = 3
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def read(out: Path) -> dict[str, Any]:

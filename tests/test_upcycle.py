@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from expert_threshold.cli import main
+from cases import et, small_model, write_run, write_text
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.upcycle import upcycle, upcycled_config
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import load_model
-from small_run import small_model, write_run, write_text
 
 RULES: dict[str, Rule] = {
     "token_choice": TokenChoice(4, 2),
@@ -21,10 +20,6 @@ RULES: dict[str, Rule] = {
     "expert_threshold": ExpertThreshold(4, 1.5, warmup_steps=2),
 }
 TOKENS = torch.randint(270, (4, 64), generator=torch.Generator().manual_seed(3))
-
-
-def et(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 def dense(**changes: object) -> GPT:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from backend_cases import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
-from backend_cases import Case as Given
-from backend_cases import case as given_case
+from cases import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
+from cases import Case as Given
+from cases import case as given_case
 from expert_threshold.moe import BACKENDS, Experts, MoE
 from expert_threshold.moe.backends import reference
 from expert_threshold.routing import RULES, Rule

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step
 from expert_threshold.routing import Rule
-from whole_cases import RULES, model_and_batch, no_waiting, require_captured_equals_called, step
 
 from . import ROOT
 from .setting import Case, NotRunError, OutOfTimeError, Row, Setting
@@ -24,15 +24,15 @@ TESTS = ("tests/model/test_on_gpu.py", "tests/routing/test_radix.py", "tests/moe
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Yield, for each rule, what has to hold of a step; then decoding; then the tests for a GPU."""
-    for name, rule in RULES.items():
+    for name, rule in GPU_RULES.items():
         for dispatch in WITHOUT_HOST:
             of = f"{name} {dispatch}"
             yield Case(f"no waiting {of}", lambda r=rule, d=dispatch: waits_for_nothing(r, d, setting), 6)
             yield Case(f"captured equals called {of}", lambda r=rule, d=dispatch: captured(r, d, setting), 6)
-    for name, rule in RULES.items():
+    for name, rule in GPU_RULES.items():
         yield Case(f"cached equals full {name}", lambda r=rule: cached(r, setting), 4)
         yield Case(f"strict decoding {name}", lambda r=rule: strict(r, setting), 6)
-    for name, rule in list(RULES.items())[setting.pick(0, 3) :]:
+    for name, rule in list(GPU_RULES.items())[setting.pick(0, 3) :]:
         yield Case(f"compiled equals eager {name}", lambda r=rule: compiled(r, setting), 40)
     for path in TESTS:
         yield Case(f"pytest {path}", lambda p=path: tests(p, setting), 30)

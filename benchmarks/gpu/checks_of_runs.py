@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from cases import GPU_RULES
 from expert_threshold.routing import Rule
-from whole_cases import RULES
 
 from .setting import Case, NotRunError, Row, Setting
 from .toy import toy_shards
@@ -21,7 +21,7 @@ STEPS, STOP = 8, 4
 
 def cases(setting: Setting) -> Iterator[Case]:
     """Yield a run for each rule."""
-    for name, rule in list(RULES.items())[: setting.pick(None, 2)]:
+    for name, rule in list(GPU_RULES.items())[: setting.pick(None, 2)]:
         yield Case(f"resume {name}", lambda r=rule: resume(r, setting), 6)
 
 

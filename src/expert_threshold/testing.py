@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import spawn  # type: ignore[attr-defined]
+from torch.multiprocessing import get_all_start_methods, start_processes  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from .moe import Router
@@ -350,7 +350,9 @@ def check_ranks(rules: Sequence[Rule]) -> None:
     micro-batches. Raises AssertionError naming the rule.
     """
     with tempfile.TemporaryDirectory() as folder:
-        spawn(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2)
+        # Forks of a server, where there are any, need not import what the server has imported.
+        method = "forkserver" if "forkserver" in get_all_start_methods() else "spawn"
+        start_processes(_rank, (list(rules), str(Path(folder) / "store")), nprocs=2, start_method=method)
 
 
 def _rank(rank: int, rules: Sequence[Rule], store: str) -> None:

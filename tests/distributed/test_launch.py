@@ -13,9 +13,9 @@ from torch.distributed.elastic.agent.server import api as agent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.launcher import api
 
+from cases import write_text
 from expert_threshold.cli import main
 from expert_threshold.distributed import launch
-from small_run import write_text
 
 
 def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from cases import RULES, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import (
     Answer,
@@ -24,8 +25,8 @@ from expert_threshold.evaluation import (
 )
 from expert_threshold.evaluation.continuation import continuations
 from expert_threshold.evaluation.core import ask, choose_rows, is_right
-from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.model import GPT
+from expert_threshold.routing import Rule
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "core"
 needs_bundle = pytest.mark.skipif(not REAL.is_dir(), reason=f"no CORE bundle at {REAL}")
@@ -223,23 +224,11 @@ def test_centring_maps_chance_to_0_and_all_right_to_1() -> None:
 
 # A model with random weights, on questions of every kind.
 
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "token_choice": TokenChoice(4, 1),
-    "expert_choice": ExpertChoice(4, 1, pool="sequence"),
-    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=1),
-}
 KINDS = "multiple_choice", "schema", "language_modeling"
 
 
 def make_model(tokenizer: Tokenizer, rule: Rule | None, context: int = 256) -> GPT:
-    torch.manual_seed(0)
-    sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 16, "d_feed_forward": 32}
-    config = GPTConfig.preset("tiny", vocab_size=tokenizer.vocab_size, context=context, rule=rule, **sizes)
-    model = GPT(config).eval()
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return model
+    return small_model(rule, steps=0, vocab_size=tokenizer.vocab_size, context=context, layers=2)
 
 
 def make_questions(kind: Any) -> list[Question]:

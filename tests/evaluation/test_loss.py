@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from cases import RULES, small_config, small_model
 from expert_threshold.data import Tokenizer, Tokens
 from expert_threshold.evaluation import evaluate
-from expert_threshold.model import GPT, GPTConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.model import GPT
+from expert_threshold.routing import Rule
 from ranks import run_on_ranks
 
 CONTEXT = 16
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "token_choice": TokenChoice(4, 1),
-    "expert_choice": ExpertChoice(4, 1, pool="sequence"),
-    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=1),
-}
 
 
 @pytest.fixture(scope="module")
@@ -42,28 +37,13 @@ def text(tokenizer: Tokenizer, count: int) -> Tokens:
     return Tokens(ids, np.array([0, count // 3, count]), int(tokenizer.token_bytes()[ids].sum()))
 
 
-def make_model(tokenizer: Tokenizer, rule: Rule | None, *, random: bool = True) -> GPT:
-    torch.manual_seed(0)
-    config = GPTConfig.preset(
-        "tiny",
-        vocab_size=tokenizer.vocab_size,
-        context=CONTEXT,
-        d_model=32,
-        heads=2,
-        kv_heads=2,
-        d_expert=16,
-        rule=rule,
-    )
-    model = GPT(config)
-    if random:
-        for weight in model.parameters():
-            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return model
+def make_model(tokenizer: Tokenizer, rule: Rule | None) -> GPT:
+    return small_model(rule, steps=0, vocab_size=tokenizer.vocab_size, context=CONTEXT, layers=2).train()
 
 
 def test_a_model_that_knows_nothing_needs_ln_v_nats_for_every_token(tokenizer: Tokenizer) -> None:
     documents = "the cat sat", "ünï on the mat " * 5, ""
-    model = make_model(tokenizer, RULES["expert_threshold"], random=False)
+    model = GPT(small_config(vocab_size=tokenizer.vocab_size, context=CONTEXT))
     tokens = pack(tokenizer, *documents)
     result = evaluate(model, tokens, tokenizer)
     size = sum(len(document.encode()) for document in documents)

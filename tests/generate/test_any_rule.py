@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cases import small_model
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.moe import MoE
 from expert_threshold.routing import Observation, Routing, Rule, SeqTopK, observe
 from expert_threshold.testing import check_rule
-from small_run import small_model
 
 
 class Nothing(NamedTuple):

@@ -13,54 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import RULES, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import LEGEND, Step, TokenRouting, decoder, engine, generate, printable, render_routing
 from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.model import GPT, GPTConfig, Output
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import Rule
 
-CONTEXT = 48
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "token_choice": TokenChoice(4, 2),
-    "loss_free": TokenChoice(4, 1, balance="loss_free"),
-    "expert_choice": ExpertChoice(4, 1, pool="batch"),
-    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=2),
-}
+CONTEXT = 64
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer.train(["the cat sat on the mat; the hat of the cat"] * 4, 270)
-
-
-def make_model(tokenizer: Tokenizer, rule: Rule | None = RULES["expert_threshold"], kv_heads: int = 2) -> GPT:
-    """Random weights, and a rule that has seen a few batches."""
-    torch.manual_seed(0)
-    model = GPT(
-        GPTConfig(
-            vocab_size=tokenizer.vocab_size,
-            context=CONTEXT,
-            layers=3,
-            d_model=32,
-            heads=2,
-            kv_heads=kv_heads,
-            d_expert=16,
-            d_feed_forward=64,
-            rule=rule,
-        )
-    )
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    for _ in range(4):
-        model.update_rules(model(torch.randint(tokenizer.vocab_size, (2, 32))).observations)
-    return model.eval()
-
-
-@pytest.fixture(scope="module")
-def model(tokenizer: Tokenizer) -> GPT:
-    return make_model(tokenizer)
 
 
 class Script:
@@ -100,10 +61,10 @@ def tokens_of(steps: Iterator[Step]) -> list[int]:
 def test_decoding_with_the_cache_equals_the_full_forward(
     tokenizer: Tokenizer, rule: Rule | None, kv_heads: int
 ) -> None:
-    model = make_model(tokenizer, rule, kv_heads)
+    model = small_model(rule, kv_heads=kv_heads)
     tokens = torch.randint(tokenizer.vocab_size, (3, CONTEXT))
     full = model(tokens, record=True)
-    for pieces in ([CONTEXT], [1] * CONTEXT, [13, 1, 1, 20, 1, 12]):
+    for pieces in ([CONTEXT], [1] * CONTEXT, [13, 1, 1, 20, 1, 28]):
         cache = model.new_cache(3, CONTEXT)
         outputs = [model(piece, cache=cache, record=True) for piece in tokens.split(pieces, 1)]
         assert cache.lengths == [CONTEXT] * 3
@@ -117,7 +78,7 @@ def test_decoding_with_the_cache_equals_the_full_forward(
 def test_greedy_text_is_what_full_forwards_would_say_prompt_after_prompt(
     tokenizer: Tokenizer, rule: Rule | None
 ) -> None:
-    model = make_model(tokenizer, rule)
+    model = small_model(rule)
     for length in (9, 1, 20):
         ids = torch.randint(tokenizer.bos, (1, length))
         steps = list(generate(model, tokenizer, ids[0].tolist(), max_tokens=12, temperature=0))
@@ -209,8 +170,8 @@ def test_generation_stops_where_the_document_ends_without_a_text_for_it(tokenize
 def test_prompt_and_continuation_fill_the_context_and_no_more(tokenizer: Tokenizer, model: GPT) -> None:
     steps = list(generate(model, tokenizer, [1] * 40, max_tokens=1000, stop_at_document_end=False, record=True))
     assert len(steps) == CONTEXT - 40
-    assert [step.finish for step in steps] == [None] * 7 + ["length"]
-    with pytest.raises(ValueError, match="prompt of 48 tokens leaves no room in the context of 48"):
+    assert [step.finish for step in steps] == [None] * 23 + ["length"]
+    with pytest.raises(ValueError, match="prompt of 64 tokens leaves no room in the context of 64"):
         generate(model, tokenizer, [1] * CONTEXT, max_tokens=1)
 
 
@@ -233,7 +194,7 @@ def test_streamed_pieces_of_any_tokens_make_what_the_tokenizer_decodes(tokenizer
 
 @with_every_rule
 def test_the_recorded_routing_is_that_of_the_step_s_own_token(tokenizer: Tokenizer, rule: Rule | None) -> None:
-    model = make_model(tokenizer, rule)
+    model = small_model(rule)
     prompt = [5, 6, 7]
     steps = list(generate(model, tokenizer, prompt, max_tokens=10, seed=0, record=True))
     assert tokens_of(generate(model, tokenizer, prompt, max_tokens=10, seed=0)) == [step.token for step in steps]
@@ -255,7 +216,7 @@ def test_routing_is_left_out_unless_recorded(tokenizer: Tokenizer, model: GPT) -
 
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_stays_as_it_was_and_its_mode_means_nothing(tokenizer: Tokenizer, training: bool) -> None:
-    model = make_model(tokenizer)
+    model = small_model()
     greedy = tokens_of(generate(model, tokenizer, "a", max_tokens=5, temperature=0))
     model.train(training)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import RULES, small_model
 from expert_threshold.generate import kernel
 from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
@@ -22,7 +23,6 @@ from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from rounding import assert_rounded
-from small_run import RULES, small_model
 
 needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="no C++ compiler")
 ODD = {"d_model": 44, "heads": 2, "kv_heads": 1, "d_expert": 19, "d_feed_forward": 51, "vocab_size": 271}

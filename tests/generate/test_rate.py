@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.cli import main
 from expert_threshold.generate import generate
 from expert_threshold.generate.engine import Engine, Request, Writing
 from expert_threshold.model import GPT
 from expert_threshold.runs import load_model
-from small_run import RULES, small_model, small_tokenizer, write_run
 
 PROMPT = (1, 40, 41, 42, 43)
 BY_CUTOFF = ("expert_choice", "expert_threshold")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import RULES, small_model, write_run
 from expert_threshold.cli import main
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import TRUNKS
 from expert_threshold.routing import Rule
 from expert_threshold.runs import load_model
-from small_run import RULES, small_model, write_run
 
 OPTIONS = {
     "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},

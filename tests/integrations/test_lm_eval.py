@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cases import write_run
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
 from expert_threshold.install import install
 from expert_threshold.model import GPT
-from small_run import write_run
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many packages are not ours

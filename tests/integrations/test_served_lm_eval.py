@@ -17,13 +17,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
 
+from cases import write_run  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import generate  # noqa: E402
 from expert_threshold.integrations.export import export_run  # noqa: E402
 from expert_threshold.integrations.lm_eval import HarnessModel  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from served import served  # noqa: E402
-from small_run import write_run  # noqa: E402
 
 CONTEXT = 64  # of the small model
 PAIRS = [

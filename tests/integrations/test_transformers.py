@@ -21,13 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
 from processes import run_python
-from small_run import RULES, small_model, small_tokenizer, write_run
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[hf]'")

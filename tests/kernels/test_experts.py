@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from backend_cases import (
+from cases import (
     Case,
     assert_same,
     case,

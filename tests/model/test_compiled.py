@@ -10,39 +10,28 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from expert_threshold.model import GPT, GPTConfig
+from cases import TRAINED, small_model
+from expert_threshold.model import GPT
 from expert_threshold.moe import Experts
 from expert_threshold.moe.backends.grouped import _opaque_backward, _opaque_forward
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
 
-EXPERTS = 8
 FAKE = ("test_schema", "test_faketensor")
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "expert_threshold": ExpertThreshold(EXPERTS, warmup_steps=1),
-    "expert_threshold, trend": ExpertThreshold(EXPERTS, warmup_steps=0, estimator="trend"),
-    "expert_threshold, pools of a sequence": ExpertThreshold(EXPERTS, 2, warmup_steps=1, pool="sequence"),
-    "expert_threshold without bounds": ExpertThreshold(EXPERTS, warmup_steps=1, capacity_slack=None),
-    "expert_choice, pools of a sequence": ExpertChoice(EXPERTS, pool="sequence"),
-    "expert_choice, one pool": ExpertChoice(EXPERTS, pool="batch"),
-    **{
-        f"token_choice, {balance}": TokenChoice(EXPERTS, 2, balance=balance)  # type: ignore[arg-type]
-        for balance in ("none", "aux", "global_aux", "loss_free", "loss_free_proportional")
-    },
+RULES: dict[str, Rule | None] = TRAINED | {
+    "trend": ExpertThreshold(4, warmup_steps=0, estimator="trend"),
+    "expert_threshold_sequence": ExpertThreshold(4, 2, warmup_steps=1, pool="sequence"),
+    "unbounded": ExpertThreshold(4, warmup_steps=1, capacity_slack=None),
+    "global_aux": TokenChoice(4, 2, balance="global_aux"),
+    "loss_free_proportional": TokenChoice(4, 2, balance="loss_free_proportional"),
 }
 OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01, "softcap": None}
 
 
 def tiny(rule: Rule | None, dtype: torch.dtype = torch.float32, **options: Any) -> GPT:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 64, "context": 16, "layers": 2, "d_model": 16, "heads": 2, "kv_heads": 1}
-    config = GPTConfig(**shape, d_expert=32, d_feed_forward=64, rule=rule, **options)  # type: ignore[arg-type]
-    model = GPT(config, compute_dtype=dtype)
-    for parameter in model.parameters():  # none zero, so that every gradient is something
-        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-    return model
+    sizes = {"vocab_size": 64, "context": 16, "layers": 2, "d_model": 16, "kv_heads": 1, "d_expert": 32}
+    return small_model(rule, steps=0, dtype=dtype, **sizes, **options).train()
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
@@ -146,7 +135,7 @@ def train_on_tensors_without_data(model: GPT) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [rule for name, rule in RULES.items() if "without bounds" not in name])
+@pytest.mark.parametrize("rule", [rule for name, rule in RULES.items() if name != "unbounded"])
 def test_forward_and_backward_wait_for_no_number_of_the_device(rule: Rule | None, dtype: torch.dtype) -> None:
     train_on_tensors_without_data(tiny(rule, dtype, dispatch="static"))
 

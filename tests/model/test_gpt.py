@@ -11,29 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cases import TRAINED, small_config, small_model
 from expert_threshold.model import GPT, PRESETS, GPTConfig, flops_per_token, parameter_counts
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, SeqTopK, TokenChoice
+from expert_threshold.routing import ExpertThreshold, Rule, SeqTopK, TokenChoice
 from expert_threshold.testing import same
-from small_run import small_model
 
 VOCAB, CONTEXT = 61, 16
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "token choice": TokenChoice(4, 2),
-    "token choice, auxiliary loss": TokenChoice(4, 1, balance="aux"),
-    "token choice, loss-free": TokenChoice(4, 2, balance="loss_free", bias_rate=0.1),
-    "expert choice": ExpertChoice(4, 1, decay=0.5),
-    "expert choice by sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
-    "expert threshold": ExpertThreshold(4, 1, decay=0.5, warmup_steps=0),
-    "expert threshold in warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=99),
-    "sequence top-k": SeqTopK(4, 1.5, gate="softmax_chosen"),
+RULES = TRAINED | {
+    "warmup": ExpertThreshold(4, 1, warmup_steps=99, decay=0.5),
+    "seq_top_k": SeqTopK(4, 1.5, gate="softmax_chosen"),
 }
-rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+SIZES = {"vocab_size": VOCAB, "context": CONTEXT, "heads": 4, "kv_heads": 4, "d_expert": 24, "d_feed_forward": 48}
 
 
 def small(rule: Rule | None, **changes: Any) -> GPTConfig:
-    options = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 4, "d_expert": 24, "d_feed_forward": 48}
-    return GPTConfig(**(options | {"vocab_size": VOCAB, "context": CONTEXT, "rule": rule} | changes))
+    return small_config(rule, **(SIZES | changes))
 
 
 def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
@@ -41,16 +34,8 @@ def tokens_of(batch: int, time: int, seed: int = 0) -> Tensor:
 
 
 def lively(rule: Rule | None, **changes: Any) -> GPT:
-    """A model whose projections that start at zero are not zero, and whose rule has moved a few steps."""
-    torch.manual_seed(1)
-    model = GPT(small(rule, **changes))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if not weight.any():
-                weight.normal_(0, 0.3)
-        for seed in range(3):
-            model.update_rules(model(tokens_of(4, CONTEXT, seed)).observations)
-    return model
+    """A model in training whose rule has moved a few steps."""
+    return small_model(rule, **(SIZES | changes)).train()
 
 
 # Size.
@@ -330,12 +315,12 @@ def test_in_inference_a_sequence_does_not_see_its_neighbours(rule: Rule | None) 
             torch.testing.assert_close(model(alone).logits, row, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["dense", "token choice", "token choice, loss-free"])
+@pytest.mark.parametrize("name", ["dense", "token_choice", "loss_free"])
 def test_token_choice_is_causal_in_training_too(name: str) -> None:
     assert first_difference(lively(RULES[name]), 8) == 8
 
 
-@pytest.mark.parametrize("name", ["expert choice", "expert choice by sequence", "expert threshold in warmup"])
+@pytest.mark.parametrize("name", ["expert_choice", "expert_choice_sequence", "warmup"])
 def test_expert_choice_in_training_looks_ahead(name: str) -> None:
     """The negative control: the test above can fail."""
     found = [first_difference(lively(RULES[name]), position) for position in (8, CONTEXT - 1)]
@@ -394,7 +379,7 @@ def test_sequences_of_their_own_lengths_share_a_cache_and_a_forward(rule: Rule |
 
 @torch.no_grad()
 def test_each_row_of_a_cache_is_routed_at_its_own_rate() -> None:
-    model = lively(RULES["expert threshold"])
+    model = lively(RULES["expert_threshold"])
     for _ in range(2):
         model.update_rules(model(tokens_of(4, CONTEXT)).observations)
     model.eval()
@@ -412,7 +397,7 @@ def test_each_row_of_a_cache_is_routed_at_its_own_rate() -> None:
 
 @torch.no_grad()
 def test_the_last_logits_alone_are_those_of_all() -> None:
-    model = lively(RULES["expert threshold"]).eval()
+    model = lively(RULES["expert_threshold"]).eval()
     tokens = tokens_of(2, CONTEXT)
     torch.testing.assert_close(model(tokens, last=True).logits, model(tokens).logits[:, -1:])
 
@@ -420,7 +405,7 @@ def test_the_last_logits_alone_are_those_of_all() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
 def test_a_snapshot_computes_the_same_bits_in_evaluation_whatever_the_mode_of_its_model(dtype: torch.dtype) -> None:
-    model = lively(RULES["expert threshold"])
+    model = lively(RULES["expert_threshold"])
     model.compute_dtype = dtype
     expected = model.eval()(tokens_of(2, CONTEXT)).logits
     snapshot = model.train().snapshot()
@@ -435,7 +420,7 @@ def test_a_snapshot_computes_the_same_bits_in_evaluation_whatever_the_mode_of_it
 
 @torch.no_grad()
 def test_a_cached_loss_equals_the_uncached_one() -> None:
-    model = lively(RULES["expert threshold"]).eval()
+    model = lively(RULES["expert_threshold"]).eval()
     tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)
     cache = model.new_cache(2, CONTEXT)
     model(tokens[:, :6], cache=cache)
@@ -579,7 +564,7 @@ def test_an_empty_batch_has_no_loss_and_zero_gradients(rule: Rule | None, shape:
     assert model(empty).logits.shape == (*shape, VOCAB)
 
 
-@pytest.mark.parametrize("name", ["dense", "token choice", "expert choice", "expert threshold"])
+@pytest.mark.parametrize("name", ["dense", "token_choice", "expert_choice", "expert_threshold"])
 def test_one_batch_can_be_learned_by_heart(name: str) -> None:
     torch.manual_seed(0)
     model = GPT(small(RULES[name], layers=2))
@@ -605,7 +590,7 @@ def test_every_parameter_gets_a_gradient_once_the_output_projections_have_left_z
 
 
 def test_the_model_is_a_plain_module_whose_state_dict_loads_into_another() -> None:
-    model = lively(RULES["expert threshold"])
+    model = lively(RULES["expert_threshold"])
     other = GPT(model.config)
     other.load_state_dict(model.state_dict())
     assert isinstance(other, nn.Module)

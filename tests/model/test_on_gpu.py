@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step
 from expert_threshold.routing import Rule
-from whole_cases import RULES, model_and_batch, no_waiting, require_captured_equals_called, step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+with_every_rule = pytest.mark.parametrize("rule", GPU_RULES.values(), ids=GPU_RULES.keys())
 without_the_host = pytest.mark.parametrize("dispatch", ["static", "triton"])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 import torch
 
-from expert_threshold.model import GPT, Continuation, GPTConfig, common_prefix, crop, score
+from cases import small_model
+from expert_threshold.model import GPT, Continuation, common_prefix, crop, score
 from expert_threshold.routing import ExpertThreshold
 
 CONTEXT = 48
@@ -15,13 +17,9 @@ CONTEXT = 48
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    torch.manual_seed(0)
-    rule = ExpertThreshold(4, 1, warmup_steps=0)
-    sizes = {"d_model": 32, "heads": 2, "kv_heads": 1, "d_expert": 16, "d_feed_forward": 32}
-    model = GPT(GPTConfig.preset("tiny", vocab_size=40, context=CONTEXT, rule=rule, **sizes))
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-    return model
+    return small_model(
+        ExpertThreshold(4, 1, warmup_steps=0), steps=0, vocab_size=40, context=CONTEXT, layers=2, kv_heads=1
+    ).train()
 
 
 def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
@@ -43,25 +41,38 @@ def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
     return groups
 
 
+@pytest.fixture(scope="module")
+def groups(model: GPT) -> list[list[Continuation]]:
+    return some_groups(model, 20)
+
+
+@pytest.fixture(scope="module")
+def plain(model: GPT, groups: list[list[Continuation]]) -> list[tuple[float, int, int]]:
+    """The nats, the tokens and the misses of every continuation, by a forward of its own."""
+    found = []
+    for tokens, start in itertools.chain(*groups):
+        with torch.no_grad():
+            logits = model.eval()(torch.tensor([tokens])).logits[0, start - 1 : -1]
+        wanted = torch.tensor(tokens[start:])
+        nats = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
+        found.append((float(nats), len(wanted), int((logits.argmax(1) != wanted).sum())))
+    return found
+
+
 @pytest.mark.parametrize("misses", [True, False])
 @pytest.mark.parametrize("shared_prefix", [1, 8, 10**9])
 @pytest.mark.parametrize("tokens_at_once", [1, 100, 8192])
-def test_scores_are_those_of_plain_forwards(model: GPT, misses: bool, shared_prefix: int, tokens_at_once: int) -> None:
-    groups = some_groups(model, 20)
-    options = {"misses": misses, "shared_prefix": shared_prefix, "tokens_at_once": tokens_at_once}
-    missed = []
-    for group, scores in zip(groups, score(model, groups, **options), strict=True):
-        for (tokens, start), found in zip(group, scores, strict=True):
-            with torch.no_grad():
-                logits = model.eval()(torch.tensor([tokens])).logits[0, start - 1 : -1]
-            wanted = torch.tensor(tokens[start:])
-            nats = torch.nn.functional.cross_entropy(logits, wanted, reduction="sum")
-            assert found.nats == pytest.approx(float(nats), abs=1e-4)
-            assert found.tokens == len(wanted)
-            missed.append(int((logits.argmax(1) != wanted).sum()))
-            assert found.misses == (missed[-1] if misses else 0)
-    assert 0 in missed
-    assert max(missed) > 0
+def test_scores_are_those_of_plain_forwards(
+    model: GPT, groups: list[list[Continuation]], plain: list[tuple[float, int, int]], misses: bool, shared_prefix: int,
+    tokens_at_once: int,
+) -> None:  # fmt: skip
+    scores = score(model, groups, misses=misses, shared_prefix=shared_prefix, tokens_at_once=tokens_at_once)
+    assert [len(scored) for scored in scores] == [len(group) for group in groups]
+    for found, (nats, tokens, missed) in zip(itertools.chain(*scores), plain, strict=True):
+        assert (found.nats, found.tokens) == (pytest.approx(nats, abs=1e-4), tokens)
+        assert found.misses == (missed if misses else 0)
+    assert 0 in {missed for *_, missed in plain}
+    assert max(missed for *_, missed in plain) > 0
 
 
 def test_what_a_group_begins_with_is_computed_once(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:

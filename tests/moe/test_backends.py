@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend_cases import (
+from cases import (
     ASSIGNMENTS,
     EXPERTS,
     Case,

@@ -11,18 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cases import RULES
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import MoE, follow
 from expert_threshold.optim import AdamW, Muon
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Observation, Rule, TokenChoice
+from expert_threshold.routing import ExpertThreshold, Observation, Rule, TokenChoice
 from ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
-RULES: list[Rule] = [
-    ExpertThreshold(4, decay=0.5, warmup_steps=1),
-    ExpertChoice(4, decay=0.5),
-    TokenChoice(4, 1, balance="loss_free", bias_rate=0.1),
-]
+ROUTED = [rule for rule in (RULES["expert_threshold"], RULES["expert_choice"], RULES["loss_free"]) if rule]
 
 
 class Foreign(nn.Module):
@@ -57,7 +54,7 @@ def assert_all_equal(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(a, b, atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
 def test_three_steps_of_two_micro_batches_equal_the_manual_updates(rule: Rule) -> None:
     followed, manual = Foreign(rule), Foreign(rule)
     optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in (followed, manual)]
@@ -83,7 +80,7 @@ def test_three_steps_of_two_micro_batches_equal_the_manual_updates(rule: Rule) -
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
 def test_recomputation_under_activation_checkpointing_counts_once(rule: Rule, use_reentrant: bool) -> None:
     plain, checkpointed = Foreign(rule), Foreign(rule, checkpointed=use_reentrant)
     for model in (plain, checkpointed):
@@ -99,7 +96,7 @@ def test_recomputation_under_activation_checkpointing_counts_once(rule: Rule, us
 
 
 def test_only_forwards_in_training_mode_count() -> None:
-    model = Foreign(RULES[0])
+    model = Foreign(ROUTED[0])
     follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
     model.eval()(batches(1)[0])
     assert not follower.observations
@@ -108,7 +105,7 @@ def test_only_forwards_in_training_mode_count() -> None:
 
 
 def test_a_step_that_saw_nothing_moves_nothing() -> None:
-    model = Foreign(RULES[0])
+    model = Foreign(ROUTED[0])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follow(model, optimizer)
     model(batches(1)[0]).sum().backward()
@@ -212,7 +209,7 @@ def test_losses_reach_the_router_where_no_token_goes_to_an_expert(dispatch: str)
 
 def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
     rule, z_loss = WITH_LOSSES[0]
-    for scale, rule_, warns in ((None, rule, True), (1.0, rule, False), (0.5, rule, False), (None, RULES[0], False)):
+    for scale, rule_, warns in ((None, rule, True), (1.0, rule, False), (0.5, rule, False), (None, ROUTED[0], False)):
         model = Foreign(rule_, z_loss=z_loss if rule_ is rule else None)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         follow(model, optimizer, loss_scale=scale)
@@ -227,7 +224,7 @@ def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
 
 
 def test_a_first_step_that_saw_no_forward_warns() -> None:
-    model = Foreign(RULES[0]).eval()
+    model = Foreign(ROUTED[0]).eval()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follow(model, optimizer)
     model(batches(1)[0]).mean().backward()
@@ -237,7 +234,7 @@ def test_a_first_step_that_saw_no_forward_warns() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
 def test_what_is_not_finite_moves_no_rule_and_is_told(rule: Rule, value: float) -> None:
     model = Foreign(rule)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
@@ -289,21 +286,21 @@ def test_a_frozen_router_has_losses_without_gradient() -> None:
 
 
 def test_a_rule_without_a_loss_adds_nothing_to_the_training_loss() -> None:
-    model = Foreign(RULES[0])
+    model = Foreign(ROUTED[0])
     follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
     model(batches(1)[0])
     assert follower.loss() == 0.0
 
 
 def test_a_layer_used_twice_in_one_forward_is_observed_twice() -> None:
-    moe = MoE(8, 12, RULES[0])
+    moe = MoE(8, 12, ROUTED[0])
     follower = follow(moe, torch.optim.SGD(moe.parameters(), 0.1))
     moe(moe(batches(1)[0])[0])
     assert int(follower.observations[moe.router].tokens) == 32
 
 
 def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
-    model = Foreign(RULES[0])
+    model = Foreign(ROUTED[0])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     follower = follow(model, optimizer)
     model(batches(1)[0]).sum().backward()
@@ -316,7 +313,7 @@ def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
 
 def test_ranks_are_a_group_of_their_own_or_all_there_are_once_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Trainer` of transformers may join them after `follow`."""
-    model = Foreign(RULES[0])
+    model = Foreign(ROUTED[0])
     follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
     assert follower.group is None
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)

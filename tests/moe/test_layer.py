@@ -11,18 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cases import TRAINED
 from expert_threshold.moe import MoE, Router
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
-RULES: dict[str, Rule] = {
-    "token choice": TokenChoice(4, 2),
-    "token choice, auxiliary loss": TokenChoice(4, 1, balance="aux"),
-    "token choice, loss-free": TokenChoice(4, 2, balance="loss_free", bias_rate=0.1),
-    "expert choice": ExpertChoice(4, 1, decay=0.5),
-    "expert choice by sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
-    "expert threshold": ExpertThreshold(4, 1, decay=0.5, warmup_steps=0),
-    "expert threshold, unbounded": ExpertThreshold(4, 2, decay=0.5, warmup_steps=0, capacity_slack=None),
-    "expert threshold in warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=9),
+RULES = {name: rule for name, rule in TRAINED.items() if rule} | {
+    "unbounded": ExpertThreshold(4, 2, decay=0.5, warmup_steps=0, capacity_slack=None),
+    "warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=9),
 }
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 

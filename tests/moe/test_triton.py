@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backend_cases import (
+from cases import (
     ASSIGNMENTS,
     EXPERTS,
     Case,

@@ -106,11 +106,12 @@ def test_without_debiasing_the_mean_is_the_papers_recursion_from_zero(decay: flo
 def test_the_mean_of_equal_cutoffs_stays_at_them() -> None:
     rule = ExpertThreshold(EXPERTS, decay=0.999)
     state, seen = rule.init(), []
+    observation = rule.route(make_scores(0), state, training=True).observation
     for _ in range(2000):
-        state = rule.update(state, rule.route(make_scores(0), state, training=True).observation)
+        state = rule.update(state, observation)
         seen.append(cutoff(state))
-    (expected,), _ = batch_cutoffs(rule, 1)
-    torch.testing.assert_close(torch.stack(seen), expected.expand(2000, -1), rtol=1e-4, atol=1e-4)
+    expected = observation.batch_cutoff.expand(2000, -1)
+    torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_micro_batches_and_pools_count_once_each() -> None:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate.engine import Step
 from expert_threshold.serve.completion import Answer, Completion, Parser
 from expert_threshold.serve.errors import ApiError
 from expert_threshold.serve.limits import Limits
-from small_run import small_tokenizer
 
 CONTEXT = 64
 

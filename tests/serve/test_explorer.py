@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
+from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.cli import main
 from expert_threshold.generate.engine import Engine
 from expert_threshold.model import GPT
@@ -37,7 +38,6 @@ from expert_threshold.serve.limits import Limits
 from expert_threshold.serve.server import create_app
 from expert_threshold.serve.worker import Worker
 from served import PATIENCE, Served, served, until
-from small_run import RULES, small_model, small_tokenizer, write_run
 
 TEXT = "the cat sat on the mat"
 TOKENIZER = small_tokenizer()

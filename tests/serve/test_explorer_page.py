@@ -12,12 +12,12 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 
 import browser
 from browser import Page, open_page
+from cases import RULES, small_model, small_tokenizer
 from expert_threshold.generate.engine import Engine
 from expert_threshold.routing import NullSlots
 from expert_threshold.serve.explorer import Explored, routes
 from expert_threshold.serve.worker import Worker
 from served import Served, served, until
-from small_run import RULES, small_model, small_tokenizer
 
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 

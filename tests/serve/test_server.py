@@ -27,6 +27,7 @@ pytest.importorskip("starlette", reason="the server's packages are not installed
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
 
+from cases import RULES, small_model, write_run  # noqa: E402
 from expert_threshold.cli import main  # noqa: E402
 from expert_threshold.cli.serve import is_local  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
@@ -39,7 +40,6 @@ from expert_threshold.serve.hosts import bind, url  # noqa: E402
 from expert_threshold.serve.independence import require_independent  # noqa: E402
 from expert_threshold.serve.limits import Limits  # noqa: E402
 from served import PATIENCE, Served, hung, served, until  # noqa: E402
-from small_run import RULES, small_model, write_run  # noqa: E402
 
 PROMPT = "the cat sat"
 CONTEXT = 64  # of the small model

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
-from small_run import small_model, write_run
+from cases import small_model, write_run
 
 pytestmark = [
     pytest.mark.soak,

@@ -14,26 +14,17 @@ import pytest
 import torch
 from rich.console import Console
 
+from cases import RULES, small_config
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import Rule
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig, TrainResult, train
 
-RULES: dict[str, Rule | None] = {
-    "dense": None,
-    "token_choice": TokenChoice(4, 1),
-    "token_choice_aux": TokenChoice(4, 1, balance="aux"),
-    "token_choice_loss_free": TokenChoice(4, 2, balance="loss_free"),
-    "expert_choice": ExpertChoice(4, 1, pool="sequence"),
-    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=3, decay=0.9),
-}
-
 
 def tiny(rule: Rule | None = RULES["expert_threshold"], **changes: Any) -> GPTConfig:
-    sizes = {"layers": 2, "d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64}
-    return GPTConfig.preset("tiny", rule=rule, **({"vocab_size": 300, "context": 16} | sizes | changes))
+    return small_config(rule, **({"vocab_size": 300, "context": 16, "layers": 2} | changes))
 
 
 @pytest.fixture(autouse=True)

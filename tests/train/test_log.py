@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from cases import RULES
 from expert_threshold.train.log import Display, clock, summary
 
-from .conftest import RULES, Plain, Start, tiny
+from .conftest import Plain, Start, tiny
 
 
 @pytest.mark.parametrize("name", ["dense", "expert_threshold"])

@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from cases import TRAINED
 from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT, GPTConfig, Output, gpt
@@ -28,7 +29,7 @@ from expert_threshold.train.checks import require_pools_fit
 from expert_threshold.train.state import TrainState
 from processes import Python
 
-from .conftest import RULES, Start, tiny
+from .conftest import Start, tiny
 
 CLOCKS = {"seconds", "elapsed", "interval_seconds", "tokens_per_second"}
 """All that may differ between two runs of one configuration."""
@@ -63,10 +64,14 @@ def forget_after(folder: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulation", "optim"),
-    [(2, OptimConfig()), (1, OptimConfig(clip=0.5, router_optimizer="adamw")), (1, NANOCHAT)],
+    ("name", "accumulation", "optim"),
+    [
+        *((name, 2, OptimConfig()) for name in TRAINED),
+        ("expert_threshold", 1, OptimConfig(clip=0.5, router_optimizer="adamw")),
+        ("expert_threshold", 1, NANOCHAT),
+        ("dense", 1, NANOCHAT),
+    ],
 )
-@pytest.mark.parametrize("name", RULES)
 def test_a_resumed_run_equals_one_that_never_stopped(
     name: str, accumulation: int, optim: OptimConfig, start: Start, tmp_path: Path
 ) -> None:
@@ -74,7 +79,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(
 
     Without accumulation an interval's loss was its cross-entropy's very tensor, and saving failed.
     """
-    model = tiny(RULES[name])
+    model = tiny(TRAINED[name])
     start("whole", model, optim, accumulation=accumulation)
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     forget_after(tmp_path / "halves", 4)
@@ -135,9 +140,9 @@ def test_saving_comes_before_validating(start: Start, tmp_path: Path, monkeypatc
     assert RunFolder.open(tmp_path / "run").checkpoints() == [4]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", TRAINED)
 def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path) -> None:
-    result = start(model=tiny(RULES[name]))
+    result = start(model=tiny(TRAINED[name]))
     train_lines, validations = metrics(tmp_path / "run", "train"), metrics(tmp_path / "run", "validation")
     assert [(line["step"], line["steps"]) for line in train_lines] == [(3, 3), (6, 3), (8, 2)]
     assert [line["step"] for line in validations] == [4, 8]
@@ -150,8 +155,8 @@ def test_metrics_have_what_reports_read(name: str, start: Start, tmp_path: Path)
         assert line["layers"].keys() == (set() if name == "dense" else {"1"})
         for layer in line["layers"].values():
             assert layer.keys() == {"usage", "load_spread", "fanout_mean", "fanout_std", "score_std", "gate_std"} | (
-                set() if name.startswith("token_choice") else with_pools
-            ) | ({"bias"} if "loss_free" in name else set())
+                set() if name in ("token_choice", "token_choice_aux", "loss_free") else with_pools
+            ) | ({"bias"} if name == "loss_free" else set())
             of_layers = {"load_spread", "fanout_mean", "fanout_std"}
             assert all(isinstance(layer[key], float) for key in of_layers)
             assert all(len(layer[key]) == 4 for key in layer.keys() - of_layers)  # one number per expert
@@ -238,7 +243,7 @@ def test_samples_without_a_writer_are_refused(start: Start) -> None:
 def test_a_run_begins_with_the_weights_and_the_tokenizer_of_another(
     kept: str, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = tiny(RULES[kept])
+    model = tiny(TRAINED[kept])
     start("first", model)
     seen: dict[str, Tensor] = {}
 

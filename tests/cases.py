@@ -1,0 +1,258 @@
+"""Cases and small models for many tests: rules, models, run folders, inputs of backends, a step on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from expert_threshold.cli import main
+from expert_threshold.data import Tokenizer, open_source
+from expert_threshold.kernels.activation import ActivationName
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.moe import Experts
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.runs import RunFolder
+
+RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "token_choice": TokenChoice(4, 2),
+    "loss_free": TokenChoice(4, 1, balance="loss_free"),
+    "expert_choice": ExpertChoice(4, 1, pool="batch"),
+    "expert_threshold": ExpertThreshold(4, 1, warmup_steps=2),
+}
+"""Each way to route in inference."""
+
+TRAINED: dict[str, Rule | None] = RULES | {
+    "token_choice_aux": TokenChoice(4, 1, balance="aux"),
+    "expert_choice_sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
+}
+"""And each way to route in training: with a loss of the rule's own, by pools of a sequence."""
+
+TEXT = "the cat sat on the mat; the hat of the cat\n"
+
+
+def et(*arguments: object) -> int:
+    """Run a command in this process and return its exit code."""
+    return main([str(argument) for argument in arguments])
+
+
+# Models and run folders.
+
+
+def small_tokenizer() -> Tokenizer:
+    return Tokenizer.train([TEXT * 4], 270)
+
+
+def small_config(rule: Rule | None = RULES["expert_threshold"], **changes: Any) -> GPTConfig:
+    sizes = {"vocab_size": 270, "context": 64, "layers": 3, "d_model": 32, "heads": 2, "kv_heads": 2}
+    return GPTConfig(**({"d_expert": 16, "d_feed_forward": 64, "rule": rule} | sizes | changes))
+
+
+def small_model(
+    rule: Rule | None = RULES["expert_threshold"], *, seed: int = 0, steps: int = 4, dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> GPT:  # fmt: skip
+    """Return a small model in evaluation mode, no weight of it zero. changes: options of GPTConfig.
+
+    steps: batches that its rule has seen. dtype: the compute dtype.
+    """
+    torch.manual_seed(seed)
+    model = GPT(small_config(rule, **changes), compute_dtype=dtype)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    for _ in range(steps):
+        tokens = torch.randint(model.config.vocab_size, (2, min(model.config.context, 32)))
+        model.update_rules(model(tokens).observations)
+    return model.eval()
+
+
+def write_text(path: Path, text: str = TEXT, *, documents: int = 30, words: int = 100) -> Path:
+    """A corpus in a .jsonl file, of this text's words in other orders.
+
+    By default it has some 9,000 tokens of `small_tokenizer`, a tenth of them for validation.
+    """
+    some = text.split()
+    texts = [" ".join(some[(i * j) % len(some)] for j in range(words)) for i in range(1, documents + 1)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def write_run(path: Path, model: GPT, step: int = 4, text: Path | None = None) -> RunFolder:
+    """The model's weights as a checkpoint, with a validation of it in the metrics; text: what it was trained on."""
+    run = RunFolder.create(path)
+    train = {"batch_size": 2, "accumulation": 1}
+    corpus = {"name": "/somewhere/corpus.jsonl", "hash": "0" * 64, "bytes": 1}
+    if text is not None:
+        opened = open_source(str(text))
+        corpus = {"name": str(text), "hash": opened.hash, "bytes": opened.bytes}
+    run.write_config(
+        {"model": model.config.to_dict(), "train": train, "data": {"source": corpus["name"]}, "corpus": corpus}
+    )
+    small_tokenizer().save(run.tokenizer_path)
+    run.metrics.append({"step": step, "split": "validation", "loss": 5.25, "bits_per_byte": 3.5})
+    run.save_checkpoint(step, {"model": model.state_dict()}, {})
+    return run
+
+
+# The routed sum.
+
+D_MODEL, D_EXPERT, EXPERTS = 8, 12, 4
+RoutedSum = Callable[[Tensor, Tensor, Tensor, Experts], Tensor]
+
+
+class Case(NamedTuple):
+    """A backend's arguments, and the upstream gradient of its output."""
+
+    x: Tensor
+    gates: Tensor
+    assignment: Tensor
+    experts: Experts
+    upstream: Tensor
+
+
+def case(
+    assignment: Tensor,
+    activation: ActivationName = "relu2",
+    dtype: torch.dtype = torch.float32,
+    *,
+    d_model: int = D_MODEL,
+    d_expert: int = D_EXPERT,
+) -> Case:
+    tokens, num_experts = assignment.shape
+    torch.manual_seed(7)
+    experts = Experts(num_experts, d_model, d_expert, activation)
+    x, upstream = torch.randn(2, tokens, d_model).to(dtype).unbind()
+    gates = torch.rand(tokens, num_experts)
+    return Case(x, gates, assignment, experts, upstream)
+
+
+def fanout(tokens: int, num_experts: int, per_token: int) -> Tensor:
+    """Each token takes `per_token` experts, rotating."""
+    place = (torch.arange(num_experts) - torch.arange(tokens)[:, None]) % num_experts
+    return place < per_token
+
+
+def outputs_and_gradients(backend: RoutedSum, given: Case) -> dict[str, Tensor]:
+    """y and the gradients of x, the gates and every expert matrix."""
+    experts = copy.deepcopy(given.experts)
+    x, gates = given.x.clone().requires_grad_(), given.gates.clone().requires_grad_()
+    y = backend(x, gates, given.assignment, experts)
+    y.backward(given.upstream)
+    found = {"y": y.detach(), "x": x.grad, "gates": gates.grad}
+    found |= {name: parameter.grad for name, parameter in experts.named_parameters()}
+    assert all(value is not None for value in found.values())
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def assert_same(
+    found: dict[str, Tensor], expected: dict[str, Tensor], *, atol: float = 1e-5, rtol: float = 1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        torch.testing.assert_close(
+            found[name], value, atol=atol, rtol=rtol, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+ASSIGNMENTS = {
+    "no token at all": torch.zeros(0, EXPERTS, dtype=torch.bool),
+    "one token, no expert": torch.zeros(1, EXPERTS, dtype=torch.bool),
+    "one token, every expert": torch.ones(1, EXPERTS, dtype=torch.bool),
+    "all tokens to one expert": torch.arange(EXPERTS).eq(2).repeat(6, 1),
+    "all tokens to the last expert": torch.arange(EXPERTS).eq(EXPERTS - 1).repeat(6, 1),
+    "one empty expert": torch.arange(EXPERTS).ne(1).repeat(6, 1),
+    "a single expert": torch.ones(5, 1, dtype=torch.bool),
+    "a single expert, some tokens": torch.arange(5)[:, None] % 2 == 0,
+    "more experts than tokens": torch.eye(3, 9, dtype=torch.bool),
+    **{f"fanout {n} of {EXPERTS}": fanout(7, EXPERTS, n) for n in range(EXPERTS + 1)},
+}
+
+
+def require_nan_to_stay_with_its_row_and_its_experts(backend: RoutedSum, given: Case) -> None:
+    """given: each token at one expert of its own, so that most experts are another's."""
+    given.x[3] = torch.nan
+    expert = int(given.assignment[3].nonzero())
+    found = outputs_and_gradients(backend, given)
+    others = torch.arange(len(given.x)) != 3
+    assert found["y"][3].isnan().all()
+    for key in ("y", "x", "gates"):
+        assert found[key][others].isfinite().all(), key
+    for key in ("up", "down"):
+        assert found[key][torch.arange(EXPERTS) != expert].isfinite().all(), key
+
+
+# A step, called or captured in a CUDA graph.
+
+GPU_RULES: dict[str, Rule | None] = {
+    "dense": None,
+    "expert_threshold": ExpertThreshold(8, warmup_steps=1),
+    "expert_choice": ExpertChoice(8, pool="sequence"),
+    "token_choice": TokenChoice(8, 2),
+}
+
+
+def model_and_batch(
+    rule: Rule | None, dispatch: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[GPT, Tensor, Tensor]:
+    sizes = {"vocab_size": 256, "d_model": 64, "d_expert": 128, "d_feed_forward": 256}
+    model = small_model(rule, steps=0, dtype=dtype, dispatch=dispatch, **sizes).train().to(device)
+    tokens = torch.randint(256, (16, 65), device=device)
+    return model, tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def step(model: GPT, tokens: Tensor, targets: Tensor, forward: Callable[..., object] | None = None) -> Tensor:
+    """Forward, backward and the rules' update; gradients add to those that are there."""
+    output = (model if forward is None else forward)(tokens, targets)
+    output.loss.backward()  # type: ignore[attr-defined]
+    model.update_rules(output.observations)  # type: ignore[attr-defined]
+    loss: Tensor = output.loss.detach()  # type: ignore[attr-defined]
+    return loss
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the device raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def require_captured_equals_called(rule: Rule | None, dispatch: str) -> None:
+    """Raises AssertionError if a replay on another batch gives other numbers than a call on a second model."""
+    device = torch.device("cuda")
+    model, tokens, targets = model_and_batch(rule, dispatch, device)
+    other, *_ = model_and_batch(rule, dispatch, device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            model.zero_grad(set_to_none=True)
+            step(model, tokens, targets)
+    torch.cuda.current_stream().wait_stream(stream)
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step(model, tokens, targets)
+    other.load_state_dict(model.state_dict())
+    torch.manual_seed(1)
+    tokens.copy_(torch.randint_like(tokens, 256))
+    for parameter in model.parameters():  # the graph adds to them
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    graph.replay()
+    torch.testing.assert_close(loss, step(other, tokens, targets))
+    gradients = {name: p.grad for name, p in other.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-2, rtol=1e-2)
+    for name, state in model.named_buffers():
+        torch.testing.assert_close(state, dict(other.named_buffers())[name])
