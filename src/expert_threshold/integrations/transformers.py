@@ -457,7 +457,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         assert self.smear_scalar is not None
         seen = x if attention_mask is None else x * attention_mask[..., None].to(x)
         gates = self.smear_scalar.to(x) * self.smear_gate(x).sigmoid()
-        return x + gates * F.pad(seen[:, :-1], (0, 0, 1, 0))
+        y: Tensor = x + gates * F.pad(seen[:, :-1], (0, 0, 1, 0))
+        return y
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (batch, 1, time, head_dim / 2) of positions (batch, time)."""

@@ -372,4 +372,5 @@ class Attention(nn.Module):
         assert self.value_gate is not None
         gates = 3 * self.value_gate(x[..., :VALUE_GATE_CHANNELS]).sigmoid()
         embedded: Tensor = self.value_embed(tokens).to(x.dtype)
-        return gates[..., None] * embedded.unflatten(-1, (-1, self.head_dim))
+        added: Tensor = gates[..., None] * embedded.unflatten(-1, (-1, self.head_dim))
+        return added

@@ -378,7 +378,8 @@ class GPT(nn.Module):
         last = x.new_zeros(len(x), x.shape[2]) if span is None else span.last()
         before = torch.cat((last[:, None], x), 1)[:, :-1]
         gates = self.smear_scalar.to(x.dtype) * self.smear_gate(x[..., :SMEAR_GATE_CHANNELS]).sigmoid()
-        return x + gates * before
+        y: Tensor = x + gates * before
+        return y
 
     def _mixed(self, x: Tensor, start: Tensor, layer: int) -> Tensor:
         """Return the layer's λ x + μ start, without the scalars that the model lacks."""
