@@ -10,12 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-<<<<<<< HEAD
 from cases import TRAINED, small_model
 from expert_threshold.model import GPT, TRUNKS
-=======
-from expert_threshold.model import GPT, TRUNKS, GPTConfig
->>>>>>> 6528ef1 (nanochat's trunk compiles to one graph; types)
 from expert_threshold.moe import Experts
 from expert_threshold.moe.backends.grouped import _opaque_backward, _opaque_forward
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
@@ -75,11 +71,6 @@ def test_for_every_rule_the_whole_model_is_one_graph_whatever_the_loads(rule: Ru
 @pytest.mark.parametrize("dispatch", ["grouped", "static"])
 def test_with_other_options_it_is_one_graph_too(dispatch: str) -> None:
     require_one_graph_and_the_same_numbers(RULES["expert_threshold"], OTHER_OPTIONS | {"dispatch": dispatch})
-
-
-def test_nanochats_trunk_is_one_graph_too() -> None:
-    options = TRUNKS["nanochat"] | {"windows": "SL", "short_window": 5}
-    require_one_graph_and_the_same_numbers(RULES["expert_threshold"], options)
 
 
 def test_nanochats_trunk_is_one_graph_too() -> None:
