@@ -109,7 +109,7 @@ def test_the_memory_of_a_step_is_what_the_allocator_counts(
     config = resolve(preset, rule)
     train = {"batch_size": sequences, "accumulation": accumulation, "activation_checkpointing": checkpointing}
     config = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
-    planned = memory(config, Machine(), dtype.itemsize, gpu=False, layout="replicate")
+    planned = memory(config, Machine(), dtype.itemsize, gpu=False)["replicate"]
     assert planned["peak"] == sum(bytes_ for part, bytes_ in planned.items() if part != "peak")
     assert planned["peak"] == pytest.approx(measured(config, dtype, tmp_path), rel=0.1)
 
@@ -134,7 +134,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     model = replace(config.model, **({"layers": 2, "vocab_size": 512} | sizes))  # type: ignore[arg-type]
     config = replace(config, model=model, train=train)
     with nullcontext() if kernels else off():
-        planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False, layout="replicate")
+        planned = memory(config, Machine(), torch.bfloat16.itemsize, gpu=False)["replicate"]
         assert planned["peak"] == pytest.approx(measured(config, torch.bfloat16, tmp_path), rel=0.1)
 
 
@@ -155,7 +155,7 @@ def test_what_a_layer_keeps_and_what_an_operator_declares_is_planned(monkeypatch
     config = resolve("tiny", "expert_threshold")
 
     def planned() -> int:
-        return memory(config, Machine(), 4, gpu=False, layout="replicate")["peak"]  # while the loss is computed
+        return memory(config, Machine(), 4, gpu=False)["replicate"]["peak"]  # while the loss is computed
 
     before, forward = planned(), Block.forward
 
@@ -290,7 +290,9 @@ class Looking(TokenChoice):
 def test_a_rule_that_looks_at_its_scores_is_planned_as_token_choice() -> None:
     config = resolve("tiny")
     plans = [
-        memory(replace(config, model=replace(config.model, rule=rule)), Machine(), 4, gpu=False, layout="replicate")
+        memory(replace(config, model=replace(config.model, rule=rule)), Machine(), 4, gpu=False, layouts=["replicate"])[
+            "replicate"
+        ]
         for rule in (Looking(8, 2), TokenChoice(8, 2))
     ]
     assert plans[0] == plans[1]

@@ -108,18 +108,13 @@ def dispatch(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool) -
     return None
 
 
-def memory(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layout: str) -> dict[str, int]:
-    """Return the bytes on one GPU at the peak, by part and in total, as `peak`; the allocator's overhead comes on top.
-
-    itemsize: bytes per number in the compute dtype. gpu: False for a CPU.
-    """
-    return memory_by_layout(config, machine, itemsize, gpu=gpu, layouts=[layout])[layout]
-
-
-def memory_by_layout(
-    config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layouts: Sequence[str]
+def memory(
+    config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool, layouts: Sequence[str] = LAYOUTS
 ) -> dict[str, dict[str, int]]:
-    """Return `memory` in each layout."""
+    """Return the bytes on one GPU at the peak in each layout, by part and in total, as `peak`.
+
+    itemsize: bytes per number in the compute dtype. gpu: False for a CPU. The allocator's overhead comes on top.
+    """
     # Triton need not be installed where a plan is made; its buffers have as many rows as those of static.
     triton = config.model.dispatch == "triton"
     model = _without_data(replace(config.model, dispatch="static") if triton else config.model, itemsize)

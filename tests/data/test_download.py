@@ -384,7 +384,7 @@ def test_an_archive_writes_nowhere_else_and_makes_no_links(name: str, tmp_path: 
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
 
-def test_the_cache_folder_is_the_given_one_or_the_environments_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_the_environments_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -393,7 +393,6 @@ def test_the_cache_folder_is_the_given_one_or_the_environments_or_the_users(monk
     assert cache_folder() == Path("/tmp/cache/expert-threshold")
     monkeypatch.setenv(VARIABLE, "~/mine")
     assert cache_folder() == Path("/home/me/mine")
-    assert cache_folder("/given") == Path("/given")
 
 
 def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

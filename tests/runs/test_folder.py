@@ -119,11 +119,6 @@ def test_an_existing_run_is_refused_with_both_ways_out(run: RunFolder) -> None:
     assert run.config == CONFIG
 
 
-def test_no_name_is_no_folder() -> None:
-    with pytest.raises(ValueError, match="--out is empty"):
-        RunFolder.create("")
-
-
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="already exists"):

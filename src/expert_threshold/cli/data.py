@@ -22,6 +22,7 @@ from ..data.tokens import Parts
 from ..evaluation import read_bundle
 from ..install import et
 from ..option import Count, did_you_mean
+from ..runs.files import replacing
 from ..runs.lock import exclusive
 from ..train.log import Display, clock
 from . import overview
@@ -111,9 +112,8 @@ def _tokenizer(given: Given, display: Display) -> str:
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens on {corpus.name}")
     texts = corpus.beginning(given["characters"], display.task("reading"))
     tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
-    temporary = out.with_name(f".tmp-{out.name}")
-    tokenizer.save(temporary)
-    os.replace(temporary, out)
+    with replacing(out) as temporary:
+        tokenizer.save(temporary)
     return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from ..config import RunConfig
 from ..option import Bounds, Count, Positive
-from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory_by_layout, share_out
+from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock
@@ -68,7 +68,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
         "micro_batch": micro_batch,
         "accumulation": accumulation,
         "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
-        "memory": memory_by_layout(config, machine, itemsize, gpu=not on_cpu, layouts=layouts),
+        "memory": memory(config, machine, itemsize, gpu=not on_cpu, layouts=layouts),
         **duration(config, machine),
         "kernels_off": off,
     }

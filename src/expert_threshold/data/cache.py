@@ -9,10 +9,10 @@ from pathlib import Path
 VARIABLE = "EXPERT_THRESHOLD_CACHE"
 
 
-def cache_folder(given: str | None = None) -> Path:
-    """Return `given`, else the folder in EXPERT_THRESHOLD_CACHE, else expert-threshold in the user's cache."""
-    if given or os.environ.get(VARIABLE):
-        return Path(given or os.environ[VARIABLE]).expanduser().absolute()
+def cache_folder() -> Path:
+    """Return the folder in EXPERT_THRESHOLD_CACHE, else expert-threshold in the user's cache."""
+    if given := os.environ.get(VARIABLE):
+        return Path(given).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "expert-threshold"
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
 from .tokens import Parts, Tokens, join, no_tokens
+
+T = TypeVar("T")
 
 BLOCK_BYTES = 32 << 20
 """Bytes of text in a block. Rows of a batch come from one block, so it is far larger: about 7 million tokens."""
@@ -139,31 +140,17 @@ class Stream:
 
 def share_out(share: Tokens, fault: str, group: dist.ProcessGroup | None) -> Tokens:
     """Return all ranks' shares in rank order. Raises ValueError on every rank if one has a fault."""
-    faults, ids, offsets, sizes = (
-        gather(array, group)
-        for array in (
-            np.frombuffer(fault.encode(), np.uint8),
-            share.ids,
-            share.offsets,
-            np.array([share.bytes], np.int64),
-        )
-    )
-    for text in faults:
-        if len(text):
-            raise ValueError(text.tobytes().decode())
-    return join([Tokens(*each[:2], int(each[2][0])) for each in zip(ids, offsets, sizes, strict=True)])
+    shares = gather((fault, share), group)
+    for text, _ in shares:
+        if text:
+            raise ValueError(text)
+    return join([tokens for _, tokens in shares])
 
 
-def gather(array: npt.NDArray[Any], group: dist.ProcessGroup | None) -> list[npt.NDArray[Any]]:
-    """Return the arrays of all ranks, which may differ in length, via the CPU; only this one without a group."""
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks in rank order; only this one without a group."""
     if group is None:
-        return [array]
-    length = torch.tensor(array.nbytes)
-    lengths = [torch.zeros_like(length) for _ in range(group.size())]
-    dist.all_gather(lengths, length, group)
-    longest = max(map(int, lengths))
-    mine = torch.zeros(longest, dtype=torch.uint8)
-    mine[: array.nbytes] = torch.from_numpy(array.view(np.uint8).copy())
-    all_of_them = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(all_of_them, mine, group)
-    return [each[: int(length)].numpy().view(array.dtype) for each, length in zip(all_of_them, lengths, strict=True)]
+        return [value]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, value, group)
+    return found

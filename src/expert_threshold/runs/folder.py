@@ -49,8 +49,6 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | Path) -> RunFolder:
         """Create an empty run folder. Raises ValueError if it is not vacant: no run is ever overwritten."""
-        if not str(path):
-            raise ValueError("--out is empty; name a folder")
         path = Path(path)
         if path.exists() and not (path.is_dir() and is_vacant(path)):
             resume = f"continue it with --resume {path}, or " if (path / "config.json").is_file() else ""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..data.stream import gather
 from ..distributed import Parallel, Status
@@ -76,9 +73,8 @@ class Saver:
             assert self._files is not None
             assert self._saved is not None
             files: Fingerprints = {}
-            mine = np.frombuffer(json.dumps(self._files.result()).encode(), np.uint8)
-            for text in gather(mine, self._parallel.world):
-                files |= json.loads(text.tobytes())
+            for of_rank in gather(self._files.result(), self._parallel.world):
+                files |= of_rank
             self._files = None
             if self._parallel.is_main:
                 step, _, state = self._saved
