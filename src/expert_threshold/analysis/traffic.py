@@ -45,7 +45,8 @@ def bytes_sent(rule: Rule, micro_batch: tuple[int, int], accumulation: int, rank
         in_routing, count.bytes = count.bytes, 0
         assert dist.group.WORLD is not None
         summed_over_ranks([t for t in tree_leaves(routing.observation) if isinstance(t, Tensor)], dist.group.WORLD)
-        return in_routing * accumulation + count.bytes
+        sent: int = in_routing * accumulation + count.bytes
+        return sent
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -100,7 +101,7 @@ def run(arguments: Sequence[str]) -> None:
         console.print(conclude(comparison.draw, folder), markup=False, highlight=False, soft_wrap=True)
 
 
-def _join(given: Given) -> None:
+def _join(given: dict[str, Any]) -> None:
     """Make one table of the runs of several comparisons."""
     folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
     baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)

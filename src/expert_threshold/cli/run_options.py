@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_type_hints
+from typing import Any, Literal, Union, cast, get_type_hints
 
 from ..config import DEFAULT_PRESET, RUNS, SECTIONS, RunConfig, require_warmups_fit, resolve, scaled_rule
 from ..option import Count
@@ -62,7 +62,9 @@ def rules_having() -> dict[str, list[str]]:
 def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     """Return every rule's options, those of the chosen rule first, with its defaults."""
     having = rules_having()
-    helps = {rule: {field.name: field.metadata.get("help") for field in fields(RULES[rule])} for rule in RULES}
+    helps = {
+        rule: {field.name: field.metadata.get("help") for field in fields(cast("Any", RULES[rule]))} for rule in RULES
+    }
     options = []
     for name in dict.fromkeys([*option_names(chosen["name"]), *having]):
         rules = sorted(having[name], key=lambda rule: rule != chosen["name"])

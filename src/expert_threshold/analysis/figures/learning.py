@@ -221,10 +221,10 @@ def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
         if measured:
             every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
             every[1].set_ylabel("CORE (%)")
-        for entry, stroke in zip(threshold, lines.values(), strict=True):
-            every[0].axhline(entry["validation"], **stroke)
+        for entry, line in zip(threshold, lines.values(), strict=True):
+            every[0].axhline(entry["validation"], **line)
             if entry["core"] is not None:
-                every[1].axhline(100 * entry["core"], **stroke)
+                every[1].axhline(100 * entry["core"], **line)
         every[0].set_ylabel("nats per token")
         every[0].set_xscale("log", base=2)
         every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
