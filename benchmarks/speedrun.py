@@ -8,7 +8,7 @@ Every contestant of ours is a run of `et train quickstart`; without --ours there
 recipe `nanochat`. nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths,
 vocabulary and context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the
 batch. Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
-Seconds are those of optimizer steps alone, without the compilation in the first two.
+Seconds are those of optimizer steps alone; of nanochat's, the first two, which compile, count as much as the median.
 
 Contestants train one after the other, so nothing else should run. Finished runs are kept, and the same command
 continues. Writes speedrun.json, speedrun.md and speedrun.png into --out.
@@ -210,8 +210,14 @@ def to_markdown(result: dict[str, Any]) -> str:
             *("–" if less is None else "not reached" if share is None else f"{share:.2f}" for share in shares),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    shown = "Loss in nats per token; ± is the standard deviation over seeds. The shares are of the tokens and seconds "
-    lines += ["", shown + "that nanochat needs to its last loss: medians over seeds, linear between validations.", ""]
+    lines += [
+        "",
+        "Loss in nats per token; ± is the standard deviation over seeds. The shares are of the tokens and seconds that "
+        "nanochat needs to its last loss: medians over seeds, linear between validations. nanochat has its default "
+        "rates, not scaled by the batch as its script does for its own; its first two steps, which compile, count as "
+        "much as the median step.",
+        "",
+    ]
     if result["left_out"]:
         lines += [f"Left out: {result['left_out']}.", ""]
     return "\n".join(lines)
@@ -264,6 +270,31 @@ def commit_of(checkout: Path | None) -> str | None:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
+def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtype: torch.dtype) -> None:
+    """Write what decides the runs into the folder. Raises ValueError if it holds runs of another kind."""
+    names = ("steps", "data", "points", "eval_tokens", "threads", "no_compile")
+    now = {name: getattr(arguments, name) for name in names} | {"dtype": str(dtype), "contestants": contestants}
+    path = arguments.out / "options.json"
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
+    for name, value in now.items():
+        if value != before.get(name):
+            raise ValueError(
+                f"{name}={value!r} differs from {before.get(name)!r} in {arguments.out}; name another --out"
+            )
+    path.write_text(json.dumps(now), encoding="utf-8")
+
+
+def require_alike(folders: list[RunFolder]) -> None:
+    """Raise ValueError if contestants do not see the same tokens in the same batches."""
+    seen = [
+        (folder.config["model"]["context"], folder.config["model"]["vocab_size"])
+        + tuple(folder.config["train"][name] for name in ("batch_size", "accumulation", "steps"))
+        for folder in folders
+    ]
+    if len(set(seen)) > 1:
+        raise ValueError(f"contestants differ in context, vocabulary, batch or steps: {seen}; give them the same")
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -304,17 +335,21 @@ def main() -> None:
     dtype = compute_dtype("auto")
     left_out = prepare_nanochat(arguments.nanochat, dtype)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    begin(arguments, contestants, dtype)
 
     runs: dict[str, list[Curve]] = {name: [] for name in contestants}
     for seed in range(arguments.seeds):
+        folders = []
         for name, options in contestants.items():
             out = arguments.out / "runs" / name.replace(" ", "_") / f"seed_{seed}"
             train_ours(arguments, options, seed, out)
             runs[name].append(curve_of(out))
+            folders.append(RunFolder.open(out))
+        require_alike(folders)
         if not left_out:
             path = arguments.out / "runs" / NANOCHAT / f"seed_{seed}.json"
             if not path.exists():
-                curve = train_nanochat(arguments, RunFolder.open(out), seed)
+                curve = train_nanochat(arguments, folders[0], seed)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(json.dumps(curve), encoding="utf-8")
             runs.setdefault(NANOCHAT, []).append(json.loads(path.read_text(encoding="utf-8")))

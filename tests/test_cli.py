@@ -150,7 +150,7 @@ def test_nonsense_minutes_are_refused_and_leave_nothing(
     options: tuple[object, ...], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("train", *small, *options, "--out", tmp_path / "run") == 2
-    assert re.match("et train: (--minutes: expected|minutes=1 )", capsys.readouterr().err)
+    assert re.match("et train: (--minutes: expected|minutes=1.0 )", capsys.readouterr().err)
     assert not (tmp_path / "run").exists()
 
 
@@ -210,7 +210,7 @@ def test_an_option_that_is_any_text_refuses_none() -> None:
     """Options that take a few names have a type that lists them; --help and errors are made from it."""
     for section, record in SECTIONS.items():
         for name, kind in get_type_hints(record).items():
-            if str in alternatives(kind):
+            if str in alternatives(kind) and name != "windows":  # a pattern, which says so itself
                 resolve("tiny", changes={section: {name: "no-such-name"}})
 
 

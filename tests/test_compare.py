@@ -681,3 +681,41 @@ def test_an_unknown_baseline_is_refused(
     code = et("compare", *small, "--rules", "dense", "--baseline", "relu", "--out", tmp_path / "out")
     refused(capsys, code, "--baseline relu", "use one of dense")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_joined_folder_without_runs_or_with_damage_is_told(
+    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = read(copy)
+    changes: list[tuple[str, Any, str]] = [
+        ("runs", [], "has no finished run"),
+        ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
+        ("runs", [whole["runs"][0] | {"curve": [], "clock": []}], "damaged"),
+        ("costs", {}, "damaged"),
+        ("machines", [{}], "damaged"),
+    ]
+    for name, value, told in changes:
+        (copy / "compare.json").write_text(json.dumps(whole | {name: value}))
+        refused(capsys, et("compare", "--join", copy, "--out", tmp_path / "out"), told)
+    refused(capsys, et("compare", "--join", finished, "quickstart", "--out", tmp_path / "out"), "leave out quickstart")
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_row_of_a_printed_table_has_its_name(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("compare", "--join", finished, "--out", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    for method in CHOSEN:
+        assert sum(line.lstrip().startswith(method) for line in shown.splitlines()) == 3
+    assert "…" not in shown
+    assert "joined.json" in shown
+
+
+def test_a_comparison_continued_on_another_machine_compares_no_seconds(small: list[object], copy: Path) -> None:
+    record = read(copy)
+    record["machines"][0]["cpu"] = "another"
+    (copy / "compare.json").write_text(json.dumps(record))
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert all(row["seconds"] is None for row in read(copy)["judgement"])
+    assert "Loss by seconds" not in (copy / "compare.html").read_text()

@@ -41,8 +41,8 @@ def test_p_moves_until_the_mean_fanout_is_the_one_aimed_at() -> None:
     ("options", "message"),
     [
         ({"experts_per_token": 0.5}, "experts_per_token=0.5 must be at least 1"),
-        ({"p_start": 0.0}, "p_start=0.0 must lie in"),
-        ({"p_rate": 2.0}, "p_rate=2.0 must lie in"),
+        ({"p_start": 0.0}, "p_start=0.0 must be a number above 0 and at most 1"),
+        ({"p_rate": 2.0}, "p_rate=2.0 must be a number of at least 0 and at most 1"),
     ],
 )
 def test_nonsense_is_refused(options: dict[str, float], message: str) -> None:

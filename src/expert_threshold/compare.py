@@ -10,7 +10,17 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from .analysis.comparison import NOTES, Result, curves, markdown, read_result, summarise, to_csv, to_markdown
+from .analysis.comparison import (
+    NOTES,
+    Result,
+    curves,
+    markdown,
+    read_result,
+    result_from,
+    summarise,
+    to_csv,
+    to_markdown,
+)
 from .analysis.comparison_page import comparison_page
 from .analysis.figures.learning import draw_loss_by_method
 from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
@@ -58,7 +68,7 @@ class Findings(NamedTuple):
         parts = [
             self.headline,
             to_markdown(rows) + "\n" + NOTES,
-            markdown(HEADERS, judged_cells(judged)),
+            markdown(HEADERS, judged_cells(judged, self.baseline)),
             markdown(LOADS, load_cells(self.results, self.costs)) + "\n" + notes(self.baseline, self.margin),
         ]
         for name, text in (
@@ -150,7 +160,8 @@ class Comparison(NamedTuple):
     def findings(self) -> Findings:
         """Return the results so far."""
         costs = {method: routing_costs(config) for method, config in self.configs.items()}
-        return Findings(self.headline(), self.results(), costs, self.baseline, self.margin)
+        timed = _are_one(self.record["machines"])
+        return Findings(self.headline(), self.results(), costs, self.baseline, self.margin, timed)
 
     def headline(self) -> str:
         """Return a line on the text, the budget and the machines."""
@@ -175,6 +186,11 @@ class Comparison(NamedTuple):
         return DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
 
 
+def _are_one(machines: Sequence[Mapping[str, Any]]) -> bool:
+    """Return True if all runs were timed on the same machine."""
+    return len({(machine["cpu"], machine["gpu"], machine["threads"]) for machine in machines}) == 1
+
+
 def routing_costs(config: RunConfig) -> dict[str, int | None]:
     """Return the bytes of the rules' state in all layers, and those that one rank of 8 sends for them in a step."""
     model, train = config.model, config.train
@@ -188,8 +204,8 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
 
 # Options in which joined comparisons must agree; seeds, rules and optimizers may differ.
 SHARED = {
-    "train": ("steps", "batch_size", "accumulation", "eval_tokens"),
-    "model": ("vocab_size", "context", "layers", "d_model"),
+    "train": ("steps", "batch_size", "accumulation", "eval_tokens", "dtype"),
+    "model": ("vocab_size", "context", "layers", "d_model", "d_expert", "d_feed_forward", "shared_experts"),
 }
 
 
@@ -201,7 +217,8 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
     first: dict[str, Any] | None = None
     results: dict[tuple[str, int], Result] = {}
     costs: dict[str, Any] = {}
-    machines, headlines = set(), []
+    machines: list[Any] = []
+    headlines = []
     for folder in folders:
         path = Path(folder) / COMPARISON.file
         if not path.is_file():
@@ -213,9 +230,15 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
             budget = {"text": record["corpus"]["hash"]} | {
                 name: record["options"][section][name] for section, names in SHARED.items() for name in names
             }
-            runs = [Result(**run | {"curve": [tuple(point) for point in run["curve"]]}) for run in record["runs"]]
-            costs |= record["costs"]
-            machines |= {(machine["cpu"], machine["gpu"], machine["threads"]) for machine in record["machines"]}
+            runs = [result_from(run) for run in record["runs"]]
+            costs |= {
+                run.method: {name: record["costs"][run.method][name] for name in ("bytes_sent", "state_bytes")}
+                for run in runs
+            }
+            machines += record["machines"]
+            _are_one(machines)
+        if not runs:
+            raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
         first = first or budget
         for name, value in budget.items():
             if value != first[name]:
@@ -232,7 +255,7 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
         costs,
         chosen_baseline(baseline, methods),
         margin,
-        timed=len(machines) == 1,
+        timed=_are_one(machines),
     )
 
 

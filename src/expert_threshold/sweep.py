@@ -23,7 +23,7 @@ from .experiment import OTHER_FOLDER, Kind, record_corpus
 from .install import install
 from .plan import costs
 from .runs import RunFolder
-from .runs.files import read_json, replace_file, to_json
+from .runs.files import damage_told, read_json, replace_file, to_json
 from .train import DivergedError, Text, read_text, train
 from .train.log import Display, clock
 from .train.pace import tokens_within
@@ -165,7 +165,11 @@ class Sweep:
         """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible."""
         path = self.folder / SWEEP.file
         if path.exists():
-            self._earlier = read_json(path)["studies"]
+            with damage_told(path, OTHER_FOLDER):
+                self._earlier = read_json(path)["studies"]
+                made = sum(len(study["trials"]) for study in self._earlier.values())
+            if made and not (self.folder / STUDIES).exists():
+                raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
         else:
             self._read_text(console)
             replace_file(path, (to_json(self.result(), indent=2) + "\n").encode())

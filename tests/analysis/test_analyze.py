@@ -360,7 +360,7 @@ def test_what_cannot_be_analysed_is_told_in_a_line(
     assert "damaged: its size is not the manifest's" in line
     assert "step_000004, which is whole" in line
     assert "--figures x: unknown; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
-    assert "must be at least 2" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
+    assert "at least 2, not 1" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
 
 
 def test_a_text_that_has_changed_is_not_traced(

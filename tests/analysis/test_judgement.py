@@ -82,10 +82,11 @@ def test_methods_without_a_seed_in_common_are_left_out() -> None:
     assert [row.method for row in judge([result("base", 0, [1]), result("other", 1, [1])], "base")] == ["base"]
 
 
-def test_at_equal_flops_and_seconds_the_cheapest_run_sets_the_limit() -> None:
+def test_at_equal_flops_and_seconds_the_cheaper_run_of_a_pair_sets_the_limit() -> None:
     slow = result("slow", 0, [4, 3, 2], clock=[2, 4, 6], flops=200)
     base = result("base", 0, [5, 4, 3], clock=[1, 2, 3], flops=100)
-    _, row = judge([base, slow], "base")
+    quick = result("quick", 0, [5, 5], clock=[0.1, 0.2], flops=1)
+    _, row, _ = judge([base, slow, quick], "base")
     assert row.at_flops is not None
     assert row.at_flops.mean == pytest.approx(3.5 - 3)  # 100 of 200 FLOPs lie between the first two validations
     assert row.at_seconds is not None
@@ -104,7 +105,7 @@ def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:
     _, row = judge([result("base", 0, [4.0, 3.0]), result("other", 0, [4.0, None])], "base")
     assert row.difference is None
     assert row.seconds_to_loss is None
-    assert judged_cells([row])[0][1] == "–"
+    assert judged_cells([row], "base")[0][1:3] == ["–", "–"]
 
 
 def test_what_rules_send_is_counted_without_ranks() -> None:

@@ -70,6 +70,9 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     capsys.readouterr()
     speedrun.main()  # continues, which trains nothing
     assert "4 steps" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--steps", "8"])
+    with pytest.raises(ValueError, match="steps=8 differs from 4"):
+        speedrun.main()
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,16 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         )
 
 
+def result_from(record: Mapping[str, Any]) -> Result:
+    """Return the result in a record of compare.json. Raises LookupError, TypeError or ValueError if it is damaged."""
+    numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", "curve", "clock")}
+    curve = [(_number(tokens), _number(loss)) for tokens, loss in record["curve"]]
+    clock = [float(seconds) for seconds in record["clock"]]
+    if not curve or len(curve) != len(clock):
+        raise ValueError(f"{len(curve)} losses at {len(clock)} times")
+    return Result(method=str(record["method"]), curve=curve, clock=clock, **numbers)
+
+
 def _over_training(
     records: Sequence[Mapping[str, Any]], name: str, over_layers: Callable[[list[float]], float]
 ) -> float | None:

@@ -32,8 +32,12 @@ def comparison_page(
     rows = summarise(results)
     shown = [
         Exhibit("Loss by tokens", "Means over seeds.", lambda width: draw_loss_by_method(by_tokens(results), width)),
-        Exhibit("Loss by seconds", "Means over seeds.", lambda width: draw_loss_by_seconds(by_seconds(results), width)),
     ]
+    if any(row.seconds is not None for row in judged):
+        draw = Exhibit(
+            "Loss by seconds", "Means over seeds.", lambda width: draw_loss_by_seconds(by_seconds(results), width)
+        )
+        shown.append(draw)
     if any(row.difference is not None for row in judged):
         sentence = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
         draw = Exhibit("Differences", sentence, lambda width: draw_differences(judged, margin, width), wide=True)
@@ -43,7 +47,7 @@ def comparison_page(
         table(MEASURED, cells(rows, str), sortable=True),
         f'<p class="muted">{escape(NOTES)}</p>',
         f"<h2>Against {escape(baseline)}</h2>",
-        table(HEADERS, judged_cells(judged), sortable=True),
+        table(HEADERS, judged_cells(judged, baseline), sortable=True),
         "<h2>Load and cost of routing</h2>",
         table(LOADS, load_cells(results, costs), sortable=True),
         f'<p class="muted">{escape(notes(baseline, margin))}</p>',

@@ -29,7 +29,7 @@ class Judged(NamedTuple):
     """A method against the baseline, over the seeds that both have. Differences are None for the baseline itself.
 
     difference: of last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and the
-    seconds of the run that used the least under the same seed. flops: of a run, the mean, by the fanout of training.
+    seconds of the cheaper run of each pair. flops: of a run, the mean, by the fanout of training.
     seconds: of training, the median. seconds_to_loss: until the baseline's last loss, the median; None if some seed
     never reached it. What seconds decide is None where they were not measured on one machine.
     """
@@ -64,52 +64,43 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
     runs: dict[str, dict[int, Result]] = {}
     for result in results:
         runs.setdefault(result.method, {})[result.seed] = result
-    flops, seconds = ({seed: min(used(r)) for seed, r in _by_seed(results).items()} for used in (_flops, _seconds))
     rows = []
     for method, own in runs.items():
-        seeds = [seed for seed in own if seed in runs.get(baseline, {})]
-        if not seeds:
+        pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
+        if not pairs:
             continue
-        pairs = [(own[seed], runs[baseline][seed]) for seed in seeds]
-
-        def against(
-            loss: Callable[[Result], float | None],
-            method: str = method,
-            pairs: Sequence[tuple[Result, Result]] = pairs,
-        ) -> Difference | None:
-            values = [(loss(mine), loss(other)) for mine, other in pairs]
-            known = [mine - other for mine, other in values if mine is not None and other is not None]
-            return paired(known, margin) if method != baseline and len(known) == len(values) else None
-
-        reached = [_seconds_to(mine, other.loss) for mine, other in pairs]
+        last: list[tuple[float | None, float | None]] = [(mine.loss, other.loss) for mine, other in pairs]
+        by_flops, by_seconds = ([_at_equal(used, *pair) for pair in pairs] for used in (_flops_of, _seconds_of))
+        is_baseline = method == baseline
         rows.append(
             Judged(
                 method,
-                len(seeds),
-                against(lambda run: run.loss),
-                against(lambda run: loss_at(run, _flops_of(run), flops[run.seed])),
-                against(lambda run: loss_at(run, run.clock, seconds[run.seed])) if timed else None,
-                mean(own[seed].flops for seed in seeds),
-                median(own[seed].clock[-1] for seed in seeds) if timed else None,
-                _median(reached) if timed else None,
+                len(pairs),
+                None if is_baseline else _difference(last, margin),
+                None if is_baseline else _difference(by_flops, margin),
+                None if is_baseline or not timed else _difference(by_seconds, margin),
+                mean(mine.flops for mine, _ in pairs),
+                median(mine.clock[-1] for mine, _ in pairs) if timed else None,
+                _median([_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
             )
         )
     return rows
 
 
-def _by_seed(results: Sequence[Result]) -> dict[int, list[Result]]:
-    found: dict[int, list[Result]] = {}
-    for result in results:
-        found.setdefault(result.seed, []).append(result)
-    return found
+def _difference(losses: Sequence[tuple[float | None, float | None]], margin: float) -> Difference | None:
+    """Return the difference of paired losses; None if one is missing."""
+    known = [mine - other for mine, other in losses if mine is not None and other is not None]
+    return paired(known, margin) if len(known) == len(losses) else None
 
 
-def _flops(results: Sequence[Result]) -> list[float]:
-    return [result.flops for result in results]
+def _at_equal(used: Callable[[Result], list[float]], mine: Result, other: Result) -> tuple[float | None, float | None]:
+    """Return both losses when each run had used as much as the cheaper one uses in all."""
+    limit = min(used(mine)[-1], used(other)[-1])
+    return loss_at(mine, used(mine), limit), loss_at(other, used(other), limit)
 
 
-def _seconds(results: Sequence[Result]) -> list[float]:
-    return [result.clock[-1] for result in results]
+def _seconds_of(run: Result) -> list[float]:
+    return run.clock
 
 
 def _flops_of(run: Result) -> list[float]:
@@ -144,18 +135,17 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(known) if len(known) == len(values) else None
 
 
-def judged_cells(rows: Sequence[Judged]) -> list[list[str]]:
+def judged_cells(rows: Sequence[Judged], baseline: str) -> list[list[str]]:
     """Return the cells below `HEADERS`."""
-    first = rows[0].flops if rows else 1.0
-    baseline = next((row.flops for row in rows if row.difference is None), first)
+    flops = next((row.flops for row in rows if row.method == baseline), 1.0)
     return [
         [
             row.method,
             shown(row.difference),
-            "baseline" if row.difference is None else row.difference.verdict,
+            "baseline" if row.method == baseline else "–" if row.difference is None else row.difference.verdict,
             shown(row.at_flops),
             shown(row.at_seconds),
-            f"× {row.flops / baseline:.3f}",
+            f"× {row.flops / flops:.3f}",
             fixed(row.seconds, 0),
             fixed(row.seconds_to_loss, 0),
         ]
@@ -164,12 +154,11 @@ def judged_cells(rows: Sequence[Judged]) -> list[list[str]]:
 
 
 def shown(difference: Difference | None) -> str:
-    """Return a mean and its interval as text."""
+    """Return a mean and half of its interval as text."""
     if difference is None:
         return "–"
-    if difference.low is None or difference.high is None:
-        return signed(difference.mean)
-    return f"{signed(difference.mean)} ({signed(difference.low)} to {signed(difference.high)})"
+    half = "" if difference.high is None else f" ± {difference.high - difference.mean:.3f}"
+    return signed(difference.mean) + half
 
 
 def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
@@ -209,11 +198,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def notes(baseline: str, margin: float) -> str:
     """Return the explanation of both tables."""
     return (
-        f"Differences of validation losses to {baseline}, in nats per token, are paired by seed, with the 95 % "
+        f"Differences of validation losses to {baseline}, in nats per token, are paired by seed; ± is the 95 % "
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
         f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. At "
-        "equal FLOPs and seconds: at those of the cheapest run of the same seed, linear between validations; a run cut "
-        "short there has not finished its schedule. FLOPs are those of training by its measured fanout, seconds those "
+        "equal FLOPs and seconds: at those of the cheaper run of the pair, linear between validations; a run cut short "
+        "there has not finished its schedule. FLOPs are those of training by its measured fanout, seconds those "
         "of optimizer steps. Max load / mean: of each training step, in the worst layer. Tokens without expert: in "
         "validation. Validation − training: the last validation loss minus the loss of training's last tenth. Bytes "
         "sent: by one rank of 8 for routing in one optimizer step, all layers."

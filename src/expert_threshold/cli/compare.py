@@ -98,7 +98,9 @@ def run(arguments: Sequence[str]) -> None:
             console.print(f"to continue the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
             raise
         _show(console, comparison.findings())
-        console.print(conclude(comparison.draw, folder), markup=False, highlight=False, soft_wrap=True)
+        following = f"\nnext: {et()} analyze {shlex.quote(str(folder))}"
+        done = conclude(comparison.draw, folder, COMPARISON.file, following)
+        console.print(done, markup=False, highlight=False, soft_wrap=True)
 
 
 def _join(given: dict[str, Any]) -> None:
@@ -106,14 +108,17 @@ def _join(given: dict[str, Any]) -> None:
     folders, out = given.pop("join"), given.pop("out", "runs/compare-joined")
     baseline, margin = given.pop("baseline", None), given.pop("margin", MARGIN)
     if given:
-        flags = ", ".join("--" + name.removeprefix(RULE).replace("_", "-") for name in given)
+        flags = ", ".join(
+            str(value) if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
+            for name, value in given.items()
+        )
         raise ValueError(f"--join takes --baseline, --margin and --out alone; leave out {flags}")
     findings = join(folders, baseline, margin)
     console = Console() if Console().is_terminal else Console(width=120)
     with opened(out, JOINED) as folder:
         findings.write(folder, {"joined": folders}, JOINED.file)
         _show(console, findings)
-        done = conclude(lambda: findings.draw(folder, {}), folder)
+        done = conclude(lambda: findings.draw(folder, {}), folder, JOINED.file)
         console.print(done, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -122,7 +127,7 @@ def _show(console: Console, findings: Findings) -> None:
     rows = summarise(findings.results)
     console.print(table(HEADERS, cells(rows, lambda text: f"[bold]{text}[/bold]")))
     console.print(NOTES, markup=False, highlight=False)
-    console.print(table(JUDGED, judged_cells(findings.judged())))
+    console.print(table(JUDGED, judged_cells(findings.judged(), findings.baseline)))
     console.print(table(LOADS, load_cells(findings.results, findings.costs)))
     console.print(notes(findings.baseline, findings.margin), markup=False, highlight=False)
 
@@ -169,6 +174,7 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     """Return the table for a terminal. In a narrow one the methods' names wrap; numbers never do."""
     table = Table(headers[0], box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.columns[0].overflow = "fold"
+    table.columns[0].min_width = min(12, max((len(line[0]) for line in lines), default=0))
     for header, texts in zip(headers[1:], list(zip(*lines, strict=True))[1:], strict=True):
         words = map(len, header.split())
         width = max(min(len(header), 8), *words, *(Text.from_markup(text).cell_len for text in texts))
@@ -178,13 +184,10 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def conclude(draw: Callable[[], None], folder: Path) -> str:
-    """Draw the figures, and return lines that say where the results are."""
+def conclude(draw: Callable[[], None], folder: Path, record: str, following: str = "") -> str:
+    """Draw the figures, and return lines that say where the results are and what may follow."""
     try:
         draw()
     except ValueError as missing:
         return f"results in {folder}, but no figure: {missing}"
-    return (
-        f"results in {folder}: compare.html, .md, .csv and .json, loss_by_method.png and .svg\n"
-        f"next: {et()} analyze {shlex.quote(str(folder))}"
-    )
+    return f"results in {folder}: compare.html, .md and .csv, {record}, loss_by_method.png and .svg{following}"

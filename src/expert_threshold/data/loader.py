@@ -184,6 +184,11 @@ class Loader(Iterator[Batch]):
         else:
             self._blocks = Stream(tokens, seed, threads=threads, group=group, skip_damaged=skip_damaged)
 
+    def seek(self, position: Position) -> None:
+        """Continue at the position. Raises ValueError if the corpus has none such."""
+        self._rows_at(position)
+        self.position = position
+
     def __next__(self) -> Batch:
         first, last, whole = (i * self._batch_size for i in (self._rank, self._rank + 1, self._ranks))
         seen, parts, position = 0, [], self.position

@@ -172,7 +172,7 @@ class TrainState:
         values = {name.removeprefix(_STEPS): tensor for name, tensor in named.items() if name.startswith(_STEPS)}
         self._sums, self._values = Sums.from_tensors(named, layers) if named else None, values
         restore_random_state(saved.tensors["random"], self.device)
-        self.loader.position = Position(**saved.state["position"])
+        self.loader.seek(Position(**saved.state["position"]))
         self.step = saved.step
         for name in COUNTERS:
             setattr(self, name, saved.state[name])
