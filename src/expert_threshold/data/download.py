@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import email.utils
 import hashlib
 import http.client
+import json
 import os
 import queue
 import random
@@ -14,8 +16,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from email.message import Message
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple
 
 CHUNK = 1 << 20  # bytes
 TIMEOUT = 30.0  # seconds without a byte
@@ -38,6 +43,46 @@ class Remote(NamedTuple):
         """The partial download."""
         return self.path.with_name(f".part-{self.path.name}")
 
+    @property
+    def note(self) -> Path:
+        """The file that records the identity of the partial download."""
+        return self.path.with_name(f".note-{self.path.name}")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A file's identity as stated by a server; fields are None if not stated."""
+
+    etag: str | None
+    size: int | None
+    sha256: str | None
+    md5: str | None
+
+    @property
+    def can_resume(self) -> bool:
+        """Return True if a later response can be verified to be of the same bytes."""
+        return self.sha256 is not None or self.etag is not None
+
+    def same(self, other: Identity) -> bool:
+        """Return True if both are of the same bytes. Caches in front of a server may differ in their ETags."""
+        known = "etag" if self.sha256 is None or other.sha256 is None else "sha256"
+        return (self.size, getattr(self, known)) == (other.size, getattr(other, known))
+
+    @classmethod
+    def of(cls, headers: Message, size: int | None, linked: str | None) -> Identity:
+        """Return the identity from response headers. linked: the file's ETag from a redirect, as of Hugging Face."""
+        etag = headers.get("ETag")
+        hashes = [_hex(tag) for tag in (linked, etag)]
+        sha256 = next((tag for tag in hashes if len(tag) == 64), None)
+        # Only S3 promises that 32 digits are the MD5 of the content, and only of what was uploaded in one part.
+        md5 = hashes[1] if len(hashes[1]) == 32 and headers.get("Server") == "AmazonS3" else None
+        return cls(etag if etag and not etag.startswith("W/") else None, size, sha256, md5)
+
+
+def _hex(tag: str | None) -> str:
+    text = (tag or "").strip('"').lower()
+    return text if re.fullmatch(r"[0-9a-f]+", text) else ""
+
 
 class _PassingError(Exception):
     """An error worth a retry, after `after` seconds if the server says so."""
@@ -47,6 +92,10 @@ class _PassingError(Exception):
         self.after = after
 
 
+class _ForeignError(_PassingError):
+    """The partial download belongs to an older version of the file and is discarded."""
+
+
 class _StoppedError(Exception):
     pass
 
@@ -54,8 +103,8 @@ class _StoppedError(Exception):
 def download(remotes: Sequence[Remote], *, connections: int = 8, progress: Progress | None = None) -> None:
     """Download every file that is missing.
 
-    A partial download lies beside its destination as `.part-NAME`. The next attempt or call resumes it if the server
-    states the file's SHA-256, by which the result is verified; Hugging Face does.
+    Partial downloads lie beside their destination as `.part-NAME`, and the next call resumes them, so Ctrl-C loses
+    nothing. Sizes are verified, and contents against the SHA-256 (or S3's MD5) that the server states.
     Raises ValueError if the server is unreachable, refuses a file, or fails to deliver it in several attempts; files
     that are complete by then stay. Raises OSError if the disk is full.
     """
@@ -97,7 +146,6 @@ class _Job:
         return sum(list(self.arrived.values())), round(sum(sizes) / len(sizes) * self.files)
 
     def work(self) -> None:
-        """Download files until none is left, or until an error, which is kept for the caller."""
         try:
             while not self.stop.is_set():
                 self.fetch(self.left.get_nowait())
@@ -115,6 +163,9 @@ class _Job:
             try:
                 return self.attempt(remote)
             except _PassingError as fault:
+                if isinstance(fault, _ForeignError):
+                    self.arrived[remote.path] = before = 0
+                    remote.part.unlink(missing_ok=True)
                 failures = 1 if self.arrived.get(remote.path, 0) > before else failures + 1
                 if failures >= ATTEMPTS:
                     raise ValueError(
@@ -126,78 +177,92 @@ class _Job:
 
     def attempt(self, remote: Remote) -> None:
         """Request the missing bytes, append them, and move the file into place if it is complete."""
-        have = remote.part.stat().st_size if remote.part.exists() else 0
-        redirects = _Redirects()
-        with self.open(remote, have, redirects) as response:
-            sha256 = _sha256(redirects.linked) or _sha256(response.headers.get("ETag"))
-            if response.status == 206:
-                rest = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
-                # Without a hash, a mixture of two versions of the file would go unnoticed.
-                if rest is None or int(rest[1]) != have or sha256 is None:
-                    self.discard(remote, "the server sends something else than the rest of the file")
-                size = int(rest[2])
-            else:
-                have, size = 0, int(response.headers.get("Content-Length", -1))
-            self.arrived[remote.path] = have
-            if size >= 0:
-                self.sizes[remote.path] = size
-            with remote.part.open("ab" if have else "wb") as file:
-                while chunk := _read(response):
-                    file.write(chunk)
-                    self.arrived[remote.path] += len(chunk)
-                    if self.stop.is_set():
-                        raise _StoppedError
-                file.flush()
-                os.fsync(file.fileno())
-        arrived = self.arrived[remote.path]
-        if arrived < size:
-            raise _PassingError(f"the connection ended after {arrived} of {size} bytes")
-        if sha256 is not None:
-            with remote.part.open("rb") as whole:
-                found = hashlib.file_digest(whole, "sha256").hexdigest()
-            if found != sha256:
-                self.discard(remote, f"the download has sha256 {found[:12]}…, the server states {sha256[:12]}…")
-        os.replace(remote.part, remote.path)
+        part, note = remote.part, remote.note
+        expected = _read_note(note)
+        have = part.stat().st_size if expected is not None and expected.can_resume and part.exists() else 0
+        if expected is None or not have or have != expected.size:
+            with self.open(remote, have, expected) as (response, linked):
+                expected, have = _continue(response, linked, have, expected)
+                if have == 0:
+                    note.write_text(json.dumps(asdict(expected)), encoding="utf-8")
+                self.arrived[remote.path] = have
+                if expected.size is not None:
+                    self.sizes[remote.path] = expected.size
+                with part.open("ab" if have else "wb") as file:
+                    self.receive(remote, response, file)
+        size = part.stat().st_size
+        if expected.size is not None and size < expected.size:
+            raise _PassingError(f"the connection ended after {size} of {expected.size} bytes")
+        if fault := _fault(part, expected):
+            raise _ForeignError(fault)
+        os.replace(part, remote.path)
+        note.unlink()
 
-    def discard(self, remote: Remote, reason: str) -> NoReturn:
-        """Remove the partial download, and raise the error that has it requested again."""
-        remote.part.unlink()
-        self.arrived[remote.path] = 0
-        raise _PassingError(reason)
-
-    def open(self, remote: Remote, have: int, redirects: _Redirects) -> http.client.HTTPResponse:
+    def open(self, remote: Remote, have: int, expected: Identity | None) -> _Answer:
         """Return the answer to a request for the bytes from `have` on."""
         headers = {"User-Agent": "expert-threshold", "Accept-Encoding": "identity"}
-        request = urllib.request.Request(remote.url, headers=headers | ({"Range": f"bytes={have}-"} if have else {}))
+        if have and expected is not None:
+            headers["Range"] = f"bytes={have}-"
+            if expected.sha256 is None and expected.etag is not None:
+                headers["If-Range"] = expected.etag
+        redirects = _Redirects()
         try:
-            response: http.client.HTTPResponse = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT)
+            request = urllib.request.Request(remote.url, headers=headers)
+            response = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             self.answered = True
             error.close()
             if error.code == 416:
-                self.discard(remote, "the file has changed on the server")
-            if error.code not in PASSING:
-                raise ValueError(f"{remote.url}: HTTP {error.code} {error.reason}; check the address") from None
-            after = error.headers.get("Retry-After", "")
-            if after.isdigit() and int(after) > LONGEST_WAIT:
-                raise ValueError(f"{remote.url}: asks to wait for {after} s; try again then") from None
-            raise _PassingError(f"HTTP {error.code} {error.reason}", int(after) if after.isdigit() else None) from None
+                raise _ForeignError("the file has changed on the server") from None
+            if error.code in PASSING:
+                after = _retry_after(error.headers)
+                if after is not None and after > LONGEST_WAIT:
+                    raise ValueError(f"{remote.url}: asks to wait for {after:.0f} s; try again then") from None
+                raise _PassingError(f"HTTP {error.code} {error.reason}", after) from None
+            raise ValueError(f"{remote.url}: HTTP {error.code} {error.reason}; check the address") from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError) or not self.answered:
+                host = urllib.request.Request(remote.url).host
                 reason = getattr(error.reason, "strerror", None) or error.reason
                 raise ValueError(
-                    f"cannot reach {request.host} ({reason}): connect to the network and try again, or put the files "
-                    f"into {remote.path.parent} by hand"
+                    f"cannot reach {host} ({reason}): connect to the network and try again, or put the files into "
+                    f"{remote.path.parent} by hand"
                 ) from None
             raise _PassingError(str(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
             raise _PassingError(str(error) or type(error).__name__) from None
         self.answered = True
-        return response
+        return _Answer(response, redirects.linked)
+
+    def receive(self, remote: Remote, response: http.client.HTTPResponse, file: IO[bytes]) -> None:
+        while True:
+            try:
+                chunk = response.read1(CHUNK)
+            except (OSError, http.client.HTTPException) as error:
+                raise _PassingError(str(error) or type(error).__name__) from None
+            if not chunk:
+                break
+            file.write(chunk)
+            self.arrived[remote.path] += len(chunk)
+            if self.stop.is_set():
+                raise _StoppedError
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class _Answer(NamedTuple):
+    response: http.client.HTTPResponse
+    linked: str | None  # the file's ETag from a redirect
+
+    def __enter__(self) -> _Answer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.response.close()
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects, but only to https, and keeps the file's ETag that they state, as Hugging Face does."""
+    """Follows redirects, but only to https, and keeps the file's ETag that they state."""
 
     def __init__(self) -> None:
         self.linked: str | None = None
@@ -209,14 +274,49 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-def _read(response: http.client.HTTPResponse) -> bytes:
+def _continue(
+    response: http.client.HTTPResponse, linked: str | None, have: int, expected: Identity | None
+) -> tuple[Identity, int]:
+    """Return the file's identity and the offset at which the answer begins, 0 if it is the whole file."""
+    if response.status != 206:
+        length = response.headers.get("Content-Length")
+        return Identity.of(response.headers, None if length is None else int(length), linked), 0
+    found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
+    identity = Identity.of(response.headers, int(found[2]) if found else None, linked)
+    if expected is None or found is None or int(found[1]) != have or not identity.same(expected):
+        raise _ForeignError("the file has changed on the server")
+    return expected, have
+
+
+def _fault(part: Path, expected: Identity) -> str | None:
+    """Return what is wrong with a downloaded file; None if nothing is."""
+    size = part.stat().st_size
+    if expected.size is not None and size != expected.size:
+        return f"{size} bytes arrived instead of {expected.size}"
+    for name in ("sha256", "md5"):
+        stated = getattr(expected, name)
+        if stated is not None:
+            with part.open("rb") as file:
+                found = hashlib.file_digest(file, partial(hashlib.new, name, usedforsecurity=False)).hexdigest()
+            if found != stated:
+                return f"the download has {name} {found[:12]}…, the server states {stated[:12]}…"
+    return None
+
+
+def _read_note(note: Path) -> Identity | None:
+    """Return the recorded identity of a partial download; None if it is unreadable."""
     try:
-        return response.read1(CHUNK)
-    except (OSError, http.client.HTTPException) as error:
-        raise _PassingError(str(error) or type(error).__name__) from None
+        return Identity(**json.loads(note.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
-def _sha256(etag: str | None) -> str | None:
-    """Return the SHA-256 that an ETag is; None if it is something else."""
-    text = (etag or "").strip('"').lower()
-    return text if re.fullmatch(r"[0-9a-f]{64}", text) else None
+def _retry_after(headers: Message) -> float | None:
+    """Return the seconds to wait, stated as a number or a date; None if the server states neither."""
+    text = headers.get("Retry-After", "")
+    if text.isdigit():
+        return float(text)
+    try:
+        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except (TypeError, ValueError):
+        return None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import zipfile
 import zlib
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 from .cache import VARIABLE, cache_folder, require_writable
 from .download import Progress, Remote, download
@@ -74,22 +77,42 @@ def core_bundle() -> Path | None:
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:
-    """Unpack the archive's folder `top` as `folder`, atomically; zipfile lets no name lead out of it.
+    """Unpack the archive's folder `top` as `folder`, atomically.
 
-    Raises ValueError for an archive that is damaged, lacks the folder or is too large.
+    Raises ValueError for an archive that is damaged, lacks the folder, has links or names that lead elsewhere, or is
+    too large.
     """
-    temporary = folder.with_name(f".part-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
+    with _refused(archive), zipfile.ZipFile(archive) as file:
+        members = [member for member in file.infolist() if not member.is_dir()]
+        targets = {member: path for member in members if (path := _inside(member, top)) is not None}
+        if not targets:
+            raise ValueError(f"it has no folder {top}")
+        if len(targets) > MOST_FILES or sum(member.file_size for member in targets) > MOST_BYTES:
+            raise ValueError(f"it would unpack into more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
+        temporary = folder.with_name(f".part-{folder.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        for member, path in targets.items():
+            target = temporary / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with file.open(member) as source, target.open("wb") as out:
+                shutil.copyfileobj(source, out)
+    os.replace(temporary, folder)
+
+
+@contextmanager
+def _refused(archive: Path) -> Iterator[None]:
+    """Turn errors into a ValueError that names the archive, its fault and the remedy."""
     try:
-        with zipfile.ZipFile(archive) as file:
-            members = [member for member in file.infolist() if member.filename.startswith(f"{top}/")]
-            if not members:
-                raise ValueError(f"it has no folder {top}")
-            if len(members) > MOST_FILES or sum(member.file_size for member in members) > MOST_BYTES:
-                raise ValueError(f"it would unpack into more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
-            file.extractall(temporary, members)
-        os.replace(temporary / top, folder)
+        yield
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{archive} cannot be unpacked ({error}): delete it and download it again") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _inside(member: zipfile.ZipInfo, top: str) -> Path | None:
+    """Return a member's path below `top`; None if it lies elsewhere. Raises ValueError for an unsafe path."""
+    path = PurePosixPath(member.filename)
+    if path.is_absolute() or ".." in path.parts or "\\" in member.filename or ":" in member.filename:
+        raise ValueError(f"a member is named {member.filename!r}")
+    if stat.S_ISLNK(member.external_attr >> 16):
+        raise ValueError(f"its member {member.filename!r} is a link")
+    return Path(*path.parts[1:]) if path.parts[:1] == (top,) and len(path.parts) > 1 else None
