@@ -286,11 +286,9 @@ def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtyp
 
 def require_alike(folders: list[RunFolder]) -> None:
     """Raise ValueError if contestants do not see the same tokens in the same batches."""
-    seen = [
-        (folder.config["model"]["context"], folder.config["model"]["vocab_size"])
-        + tuple(folder.config["train"][name] for name in ("batch_size", "accumulation", "steps"))
-        for folder in folders
-    ]
+    options = [folder.config["model"] | folder.config["train"] for folder in folders]
+    names = ("context", "vocab_size", "batch_size", "accumulation", "steps")
+    seen = [tuple(option[name] for name in names) for option in options]
     if len(set(seen)) > 1:
         raise ValueError(f"contestants differ in context, vocabulary, batch or steps: {seen}; give them the same")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -184,3 +185,17 @@ def test_alternatives_are_the_literals_first_and_each_once() -> None:
     assert alternatives(float | None) == (float, type(None))
     assert alternatives(Literal["a", "b"] | Literal["b"] | int) == ("a", "b", int)
     assert alternatives(int) == (int,)
+
+
+@pytest.mark.parametrize(("section", "name"), [("optim", "matrix_lr"), ("train", "steps"), ("model", "softcap")])
+def test_a_number_beyond_every_type_is_refused(section: str, name: str) -> None:
+    """A configuration file with 400 digits ended in an OverflowError."""
+    with pytest.raises(ValueError, match=f"{name}=1000"):
+        resolve("tiny", changes={section: {name: 10**400}})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert OptimConfig(matrix_lr=np.float64(0.02)).matrix_lr == 0.02
+    assert ExpertThreshold(8, np.float64(1.0)).experts_per_token == 1
+    with pytest.raises(ValueError, match="ns_steps="):
+        OptimConfig(ns_steps=np.float64(5.0))  # type: ignore[arg-type]

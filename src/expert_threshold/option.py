@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -122,9 +123,13 @@ def _allows(alternative: Any, value: Any) -> bool:
     if get_origin(kind) is tuple:
         kinds = get_args(kind)
         return isinstance(value, list | tuple) and len(value) == len(kinds) and all(map(_allows, kinds, value))
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value) and bounds.hold(value)
-    return type(value) is kind and value != "" and (kind is not int or bounds.hold(value))
+    if kind in (int, float):
+        number: Any = Integral if kind is int else Real
+        largest = sys.maxsize if kind is int else sys.float_info.max
+        return (
+            isinstance(value, number) and not isinstance(value, bool) and abs(value) <= largest and bounds.hold(value)
+        )
+    return type(value) is kind and value != ""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -337,8 +337,8 @@ def test_a_sequence_is_decoded_with_the_same_bits_alone_and_in_company() -> None
     ("options", "message"),
     [
         ({"value_embeddings": "none"}, "value_embeddings='none' must be alternate, all or none"),
-        ({"qk_scale": 0.0}, "qk_scale=0.0 must be a number above 0"),
-        ({"rotary_base": float("inf")}, "rotary_base=inf must be a number above 1"),
+        ({"qk_scale": 0.0}, "qk_scale=0.0 must be a number above 0 and at most 100"),
+        ({"rotary_base": float("inf")}, "rotary_base=inf must be a number above 1 and at most 1000000000000"),
         ({"windows": "SXL"}, "windows='SXL' must be a pattern of S and L such as SSSL; None is all L"),
         ({"windows": ""}, "windows='' must be text or none"),
         ({"windows": "S", "short_window": 0}, "short_window=0 must be a whole number of at least 1 or none"),

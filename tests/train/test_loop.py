@@ -308,6 +308,8 @@ def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start
     ("model", "message"),
     [
         (tiny(layers=3), "layers=3 but --init-from .*first has 2"),
+        (tiny(smear=True), "smear=True but --init-from .*first has False"),
+        (tiny(windows="SL"), "windows='SL' but --init-from .*first has None"),
         (tiny(vocab_size=290), "vocab_size=290 but .* has 300"),
         (tiny(ExpertThreshold(8, 1)), "num_experts=8 but .* has 4"),
         (tiny(None), "num_experts=None but .* has 4"),

@@ -258,7 +258,8 @@ class Run(NamedTuple):
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
         """Measure the loss on the held-out part of a source."""
-        known = self.results.read().get("data", {})
+        saved = self.results.read().get("data")
+        known = saved if isinstance(saved, dict) else {}
         place = _place(source)
         if not _is_of(known.get(place, {}), corpus.hash, eval_tokens):
             self.results.write("data", known | {place: self.losses(source, corpus, eval_tokens)})
@@ -332,7 +333,10 @@ def validation_text(folder: RunFolder) -> Corpus:
     return corpus
 
 
-def _is_of(known: Mapping[str, Any], corpus: str, eval_tokens: int | None) -> bool:
+def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
+    """Return True if a section of evaluation.json was measured so; a damaged one is measured again."""
+    if not isinstance(known, Mapping):
+        return False
     return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens
 
 

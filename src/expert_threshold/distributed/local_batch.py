@@ -23,7 +23,7 @@ class LocalBatch(NamedTuple):
     joint_mean: bool = False
 
     def losses(self, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
-        """Returns the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
+        """Return the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
 
         targets: this rank's, (batch, time), negative where ignored. loader: counts those of all ranks.
         """
@@ -38,7 +38,7 @@ class LocalBatch(NamedTuple):
 
 
 def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: int) -> LocalBatch:
-    """Returns each rank's part of `accumulation` micro-batches of `batch_size` sequences.
+    """Return each rank's part of `accumulation` micro-batches of `batch_size` sequences.
 
     Ranks share the sequences of each micro-batch. A rule whose tokens compete within one rank would then see smaller
     pools, so with such a rule each rank gets whole micro-batches if their number divides by the ranks.

@@ -26,7 +26,7 @@ from ..moe import (
     rule_from_dict,
     rule_to_dict,
 )
-from ..option import Bounds, Count, NotNegative, Positive, Whole, option, require_valid
+from ..option import Bounds, Count, NotNegative, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS, TRUNKS
@@ -72,8 +72,12 @@ class GPTConfig:
     skip_scalars: bool = option(False, "Add the first layer's input, times a learned number, before each layer.")
     smear: bool = option(False, "Add some of the previous token's embedding to each token's, gated.")
     backout: bool = option(False, "Subtract the middle layer's output, times a learned number, before the head.")
-    qk_scale: Positive = option(1.0, "Factor of queries and of keys after their norm; above 1 attention is sharper.")
-    rotary_base: Annotated[float, Bounds(above=1)] = option(10_000.0, "Base of the rotary positions' wavelengths.")
+    qk_scale: Annotated[float, Bounds(above=0, most=100)] = option(
+        1.0, "Factor of queries and of keys after their norm; above 1 attention is sharper."
+    )
+    rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
+        10_000.0, "Base of the rotary positions' wavelengths."
+    )
     windows: str | None = option(
         None,
         "Attention's reach by layer, a pattern such as SSSL, repeated: L is long and sees all, S is short. The last "

@@ -20,7 +20,7 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr, (first, second), eps, weight_decay=0.0, fused=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns a parameter's state before its first step."""
+        """Return a parameter's state before its first step."""
         return {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

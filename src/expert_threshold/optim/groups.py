@@ -32,7 +32,7 @@ class Optimizer(Protocol):
         """Update every parameter that has a gradient, by the options in `param_groups`."""
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns a parameter's state before its first step.
+        """Return a parameter's state before its first step.
 
         Its tensors are scalars, or of the parameter's shape but for size 1 in some dimensions, and are sharded over
         ranks like the parameter.
@@ -175,7 +175,7 @@ class Optimizers:
         return [parameter for group in self.groups.values() for parameter in group.parameters.values()]
 
     def learning_rates(self, step: int, steps: int, place: float | None = None) -> dict[str, float]:
-        """Returns the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
+        """Return the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
 
         place: the place on the schedule of `steps` steps, if it is not `step` itself.
         """
@@ -219,15 +219,15 @@ class Optimizers:
             parameter.grad = None
 
     def grad_norm(self) -> Tensor:
-        """Returns the global Euclidean norm of the gradients, a scalar; 0 if there are none."""
+        """Return the global Euclidean norm of the gradients, a scalar; 0 if there are none."""
         return nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the state without scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
+        """Return the state without scalars, not copied: `muon.….momentum`, `adamw.….exp_avg`, `adamw.….exp_avg_sq`."""
         return {name: tensor for name, tensor in self._state() if tensor.ndim}
 
     def state_dict(self) -> OptimizerState:
-        """Returns the state; its tensors are not copied."""
+        """Return the state; its tensors are not copied."""
         return OptimizerState(self.tensors(), {name: count.item() for name, count in self._state() if not count.ndim})
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ def _require_same_names(needed: Mapping[str, Any], given: Mapping[str, Any]) -> 
 
 
 def make_optimizers(named_parameters: Iterable[tuple[str, Tensor]], config: OptimConfig, d_model: int) -> Optimizers:
-    """Returns Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, either for routers.
+    """Return Muon for matrices and stacks of them (…, out, in), AdamW for embedding and head, either for routers.
 
     Call it once the parameters are on their device. Raises ValueError for a parameter of no group, such as a vector.
     """
@@ -293,12 +293,12 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
 
 
 def moves_matrices(name: str, parameter: Tensor, config: OptimConfig) -> bool:
-    """Returns True if the parameter's optimizer needs full matrices, as Muon does; AdamW is elementwise."""
+    """Return True if the parameter's optimizer needs full matrices, as Muon does; AdamW is elementwise."""
     return OPTIMIZERS[GROUPS[_group_of(name, parameter)].optimizer(config)].whole_matrices
 
 
 def reads_weights(config: OptimConfig) -> bool:
-    """Returns True if an update depends on the weights themselves, so that a rank that makes it needs them."""
+    """Return True if an update depends on the weights themselves, so that a rank that makes it needs them."""
     return config.weight_decay > 0
 
 

@@ -23,7 +23,7 @@ BATCH_ELEMENTS = {"cpu": 2**19, "gpu": 2**24}
 
 
 def fast_dtype(device: torch.device) -> torch.dtype:
-    """Returns bfloat16 if the hardware multiplies it, else float32.
+    """Return bfloat16 if the hardware multiplies it, else float32.
 
     CUDA devices do from compute capability 8.0 (Ampere) on, ROCm devices always, and CPUs with AVX-512 BF16, which AMX
     implies.
@@ -107,7 +107,7 @@ class Muon(Optimizer):
                 group.setdefault(name, default)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Returns a parameter's state before its first step."""
+        """Return a parameter's state before its first step."""
         state = {"momentum": torch.zeros_like(parameter)}
         side = next(group["normuon"] for group in self.param_groups if any(p is parameter for p in group["params"]))
         if side is not None:
@@ -116,7 +116,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
+        """Update W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
 
         Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
         W. closure: recomputes the loss and the gradients; its loss is returned.
@@ -136,7 +136,7 @@ class Muon(Optimizer):
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
-        """Returns the whole parameter as one piece. normuon: its second moment is used.
+        """Return the whole parameter as one piece. normuon: its second moment is used.
 
         Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns), since updates to a copy
         would be lost.
@@ -168,7 +168,8 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         "normuon": Side | None,
     }
     for option, kind in kinds.items():
-        require_kind(option, group[option], kind)
+        value = group[option]
+        require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
         if parameter.ndim < 2:
             raise ValueError(
@@ -178,7 +179,7 @@ def _require_movable(group: Mapping[str, Any]) -> None:
 
 
 def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
-    """Updates pieces of one matrix shape with the options of their parameter group."""
+    """Update pieces of one matrix shape with the options of their parameter group."""
     rows, columns = pieces[0].weight.shape[-2:]
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
@@ -221,13 +222,13 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:
-    """Returns True if the parameter group has the paper's update, which is that of the kernel."""
+    """Return True if the parameter group has the paper's update, which is that of the kernel."""
     extras = any(group[name] for name in ("equilibrate", "renormalize", "normuon", "weight_decay"))
     return group["nesterov"] and group["orthogonalizer"] == "newton_schulz" and not extras
 
 
 def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:
-    """Updates W ← W − amount · W, or, if cautious, only where U · W ≥ 0: where the update too goes towards 0.
+    """Update W ← W − amount · W, or, if cautious, only where U · W ≥ 0: where the update too goes towards 0.
 
     Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). The
     amount does not depend on the matrix's shape, as in `torch.optim.Muon`; in nanochat it has Muon's √max(1, out/in).
@@ -253,5 +254,5 @@ def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
 
 
 def _batch_size(weight: Tensor) -> int:
-    """Returns how many matrices of the weight's shape make a batch."""
+    """Return how many matrices of the weight's shape make a batch."""
     return max(1, BATCH_ELEMENTS["cpu" if weight.is_cpu else "gpu"] // weight.shape[-2:].numel())

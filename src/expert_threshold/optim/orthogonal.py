@@ -83,7 +83,7 @@ def _iterate(matrices: Tensor, polynomials: Iterable[Polynomial], safety: float,
 
 
 def normalize(matrices: Tensor, parts: Parts) -> Tensor:
-    """Returns M with equal norms of its rows, M_i √(min(m, n) / m) / ‖M_i‖, or of its columns; or M √min(m, n) / ‖M‖.
+    """Return M with equal norms of its rows, M_i √(min(m, n) / m) / ‖M_i‖, or of its columns; or M √min(m, n) / ‖M‖.
 
     So every matrix (m, n) gets the Frobenius norm √min(m, n) of an orthogonal one; what is zero stays zero. Before the
     iteration this is the equilibration of Chang et al., MuonEq (2026), and behind it the renormalisation of Zhang et
@@ -96,7 +96,7 @@ def normalize(matrices: Tensor, parts: Parts) -> Tensor:
 
 
 def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
-    """Returns the shape of NorMuon's second moments, one of each row, column, or line along the longer side."""
+    """Return the shape of NorMuon's second moments, one of each row, column, or line along the longer side."""
     *stack, rows, columns = matrices
     by_row = side == "rows" or (side == "longer" and rows >= columns)
     return (*stack, rows, 1) if by_row else (*stack, 1, columns)
@@ -104,7 +104,7 @@ def second_moment_shape(matrices: torch.Size, side: Side) -> tuple[int, ...]:
 
 @torch.no_grad()
 def normuon(update: Tensor, second_moment: Tensor, beta: float) -> Tensor:
-    """Updates v ← β v + (1 − β) mean(U²) over each row or column, and returns U / √v scaled to the norm of U.
+    """Update v ← β v + (1 − β) mean(U²) over each row or column, and returns U / √v scaled to the norm of U.
 
     So rows that moved more than others for a while move less. second_moment: v, of `second_moment_shape`, changed in
     place. Li et al., NorMuon (2025), has rows, and scales to a root mean square of 0.2; to keep the norm, and the

@@ -9,12 +9,12 @@ from .config import OptimConfig
 
 
 def linear(place: float, steps: int, end: float, cooldown: float = 1.0) -> float:
-    """Returns the fraction of the peak at `place` of `steps`: a straight line from 1 to `end`, without cooldown."""
+    """Return the fraction of the peak at `place` of `steps`: a straight line from 1 to `end`, without cooldown."""
     return 1 + (end - 1) * place / steps
 
 
 def warmup_stable_decay(place: float, steps: int, end: float, cooldown: float = 0.2) -> float:
-    """Returns the fraction of the peak at `place` of `steps`: 1, then a straight line to `end` over the cooldown.
+    """Return the fraction of the peak at `place` of `steps`: 1, then a straight line to `end` over the cooldown.
 
     cooldown: its share of the steps.
     """
@@ -28,17 +28,17 @@ SCHEDULES: dict[str, Callable[[float, int, float, float], float]] = {
 
 
 def falling(place: float, steps: int, end: float, config: OptimConfig) -> float:
-    """Returns the fraction of the peak at `place` of `steps`, by the configured schedule, from 1 to `end`."""
+    """Return the fraction of the peak at `place` of `steps`, by the configured schedule, from 1 to `end`."""
     return SCHEDULES[config.schedule](place, steps, end, config.cooldown)
 
 
 def warmup(step: int, warmup_steps: int) -> float:
-    """Returns (step + 1) / warmup_steps, at most 1; the first step is not zero."""
+    """Return (step + 1) / warmup_steps, at most 1; the first step is not zero."""
     return min(1.0, (step + 1) / max(1, warmup_steps))
 
 
 def momentum_at(step: int, place: float, steps: int, config: OptimConfig) -> float:
-    """Returns Muon's momentum: linear from momentum_start at step 0 to momentum at step momentum_warmup_steps.
+    """Return Muon's momentum: linear from momentum_start at step 0 to momentum at step momentum_warmup_steps.
 
     With momentum_end, it then goes there in proportion as the learning rates fall.
     """
@@ -51,7 +51,7 @@ def momentum_at(step: int, place: float, steps: int, config: OptimConfig) -> flo
 
 
 def weight_decay_at(place: float, steps: int, config: OptimConfig) -> float:
-    """Returns the weight decay at `place` of `steps`: constant, or half a cosine from its value to 0."""
+    """Return the weight decay at `place` of `steps`: constant, or half a cosine from its value to 0."""
     if config.weight_decay_schedule == "constant":
         return config.weight_decay
     return config.weight_decay * (1 + math.cos(math.pi * place / steps)) / 2

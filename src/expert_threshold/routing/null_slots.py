@@ -111,7 +111,7 @@ class NullSlots(Rule):
         return {"bias": state.bias[: self.num_experts], "null_bias": state.bias[self.num_experts :].mean()}
 
     def measure(self, state: NullSlotState, observation: Observation) -> dict[str, Tensor]:
-        """Returns the share of chosen slots that are null."""
+        """Return the share of chosen slots that are null."""
         return {"null_share": observation.null_load.sum() / (observation.tokens * self.slots_per_token).clamp(min=1)}
 
     @classmethod

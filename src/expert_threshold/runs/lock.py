@@ -6,8 +6,11 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
+
+from .files import named
 
 LOCK = ".lock"
 """The lock file's name in the folder it locks. One that a killed process left locks nothing and is no content."""
@@ -17,23 +20,30 @@ LOCK = ".lock"
 def exclusive(path: Path) -> Iterator[None]:
     """Hold the lock file `path`. Raises ValueError naming its holder if it is held, even by this process."""
     with ExitStack() as stack:
-        while True:
-            file = stack.enter_context(path.open("a+", encoding="utf-8"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
-                holder = file.read() or "another process"
-                raise ValueError(f"{path.parent}: {holder} is at work there; stop it first") from None
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                break  # else its holder removed it after we had opened it
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        with named(path):
+            file = _locked(path, stack)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
         try:
             yield
         finally:
             path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, stack: ExitStack) -> TextIO:
+    """Return the open file, locked; the stack closes it. Raises ValueError if another holds it."""
+    while True:
+        file = stack.enter_context(path.open("a+", encoding="utf-8"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read() or "another process"
+            raise ValueError(f"{path.parent}: {holder} is at work there; stop it first") from None
+        with suppress(FileNotFoundError):  # its holder removed it after we had opened it
+            if os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                return file
 
 
 def is_vacant(folder: Path) -> bool:

@@ -20,7 +20,7 @@ from ..data.tokens import Parts
 from ..distributed import LocalBatch, Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
-from ..model import GPT, GPTConfig
+from ..model import GPT, TRUNKS, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..runs import Checkpoint, RunFolder
 from ..runs.files import damage_told
@@ -277,7 +277,7 @@ def _record(
 # Options that must be equal for weights to fit; rules may differ, but not in their number of experts.
 ARCHITECTURE = (
     "vocab_size", "layers", "d_model", "heads", "kv_heads", "d_expert", "d_feed_forward", "shared_experts",
-    "dense_layers", "softcap", "gate_norm", "activation",
+    "dense_layers", "softcap", "gate_norm", "activation", *TRUNKS["paper"],
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
 
 
 def scratch_bytes(x: Tensor, weight: Tensor) -> int:
-    """Return the bytes of the buffers in C++: two copies of the weight, and a chunk of gradient factors and of rows."""
+    """Return the bytes of the buffers: three copies of the weight, and a chunk of gradient factors and of rows."""
     vocab, width = weight.shape
     rows = min(max(NUMBERS_PER_CHUNK // vocab // GROUP, 1) * GROUP, -(-len(x) // TILE) * TILE)
     return (3 * vocab * width + rows * (vocab + width)) * x.itemsize

@@ -178,7 +178,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Return the owners' rows (rows, d_model) and sums them by token, (tokens, d_model); backward is the mirror."""
+    """Return the owners' rows (rows, d_model) summed by token, (tokens, d_model); backward is the mirror."""
 
     @staticmethod
     def forward(
