@@ -29,10 +29,12 @@ from ..evaluation import (
     read_bundle,
 )
 from ..evaluation.core import choose_rows
+from ..evaluation.results import RESULTS
 from ..install import install
 from ..model import GPT
 from ..option import Count
 from ..runs import RunFolder, load_model
+from ..runs.files import damage_told
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import clock
 from . import rates
@@ -121,9 +123,9 @@ def run(arguments: Sequence[str]) -> None:
             name if names.count(name) == 1 else source: _place(source)
             for name, source in zip(names, corpora, strict=True)
         }
-        Console().print(
-            table(results, options["validation"], places, [task.label for task in tasks], harness is not None)
-        )
+        with damage_told(RESULTS, "remove that file of the run to measure again"):
+            shown = table(results, options["validation"], places, [task.label for task in tasks], harness is not None)
+        Console().print(shown)
     if options["bundle"] is None and not given.keys() & {"bundle", "data", "harness"}:
         print(HINT, file=sys.stderr)
 
