@@ -39,7 +39,7 @@ D20 = "d20", "--gpus", "8"
 
 @functools.cache
 def plan(*arguments: str) -> dict[str, Any]:
-    """What `et plan` prints, without making a weight: those of d20 would take 10 GB."""
+    """Return the JSON that `et plan` prints; no weight may be made, since those of d20 would take 10 GB."""
     told = io.StringIO()
     with mock.patch.multiple(GPT, to_empty=None, init_weights=None), contextlib.redirect_stdout(told):
         assert main(["plan", *arguments, "--json"]) == 0
