@@ -18,7 +18,7 @@ from expert_threshold.analysis import page
 from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load, scores
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
-from expert_threshold.analysis.plain import plain
+from expert_threshold.analysis.plain import array, plain
 from expert_threshold.cli import main
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
@@ -63,6 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "math.jsonl", [{"question": f"{n} + {n}?", "answer": f"#### {2 * n}"} for n in range(200)])
     code = [{"prompt": f"def f{n}():\n", "canonical_solution": f"    return {n}\n"} for n in range(200)]
     write_lines(folder / "code.jsonl", code)
+    write_lines(folder / "prose.jsonl", documents[:9])
     threads = torch.get_num_threads()
     for name, (rule, options, seed, _) in RUNS.items():
         sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
@@ -105,6 +106,7 @@ def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         small.__wrapped__(patch)  # type: ignore[attr-defined]
         paths = [runs / name for name in RUNS]
         domains = ["--gsm8k", runs / "math.jsonl", "--human-eval", runs / "code.jsonl"]
+        domains += ["--domain", f"prose={runs / 'prose.jsonl'}"]
         assert analyze(*paths, "--out", folder, "--tokens", 1024, *domains) == 0
     return folder
 
@@ -128,6 +130,20 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
         assert re.fullmatch(r"[A-Z0-9].*\.", sentence), sentence
         assert "nan" not in sentence.replace("nano", "")
         assert re.search(r"\d", sentence), sentence
+
+
+def test_domains_of_any_name_are_told_apart(out: Path) -> None:
+    data = {name: json.loads((out / f"{name}.json").read_text()) for name in ("specialisation", "domain_shares")}
+    for found in data.values():
+        assert found["domains"] == {"code": "HumanEval", "math": "GSM8K", "prose": ""}
+    for entry, whole in zip(data["domain_shares"]["methods"], data["specialisation"]["methods"], strict=True):
+        ratios = array(list(whole["ratios"].values()))  # (domains, layers, experts)
+        shares = array(entry["shares"])  # (layers, domains, experts)
+        assert shares.shape == (len(entry["layers"]), 3, ratios.shape[-1])
+        used = ratios.sum(0) > 0
+        np.testing.assert_allclose(shares.sum(1), used, atol=1e-5)  # numbers are written with six digits
+        np.testing.assert_allclose(shares[:, 2], ratios[2] / np.maximum(ratios.sum(0), 1e-9), atol=1e-5)
+        assert 0 < max(entry["bits"]) <= np.log2(3)
 
 
 @pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing", "leakage_probe"])
@@ -314,7 +330,7 @@ def test_figures_without_meaning_are_left_out_with_a_reason(
 @pytest.mark.parametrize("name", ["dense", "tc", "ec-batch"])
 def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: Path, tmp_path: Path) -> None:
     selection = select_runs(find_runs([str(runs / name)]))
-    streams = material_module.Streams(None, 1024, None, None)
+    streams = material_module.Streams(None, 1024, {})
     quiet = lambda what: lambda done, total: None  # noqa: E731
     material = material_module.Material(selection, tmp_path, streams, torch.device("cpu"), torch.float32, quiet)
     shown, reasons = set(), []

@@ -18,6 +18,7 @@ from expert_threshold.analysis.figures import FIGURES, learning, training
 from expert_threshold.analysis.figures.leakage import closed_form
 from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours
 from expert_threshold.analysis.leakage import MoELayers
+from expert_threshold.analysis.material import DOMAINS
 from expert_threshold.analysis.page import CSS
 
 KINDS = [
@@ -78,6 +79,7 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
         "loss_by_fanout": {"x": list(range(POINTS)), "layers": per_layer(layers), "mean": values(POINTS)},
         "fanout_distribution": {"share": values(EXPERTS), "mean": 1.0, "std": 0.5},
         "specialisation": {"layers": every, "ratios": {d: values(layers, EXPERTS) for d in ("code", "math")}},
+        "domain_shares": {"layers": every, "shares": np.full((layers, 2, EXPERTS), 0.5).tolist()},
         "specialisation_summary": {"layers": every, "bits": values(layers)},
         "routing_consistency": {"steps": [4000, 8000, 12000, 16000],
                                 "weighted_jaccard": np.where(np.eye(4) > 0, 1, 0.9 * matrix).tolist()},
@@ -105,7 +107,7 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
             + found["methods"]},
         "warmup": {"warmup": 250, "layer": layers, "other_layer": 1, "target": 0.2},
         "cutoffs_and_biases": {"layer": 1},
-        "specialisation": {"domains": ["code", "math"]},
+        "specialisation": {"domains": DOMAINS}, "domain_shares": {"domains": DOMAINS},
         "load_at_scale": {"tokens_per_expert": [64, 1024], "experts": [16, 4096], "devices": [8, 64, 4096], "at": 1024,
                           "experts_share": 0.2, "reference": "d20"},
         "rules_overview": {**tags[0], "layer": 1, "expert": 0, "scores": values(3, 6), "rules": rules},

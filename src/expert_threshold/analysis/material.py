@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from codecs import getincrementaldecoder
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
@@ -28,7 +28,9 @@ from .methods import Selection, Subject, by_method
 Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
-DOMAIN_FLAGS = ("--human-eval", "--gsm8k")
+"""The paper's domains; a domain of another name is a text of the user's."""
+STREAMS = ("validation", "start")
+"""Streams of every run: its validation text and the first quarter of it."""
 PASSAGE = 384
 """The most tokens of a passage shown as text."""
 
@@ -38,12 +40,11 @@ class NotShownError(Exception):
 
 
 class Streams(NamedTuple):
-    """Sources of text. source: traces all runs; None is each run's own validation split."""
+    """Sources of text. source: traces all runs; None is each run's own validation split. domains: source by name."""
 
     source: str | None
     tokens: int
-    code: str | None  # HumanEval
-    math: str | None  # GSM8K
+    domains: Mapping[str, str]
 
 
 class Material:
@@ -104,7 +105,7 @@ class Material:
         """Return the trace of a checkpoint, the last by default, over a stream.
 
         stream: `validation`, `start` (its first quarter) or a domain. Raises ValueError if the run is damaged or its
-        text has changed, NotShownError if the domain has no source.
+        text has changed.
         """
         context = subject.run.model.context
         tokens = max(self.streams.tokens // 4, 2) if stream == "start" else self.streams.tokens
@@ -115,7 +116,7 @@ class Material:
 
         There is one document per available domain, or else one from the validation split. bos has no text.
         """
-        streams = {DOMAINS[name]: name for name in DOMAINS if getattr(self.streams, name)}
+        streams = {DOMAINS.get(name, name): name for name in self.streams.domains}
         return {
             name: self._passage(subject, stream)
             for name, stream in (streams or {"validation text": "validation"}).items()
@@ -144,9 +145,7 @@ class Material:
         return self._tokens[key]
 
     def _corpus(self, subject: Subject, stream: str) -> Corpus:
-        source = getattr(self.streams, stream) if stream in DOMAINS else self.streams.source
-        if stream in DOMAINS and source is None:
-            raise NotShownError(f"it needs the text of both domains: {' and '.join(DOMAIN_FLAGS)}")
+        source = self.streams.domains.get(stream, self.streams.source)
         data = DataConfig(**subject.folder.section("data"))
         key = source or str(data)
         if key not in self._corpora:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ from rich.console import Console
 from ..analysis.atlas import write_atlas
 from ..analysis.figures import FIGURES
 from ..analysis.figures.study import Study
-from ..analysis.material import Material, Streams
+from ..analysis.material import STREAMS, Material, Streams
 from ..analysis.methods import find_runs, select_runs
 from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
@@ -28,8 +29,9 @@ OPTIONS = [
     Option("run", str, None, "Folders of runs, or of comparisons.", positional=True, required=True, many=True),
     Option("out", str, "RUN/analysis", "The folder to write figures, their data and report.html to."),
     Option("figures", str, "all", "The figures to make, as A,B."),
-    Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
     Option("human_eval", str | None, None, "HumanEval, the domain of code: its folder or .jsonl file."),
+    Option("gsm8k", str | None, None, "GSM8K, the domain of math: its folder or .jsonl file."),
+    Option("domain", str, None, "Another domain as NAME=SOURCE, its held-out part; may be repeated.", many=True),
     *TRACING,
 ]
 DESCRIPTION = (
@@ -54,10 +56,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> Material:
     """Open the runs that `options` name; traces are kept in `out`. Raises ValueError if they cannot be traced."""
-    for name in ("gsm8k", "human_eval"):
-        if options.get(name) is not None and not Path(options[name]).expanduser().exists():
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} {options[name]}: does not exist; name its folder or .jsonl file")
+    domains = named_domains(options)
     selection = select_runs(find_runs(options["run"]))
     for path, reason in selection.left_out.items():
         progress.say(f"run left out: {path}: {reason}")
@@ -68,11 +67,30 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
     return Material(
         selection,
         out / "traces",
-        Streams(options["data"], options["tokens"], options.get("human_eval"), options.get("gsm8k")),
+        Streams(options["data"], options["tokens"], domains),
         device,
         pick_dtype(options["dtype"], device),
         progress.task,
     )
+
+
+def named_domains(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the source of each domain by name. Raises ValueError for a missing file, or a bad or repeated name."""
+    domains = {}
+    for flag, name in (("--human-eval", "code"), ("--gsm8k", "math")):
+        source = options.get(flag[2:].replace("-", "_"))
+        if source is not None:
+            domains[name] = source
+            if not Path(source).expanduser().exists():
+                raise ValueError(f"{flag} {source}: does not exist; name its folder or .jsonl file")
+    for text in options.get("domain") or ():
+        name, equals, source = text.partition("=")
+        if not (equals and source and re.fullmatch(r"[\w-]+", name)):
+            raise ValueError(f"--domain {text}: expected NAME=SOURCE, such as novels=DATA/novels")
+        if name in (*domains, *STREAMS):
+            raise ValueError(f"--domain {text}: the name {name} is taken; give it another")
+        domains[name] = source
+    return domains
 
 
 def chosen_studies(text: str) -> list[Study]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..material import DOMAINS, Material
+from ..material import DOMAINS, Material, NotShownError
 from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, array
 from ..sentences import counted, listed, percent
-from .axes import LEFT, RIGHT, TOP, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
+from .axes import LEFT, PANEL, RIGHT, TOP, Strokes, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
 from .study import Study
-from .style import INK, MUTED, NARROW, SMALL, WIDE, strokes, style
+from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,19 +33,24 @@ LONGEST = 9  # characters of a token below its column
 
 
 def specialisation(material: Material) -> Data:
-    """Compute the share of each domain's tokens that each expert gets, per layer: code (HumanEval) and math (GSM8K).
+    """Compute the share of each domain's tokens that each expert gets, per layer.
 
-    bits: information of a routed token's expert about its domain, per layer, if both domains have equally many tokens.
+    bits: information of a routed token's expert about its domain, per layer, if all domains have equally many tokens.
     """
+    domains = {name: DOMAINS.get(name, "") for name in material.streams.domains}
+    if len(domains) < 2:
+        raise NotShownError(
+            "it needs the text of two domains or more: --human-eval and --gsm8k, or --domain NAME=SOURCE"
+        )
     methods = []
     for subject in material.each("expert specialisation", material.routed):
         ratios = {}
-        for domain in DOMAINS:
+        for domain in domains:
             trace = material.trace(subject, domain)
             ratios[domain] = torch.cat([expert_token_ratio(trace.assignment(layer)[None]) for layer in trace.layers])
         bits = mutual_information(torch.stack(list(ratios.values()), dim=1))
         methods.append({**subject.tag, "layers": subject.layers, "ratios": ratios, "bits": bits})
-    return {"domains": DOMAINS, "methods": methods}
+    return {"domains": domains, "methods": methods}
 
 
 def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
@@ -78,10 +84,61 @@ def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
 def say_specialisation(data: Data) -> str:
     bits = [f"{array(entry['bits']).mean():.3f} in {entry['method']}" for entry in data["methods"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
+    names = [f"{name} ({text})" if text else name for name, text in data["domains"].items()]
     return (
-        "The information of a routed token's expert about its domain, code (HumanEval) or math (GSM8K), in bits "
-        f"averaged over layers and at most 1, is {listed(bits)}. "
+        f"The information of a routed token's expert about its domain, {listed(names)}, in bits averaged over "
+        f"layers and at most {math.log2(len(names)):.3g}, is {listed(bits)}. "
         f"The darkest cell is an expert that gets {percent(most)} of a domain's tokens."
+    )
+
+
+def domain_shares(material: Material) -> Data:
+    """Compute the share of each domain in an expert's tokens, (layers, domains, experts), of equally large domains.
+
+    An expert without tokens has shares of 0.
+    """
+    found = specialisation(material)
+    for entry in found["methods"]:
+        ratios = torch.stack(list(entry.pop("ratios").values()), dim=1)
+        entry["shares"] = ratios / ratios.sum(1, keepdim=True).clamp(min=torch.finfo(ratios.dtype).tiny)
+    return found
+
+
+def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
+    """Draw each expert as a bar of its tokens' domains, ordered by the first domain; a row of panels for each layer."""
+    methods, domains = data["methods"], list(data["domains"])
+    colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
+    layers = max((entry["layers"] for entry in methods), key=len)
+    shown = [(entry, place) for place in range(len(layers)) for entry in methods if place < len(entry["layers"])]
+    key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
+    with style():
+        titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
+        columns = len(methods) if len(methods) * PANEL < width - LEFT else None
+        figure, every = panels(width, len(shown), 0.7, titles=titles, key=key, columns=columns)
+        for axes, (entry, place), title in zip(every, shown, titles, strict=True):
+            shares = array(entry["shares"])[place]
+            shares = shares[:, np.argsort(-shares[0], kind="stable")]
+            bottom = np.zeros(shares.shape[1])
+            for name, share in zip(domains, shares, strict=True):
+                axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name])
+                bottom = bottom + share
+            axes.set_title(title)
+            axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
+            axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
+            axes.grid(False)
+        outer_labels(every, "experts, sorted", "tokens")
+    return figure
+
+
+def say_domain_shares(data: Data) -> str:
+    parts = []
+    for entry in data["methods"]:
+        most = np.concatenate(list(array(entry["shares"]).max(1)))  # of each expert in each layer
+        parts.append(f"{(most > 0.5).sum()} of {counted(len(most), 'expert')} of {entry['method']}")
+    evenly = percent(1 / len(data["domains"]))
+    return (
+        f"With equally many tokens of every domain, an expert that ignores domains has {evenly} of each. One domain "
+        f"has more than half of the tokens of {listed(parts)}."
     )
 
 
@@ -341,6 +398,8 @@ FIGURES = [
           specialisation, draw_specialisation, say_specialisation),
     Study("specialisation_summary", "Specialisation", "Information of experts about the domain",
           specialisation_summary, draw_specialisation_summary, say_specialisation_summary, wide=False),
+    Study("domain_shares", "Specialisation", "Tokens of each expert by domain",
+          domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", "Specialisation", "Computation over the text",
           passage_intensity, draw_passage_intensity, say_passage_intensity),
     Study("passage_fanout", "Specialisation", "Fanout of every token, by layer",
