@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from expert_threshold.config import (
     scaled_optim,
     scaled_rule,
 )
-from expert_threshold.model import PRESETS, GPTConfig
+from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.option import alternatives
 from expert_threshold.routing import (
@@ -48,8 +49,18 @@ def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:
 def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: str) -> None:
     config = resolve(preset, rule)
     assert rule_name(config.model.rule) == rule
-    assert GPTConfig.preset(preset, rule=config.model.rule) == config.model
+    trunk = {**TRUNKS["nanochat"], "windows": None, "initialization": "nanochat"} if preset == "quickstart" else {}
+    assert GPTConfig.preset(preset, rule=config.model.rule, **trunk) == config.model
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it() -> None:
+    chosen, named = resolve("quickstart"), resolve("quickstart", recipe="nanochat_trunk")
+    assert chosen.optim == named.optim
+    assert chosen.model == replace(named.model, windows=None)
+    paper = resolve("quickstart", recipe="expert_threshold")
+    assert {name: getattr(paper.model, name) for name in TRUNKS["paper"]} == TRUNKS["paper"]
+    assert paper.optim == scaled_optim(1200, matrix_lr=0.012, embed_lr=0.08)
 
 
 def test_the_papers_runs_are_as_in_the_paper() -> None:

@@ -23,10 +23,16 @@ PAPER_ADAMW_WARMUP_STEPS, PAPER_MOMENTUM_WARMUP_STEPS = 250, 300
 
 @dataclass(frozen=True)
 class Preset:
-    """The options that turn a preset of `model.PRESETS` into a run; all others are scaled or defaults."""
+    """The options that turn a preset of `model.PRESETS` into a run; all others are scaled or defaults.
+
+    optim: the rates at which a recipe is run at this size, where it has none of its own. recipe: the one to run unless
+    another is named, with the changes of `model`; None trains the paper's model with the paper's optimizers.
+    """
 
     train: Options
     optim: Options = field(default_factory=dict)
+    recipe: str | None = None
+    model: Options = field(default_factory=dict)
 
 
 # All but the smallest train on 54 tokens per active parameter, like d12.
@@ -36,6 +42,8 @@ RUNS: dict[str, Preset] = {
     "quickstart": Preset(
         train={"steps": 1200, "batch_size": 16, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
+        recipe="nanochat_trunk",
+        model={"windows": None},  # the CPU's kernel of attention has none
     ),
     "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
     "d6": Preset(train={"steps": 10_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
@@ -203,13 +211,16 @@ def resolve(
         raise ValueError(f"preset {preset!r} is unknown; {did_you_mean(preset, RUNS)}")
     if recipe is not None and recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is unknown; {did_you_mean(recipe, RECIPES)}")
-    base, made_by = RUNS[preset], None if recipe is None else RECIPES[recipe]
+    base = RUNS[preset]
+    runs = recipe or base.recipe
+    made_by = None if runs is None else RECIPES[runs]
     layers = [file or {}, changes or {}]
     check_changes(layers[0])
     if made_by is not None:
         batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
         data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
-        layers.insert(0, {"model": made_by.model, "train": batch, "data": data})
+        model = made_by.model if recipe else {**made_by.model, **base.model}
+        layers.insert(0, {"model": model, "train": batch, "data": data})
     given = {
         section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
         for section in SECTIONS
@@ -217,7 +228,7 @@ def resolve(
 
     below = dict(given["model"].pop("rule", {}))
     sizes = scaled_model(PRESETS[preset], given["model"])
-    train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=made_by is not None)
+    train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=recipe is not None)
     if made_by is not None:
         below = below or dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
         given["optim"] = made_by.options_of_optim(train.steps) | given["optim"]
