@@ -15,7 +15,7 @@ from torch import Tensor
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer, open_source
 from expert_threshold.kernels.activation import ActivationName
-from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.moe import Experts
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -34,6 +34,20 @@ TRAINED: dict[str, Rule | None] = RULES | {
     "expert_choice_sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),
 }
 """And each way to route in training: with a loss of the rule's own, by pools of a sequence."""
+
+PIECES: dict[str, dict[str, Any]] = {
+    "value embeddings, alternating": {"value_embeddings": "alternate"},
+    "value embeddings, all": {"value_embeddings": "all"},
+    "residual scalars": {"residual_scalars": True},
+    "skip scalars": {"skip_scalars": True},
+    "smear": {"smear": True},
+    "backout": {"backout": True},
+    "sharper attention": {"qk_scale": 1.2},
+    "rotary base": {"rotary_base": 100_000.0},
+    "windows": {"windows": "SL", "short_window": 3},
+    "all of them": TRUNKS["nanochat"] | {"windows": "SSL", "short_window": 3},
+}
+"""Each piece of the trunk beside the paper's, and all together, short of sight."""
 
 TEXT = "the cat sat on the mat; the hat of the cat\n"
 

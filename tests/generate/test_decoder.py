@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases import RULES, small_model
+from cases import PIECES, RULES, small_model
 from expert_threshold.generate import decoder
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.model import GPT
@@ -20,6 +20,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
     "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0},
+    "trunk": PIECES["all of them"],
 }
 both_ways = pytest.mark.usefixtures("by")
 fast_and_strict = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])

@@ -10,25 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from expert_threshold.generate.decoder import Decoder
+from cases import PIECES
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.model.attention import attend
 from expert_threshold.routing import ExpertThreshold, Rule
 from expert_threshold.testing import same
 
 VOCAB, CONTEXT = 61, 16
-PIECES: dict[str, dict[str, Any]] = {
-    "value embeddings, alternating": {"value_embeddings": "alternate"},
-    "value embeddings, all": {"value_embeddings": "all"},
-    "residual scalars": {"residual_scalars": True},
-    "skip scalars": {"skip_scalars": True},
-    "smear": {"smear": True},
-    "backout": {"backout": True},
-    "sharper attention": {"qk_scale": 1.2},
-    "rotary base": {"rotary_base": 100_000.0},
-    "windows": {"windows": "SL", "short_window": 3},
-    "all of them": TRUNKS["nanochat"] | {"windows": "SSL", "short_window": 3},
-}
 ALL = PIECES["all of them"]
 pieces = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES.keys())
 
@@ -64,8 +52,6 @@ def difference(a: Tensor, b: Tensor) -> float:
 def test_a_trunk_names_the_same_options_and_the_papers_is_the_default() -> None:
     assert TRUNKS["nanochat"].keys() <= TRUNKS["paper"].keys()
     assert replace(GPTConfig(), **TRUNKS["paper"]) == GPTConfig()
-    assert GPTConfig().beyond_the_paper() == []
-    assert GPTConfig(**TRUNKS["nanochat"]).beyond_the_paper() == list(TRUNKS["nanochat"])
 
 
 @pieces
@@ -308,26 +294,6 @@ def test_a_snapshot_computes_the_same_bits_and_shares_its_tables(dtype: torch.dt
     assert torch.equal(snapshot(tokens).logits, model(tokens).logits)
     mine, its = (m.blocks[3].attention.value_embed.weight for m in (model, snapshot))
     assert mine.data_ptr() == its.data_ptr()
-
-
-def test_a_sequence_is_decoded_with_the_same_bits_alone_and_in_company() -> None:
-    model, tokens = lively(small(**ALL)).eval(), tokens_of(3, CONTEXT).tolist()
-    starts = {0: 1, 1: 8, 2: 5}
-
-    def logits(rows: list[int]) -> dict[int, Tensor]:
-        decoder = Decoder(model, 3, CONTEXT, strict=True)
-        for row in rows:
-            decoder.open(row)
-            decoder.read(row, tokens[row][: starts[row]])
-        for step in range(6):
-            decoded = decoder.step({row: tokens[row][starts[row] + step] for row in rows})
-        return dict(zip(rows, decoded.logits, strict=True))
-
-    together = logits([0, 1, 2])
-    for row, start in starts.items():
-        assert torch.equal(logits([row])[row], together[row])
-        expected = model(torch.tensor([tokens[row][: start + 6]])).logits[0, -1]
-        torch.testing.assert_close(together[row], expected, atol=1e-5, rtol=1e-5)
 
 
 # Bad input.

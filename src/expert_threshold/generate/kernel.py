@@ -29,18 +29,30 @@ class Kernel:
 
     def __init__(self, model: GPT, cache: Cache) -> None:
         config = model.config
-        self._vocab, self._rows = config.vocab_size, len(cache.lengths)
+        self._vocab, self._rows, self._capacity = config.vocab_size, len(cache.lengths), cache.capacity
         self._thresholds: dict[int, Tensor] = {}  # (rows, experts), by layer
         self._work = config.vocab_size * config.d_model  # multiplications for a token that goes to one expert
-        cos, sin = rotary(torch.arange(cache.capacity, dtype=torch.float32, device="cpu"), cache.held.shape[-1])
-        eps, softcap = torch.finfo(torch.float32).eps, config.softcap or 0.0
-        embed, head = model.embed.weight.float(), model.head.weight
+        places = torch.arange(cache.capacity, dtype=torch.float32, device="cpu")
+        cos, sin = rotary(places, cache.held.shape[-1], config.rotary_base)
         self._decoder = decoder_create(
-            embed=embed, head=head, cos=cos, sin=sin, cache=cache.held, eps=eps, softcap=softcap
+            embed=model.embed.weight.float(),
+            head=model.head.weight,
+            cos=cos,
+            sin=sin,
+            qk_scale=config.qk_scale,
+            cache=cache.held,
+            last=cache.last,
+            smear_gate=None if model.smear_gate is None else model.smear_gate.weight,
+            smear=_numbers(model.smear_scalar, 1, 0.0)[0],
+            backout=_numbers(model.backout_scalar, 1, 0.0)[0],
+            eps=torch.finfo(torch.float32).eps,
+            softcap=config.softcap or 0.0,
         )
         weakref.finalize(self, decoder_destroy, self._decoder).atexit = False  # the process frees it
-        for block in model.blocks:
-            self._add(block)
+        residual = _numbers(model.residual_scalars, config.layers, 1.0)
+        skip = _numbers(model.skip_scalars, config.layers, 0.0)
+        for block, *scalars in zip(model.blocks, residual, skip, strict=True):
+            self._add(block, *scalars)
 
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
         for layer, thresholds in self._thresholds.items():
@@ -58,7 +70,7 @@ class Kernel:
         )
         return Decoded(logits, list(map(Peak, *(peak.tolist() for peak in peaks))), scores, assignment, None, assigned)
 
-    def _add(self, block: nn.Module) -> None:
+    def _add(self, block: nn.Module, residual: float, skip: float) -> None:
         assert isinstance(block, Block)
         attention, moe = block.attention, block.moe
         dense = block.feed_forward if moe is None else moe.shared
@@ -80,6 +92,11 @@ class Kernel:
             self._decoder,
             qkv=qkv,
             output=output,
+            values=None if attention.value_embed is None else attention.value_embed.weight.float(),
+            values_gate=None if attention.value_gate is None else attention.value_gate.weight,
+            window=self._capacity if attention.window is None else attention.window,
+            residual=residual,
+            skip=skip,
             dense=feed_forward,
             experts=experts,
             router=router,
@@ -92,17 +109,19 @@ class Kernel:
         self._work += sum(math.prod(weight.shape[-2:]) for weight in used)
 
 
+def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
+    """Return a trunk's scalars, or the number that stands for `count` of them in a trunk without."""
+    return [without] * count if scalars is None else scalars.tolist()
+
+
 def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
     return [up, down] if gate is None else [up, down, gate]
 
 
 def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler or switched off, unless the rule has sigmoid gates and either thresholds or a biased top k, or for
-    another trunk than the paper's.
+    a compiler or switched off, or unless the rule has sigmoid gates and either thresholds or a biased top k.
     """
-    if model.config.beyond_the_paper():
-        return None
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
         return None
     known = all(_knows(moe.router) for _, moe in model.moe_layers())

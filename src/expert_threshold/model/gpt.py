@@ -29,7 +29,7 @@ from ..moe import (
 from ..option import Bounds, Count, NotNegative, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
 from .cross_entropy import linear_cross_entropy, softcap_logits
-from .presets import PRESETS, SMEAR_GATE_CHANNELS, TRUNKS
+from .presets import PRESETS, SMEAR_GATE_CHANNELS
 
 Initialization = Literal["paper", "nanochat"]
 ValueEmbeddings = Literal["alternate", "all"]
@@ -126,10 +126,6 @@ class GPTConfig:
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
             return None
         return 128 * math.ceil(self.context / 512) if self.short_window is None else self.short_window
-
-    def beyond_the_paper(self) -> list[str]:
-        """Return the names of the options in which the trunk differs from the paper's."""
-        return [name for name, value in TRUNKS["paper"].items() if getattr(self, name) != value]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as a JSON object."""

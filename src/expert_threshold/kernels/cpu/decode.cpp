@@ -28,8 +28,18 @@ struct FeedForward {
   int64_t hidden;
 };
 
+// The product of a gate's weights (outputs, channels) with the first channels of its input; channels 0: no gate.
+struct Gate {
+  const void* weight;
+  int64_t channels;
+};
+
 struct Layer {
   const void *qkv, *output;
+  const float* values;  // (vocab, kv_heads · head_dim), added to the values times 3 σ(values_gate); null for none
+  Gate values_gate;
+  int64_t window;        // tokens before its own that a token attends to
+  float residual, skip;  // the layer's input is residual · x + skip · the first layer's
   FeedForward dense, expert;
   const float* router;   // (experts, d_model)
   const float* cutoffs;  // (rows, experts); null if every token takes `chosen` experts
@@ -42,8 +52,12 @@ struct Model {
   const float* embed;  // (vocab, d_model)
   const void* head;    // (vocab, d_model)
   const float *cos, *sin;  // (capacity, head_dim / 2)
-  void* cache;         // (layers, rows, capacity, 2, kv_heads, head_dim)
-  float eps, softcap;  // 0: none
+  float qk_scale;          // of queries and keys after their norm
+  void* cache;             // (layers, rows, capacity, 2, kv_heads, head_dim)
+  void* last;              // (rows, d_model): the embedding of each row's last token, if there is a smear gate
+  Gate smear_gate;         // of the previous token's embedding, times `smear`
+  float smear, backout;    // the head reads norm(x - backout · the middle layer's output)
+  float eps, softcap;      // 0: none
   const Layer* layer;
 };
 
@@ -225,10 +239,18 @@ void product(const W* w, int64_t stride, int64_t begin, int64_t end, int64_t len
   outputs<1>(w, stride, begin, end, length, x, count, done);
 }
 
-void normalise(const float* x, int64_t length, float eps, float* y) {
-  float squares;
-  tile<1, 1>(x, 0, length, &x, (float (*)[1]) & squares);
-  float scale = 1 / std::sqrt(squares / float(length) + eps);
+template <class W>
+inline float dot(const W* w, const float* x, int64_t length) {
+  float sum;
+  tile<1, 1>(w, 0, length, &x, (float (*)[1]) & sum);
+  return sum;
+}
+
+inline float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
+
+// Writes x / rms(x) · `to` to y.
+void normalise(const float* x, int64_t length, float eps, float* y, float to = 1) {
+  float scale = to / std::sqrt(dot(x, x, length) / float(length) + eps);
   for (int64_t i = 0; i < length; i++) y[i] = x[i] * scale;
 }
 
@@ -270,7 +292,7 @@ struct Pass {
   const Tokens& tokens;
   Results& results;
   int64_t threads;
-  float *x, *heads, *read, *hidden, *gate;
+  float *x, *start, *middle, *heads, *read, *hidden, *gate;
 
   void barrier() const {
 #ifdef _OPENMP
@@ -302,28 +324,75 @@ struct Pass {
       head[i] = a * cos[i] + b * sin[i];
       head[i + half] = b * cos[i] - a * sin[i];
     }
-    normalise(head, model.head_dim, model.eps, head);
+    normalise(head, model.head_dim, model.eps, head, model.qk_scale);
   }
 
-  // Rotates the queries and the key of one key-value head of a token, and writes key and value to the cache.
-  void remember(int64_t layer, int64_t r, int64_t kv) const {
+  float gated(const Gate& gate, int64_t output, const float* input) const {
+    return sigmoid(dot((const W*)gate.weight + output * gate.channels, input, gate.channels));
+  }
+
+  // Computes the first layer's input: the tokens' embeddings, each smeared with that of the token before.
+  void embed() const {
+    int64_t d = model.d_model;
+    for (int64_t r = 0; r < tokens.count; r++) {
+      float* to = start + r * d;
+      normalise(model.embed + tokens.ids[r] * d, d, model.eps, to);
+      if (!model.smear_gate.channels) continue;
+      float gate = model.smear * gated(model.smear_gate, 0, to);
+      W* last = (W*)model.last + tokens.rows[r] * d;
+      for (int64_t i = 0; i < d; i++) {
+        float own = to[i];
+        to[i] = multiply_add(gate, widen(last[i]), own);
+        store(last + i, own);
+      }
+    }
+    memcpy(x, start, tokens.count * d * sizeof(float));
+  }
+
+  // Turns a range of a layer's output, or before the first of x, into the next layer's input, after the last the head's.
+  void pass_on(int64_t index, Range range) const {
+    int64_t d = model.d_model, next = index + 1;
+    for (int64_t r = 0; r < tokens.count; r++) {
+      float *now = x + r * d, *first = start + r * d, *halfway = middle + r * d;
+      if (index == model.layers / 2) std::copy(now + range.begin, now + range.end, halfway + range.begin);
+      if (next == model.layers) {
+        for (int64_t i = range.begin; i < range.end; i++) now[i] = multiply_add(-model.backout, halfway[i], now[i]);
+      } else {
+        const Layer& to = model.layer[next];
+        for (int64_t i = range.begin; i < range.end; i++)
+          now[i] = multiply_add(to.skip, first[i], to.residual * now[i]);
+      }
+    }
+  }
+
+  // Rotates the queries and the key of one key-value head of a token, and writes key and value to the cache, the value
+  // with its embedding.
+  void remember(int64_t index, int64_t r, int64_t kv, const Own& own) const {
+    const Layer& layer = model.layer[index];
     int64_t length = model.head_dim, group = model.heads / model.kv_heads, place = tokens.places[r];
     float* of_token = heads + r * (model.heads + 2 * model.kv_heads) * length;
     float *key = of_token + (model.heads + kv) * length, *value = key + model.kv_heads * length;
     for (int64_t q = kv * group; q < (kv + 1) * group; q++) turn(of_token + q * length, place);
     turn(key, place);
-    W *keys = cached(layer, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
+    if (layer.values) {
+      float gate = 3 * gated(layer.values_gate, kv, own.inputs[r]);
+      const float* embedded = layer.values + (tokens.ids[r] * model.kv_heads + kv) * length;
+      for (int64_t i = 0; i < length; i++) value[i] = multiply_add(gate, embedded[i], value[i]);
+    }
+    W *keys = cached(index, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
     for (int64_t i = 0; i < length; i++) {
       store(keys + i, key[i]);
       store(values + i, value[i]);
     }
   }
 
-  // Attention for one key-value head of a token: softmax(q kᵀ / √head_dim) v over positions up to its own.
-  void attend(int64_t layer, int64_t r, int64_t kv, Own& own) const {
-    int64_t length = model.head_dim, group = model.heads / model.kv_heads, seen = tokens.places[r] + 1;
+  // Attention for one key-value head of a token: softmax(q kᵀ / √head_dim) v over its window and its own position.
+  void attend(int64_t index, int64_t r, int64_t kv, Own& own) const {
+    int64_t length = model.head_dim, group = model.heads / model.kv_heads;
+    int64_t before = std::min(model.layer[index].window, tokens.places[r]), seen = before + 1;
     int64_t stride = 2 * model.kv_heads * length;
-    const W *keys = cached(layer, tokens.rows[r], 0) + kv * length, *values = keys + model.kv_heads * length;
+    const W* keys = cached(index, tokens.rows[r], tokens.places[r] - before) + kv * length;
+    const W* values = keys + model.kv_heads * length;
     float scale = 1 / std::sqrt(float(length));
     for (int64_t q = kv * group; q < (kv + 1) * group; q++) {
       const float* query = heads + (r * (model.heads + 2 * model.kv_heads) + q) * length;
@@ -387,7 +456,7 @@ struct Pass {
       for (int64_t e = 0; e < experts; e++) fanout += taken[e];
       float divisor = layer.divide_by_fanout && fanout ? float(fanout) : 1;
       for (int64_t e = 0; e < experts; e++)
-        if (taken[e]) own.gates[r * experts + e] = 1 / (1 + std::exp(-of_token[e])) / divisor;
+        if (taken[e]) own.gates[r * experts + e] = sigmoid(of_token[e]) / divisor;
     }
     own.groups.clear();
     int64_t pairs = 0;
@@ -443,7 +512,6 @@ struct Pass {
                   x[r * d + o] += own.gates[r * layer.experts + group.expert] * y;
                 });
       }
-    barrier();
   }
 
   void attention(int64_t index, int64_t thread, Own& own) const {
@@ -456,7 +524,7 @@ struct Pass {
             [&](int64_t r, int64_t o, float y) { heads[r * width + o] = y; });
     barrier();
     int64_t items = count * model.kv_heads;
-    for (int64_t i = thread; i < items; i += threads) remember(index, i / model.kv_heads, i % model.kv_heads);
+    for (int64_t i = thread; i < items; i += threads) remember(index, i / model.kv_heads, i % model.kv_heads, own);
     barrier();  // tokens of one sequence read each other's keys and values
     for (int64_t i = thread; i < items; i += threads) attend(index, i / model.kv_heads, i % model.kv_heads, own);
     barrier();
@@ -479,14 +547,18 @@ struct Pass {
     own.taken.resize(count * most);
     own.weights.resize(seen);
     for (int64_t r = 0; r < count; r++) own.inputs.push_back(&own.normed[r * d]);
-    if (thread == 0)
-      for (int64_t r = 0; r < count; r++) normalise(model.embed + tokens.ids[r] * d, d, model.eps, x + r * d);
+    if (thread == 0) {
+      embed();
+      pass_on(-1, {0, d});
+    }
     barrier();
     int64_t routed = 0;
     for (int64_t i = 0; i < model.layers; i++) {
       const Layer& layer = model.layer[i];
       attention(i, thread, own);
       feed_forward(layer, thread, own);
+      pass_on(i, share(thread, d));
+      barrier();
       if (thread == 0 && layer.experts) {
         int64_t numbers = count * layer.experts;
         memcpy(results.scores + routed, own.scores.data(), numbers * sizeof(float));
@@ -536,6 +608,8 @@ struct Pass {
 
 struct Sizes {
   int64_t x, heads, read, hidden;
+
+  int64_t total() const { return 3 * x + heads + read + 2 * hidden; }
 };
 
 Sizes sizes(const Model& model, int64_t count) {
@@ -553,8 +627,9 @@ template <class W>
 void forward(const Model& model, const Tokens& tokens, Results& results, int64_t threads, float* scratch) {
   results.assigned = 0;
   Sizes size = sizes(model, tokens.count);
-  float *heads = scratch + size.x, *read = heads + size.heads, *hidden = read + size.read;
-  Pass<W> pass{model, tokens, results, 1, scratch, heads, read, hidden, hidden + size.hidden};
+  float *start = scratch + size.x, *middle = start + size.x, *heads = middle + size.x;
+  float *read = heads + size.heads, *hidden = read + size.read;
+  Pass<W> pass{model, tokens, results, 1, scratch, start, middle, heads, read, hidden, hidden + size.hidden};
 #ifdef _OPENMP
   if (threads > 1) {
 #pragma omp parallel num_threads(threads)
@@ -587,6 +662,11 @@ struct Decoder {
     return keep<const float>(tensor);
   }
 
+  Gate gate(const std::optional<Tensor>& weights) {
+    if (!weights) return {};
+    return {weight(*weights), weights->size(1)};
+  }
+
   // weights: up, down and, if there is one, gate; none for no feed-forward.
   FeedForward feed_forward(const std::vector<Tensor>& weights) {
     if (weights.empty()) return {};
@@ -598,10 +678,12 @@ struct Decoder {
 Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
 
 // Begins a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (capacity,
-// head_dim / 2); cache: (layers, rows, capacity, 2, kv_heads, head_dim), in the dtype of the weights; softcap: 0 is off.
-int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, const Tensor& cache,
-               double eps, double softcap) {
-  STD_TORCH_CHECK(cache.is_contiguous(), "a decoder's cache is not contiguous");
+// head_dim / 2); cache: (layers, rows, capacity, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
+// weights; softcap: 0 is off; the others as in Model.
+int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
+               const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate, double smear,
+               double backout, double eps, double softcap) {
+  STD_TORCH_CHECK(cache.is_contiguous() && last.is_contiguous(), "a decoder's cache is not contiguous");
   auto decoder = std::make_unique<Decoder>();
   Model& model = decoder->model;
   model.bfloat16 = cache.scalar_type() == ScalarType::BFloat16;
@@ -612,7 +694,11 @@ int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const
   model.head = decoder->weight(head);
   model.cos = decoder->keep<const float>(cos);
   model.sin = decoder->keep<const float>(sin);
+  model.qk_scale = float(qk_scale);
   model.cache = const_cast<void*>(decoder->weight(cache));
+  model.last = const_cast<void*>(decoder->weight(last));
+  model.smear_gate = decoder->gate(smear_gate);
+  model.smear = float(smear), model.backout = float(backout);
   model.eps = float(eps), model.softcap = float(softcap);
   decoder->scratch = new_empty(embed, {0}, ScalarType::Float);
   return reinterpret_cast<int64_t>(decoder.release());
@@ -620,11 +706,12 @@ int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const
 
 void destroy(int64_t decoder) { delete &decoder_at(decoder); }
 
-// Appends a layer. dense, experts: weights as in `feed_forward`; router, and cutoffs or bias and `chosen`: as in Layer.
-void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const std::vector<Tensor>& dense,
-               const std::vector<Tensor>& experts, const std::optional<Tensor>& router,
-               const std::optional<Tensor>& cutoffs, const std::optional<Tensor>& bias, int64_t chosen,
-               bool divide_by_fanout) {
+// Appends a layer. dense, experts: weights as in `feed_forward`; the others as in Layer.
+void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const std::optional<Tensor>& values,
+               const std::optional<Tensor>& values_gate, int64_t window, double residual, double skip,
+               const std::vector<Tensor>& dense, const std::vector<Tensor>& experts,
+               const std::optional<Tensor>& router, const std::optional<Tensor>& cutoffs,
+               const std::optional<Tensor>& bias, int64_t chosen, bool divide_by_fanout) {
   Decoder& decoder = decoder_at(handle);
   const auto numbers = [&](const std::optional<Tensor>& tensor) {
     return tensor ? decoder.keep<const float>(*tensor) : nullptr;
@@ -633,6 +720,11 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
   decoder.layers.push_back({
       .qkv = decoder.weight(qkv),
       .output = decoder.weight(output),
+      .values = numbers(values),
+      .values_gate = decoder.gate(values_gate),
+      .window = window,
+      .residual = float(residual),
+      .skip = float(skip),
       .dense = decoder.feed_forward(dense),
       .expert = decoder.feed_forward(experts),
       .router = numbers(router),
@@ -657,8 +749,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t> append(
   for (const Layer& layer : decoder.layers)
     if (layer.experts) routed++, experts = layer.experts;
   Sizes size = sizes(model, count);
-  int64_t needed = size.x + size.heads + size.read + 2 * size.hidden;
-  if (decoder.scratch.numel() < needed) decoder.scratch = new_empty(decoder.scratch, {needed});
+  if (decoder.scratch.numel() < size.total()) decoder.scratch = new_empty(decoder.scratch, {size.total()});
   const auto floats = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) { return new_empty(decoder.scratch, shape); };
   const Tensor logits = floats({asked, model.vocab}), highest = floats({asked}), logsumexp = floats({asked});
   const Tensor likeliest = new_empty(logits, {asked}, ScalarType::Long), scores = floats({routed, count, experts});

@@ -9,12 +9,24 @@ from ..operator import operator
 
 @operator()
 def decoder_create(
-    embed: Tensor, head: Tensor, cos: Tensor, sin: Tensor, cache: Tensor, eps: float, softcap: float
+    embed: Tensor,
+    head: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_scale: float,
+    cache: Tensor,
+    last: Tensor,
+    smear_gate: Tensor | None,
+    smear: float,
+    backout: float,
+    eps: float,
+    softcap: float,
 ) -> int:
     """Return a new decoder without layers, to be destroyed later.
 
     embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity, 2, kv_heads,
-    head_dim), in the dtype of head and all other weights, float32 or bfloat16; softcap: 0 is off.
+    head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other weights,
+    float32 or bfloat16; softcap: 0 is off.
     """
     raise NotImplementedError
 
@@ -29,6 +41,11 @@ def decoder_add_layer(
     decoder: int,
     qkv: Tensor,
     output: Tensor,
+    values: Tensor | None,
+    values_gate: Tensor | None,
+    window: int,
+    residual: float,
+    skip: float,
     dense: list[Tensor],
     experts: list[Tensor],
     router: Tensor | None,
@@ -37,10 +54,12 @@ def decoder_add_layer(
     chosen: int,
     divide_by_fanout: bool,
 ) -> None:
-    """Append a layer to a decoder.
+    """Append a layer, of residual · x + skip · the first layer's input, to a decoder.
 
-    dense, experts: up, down and, for swiglu, gate; empty for none. router: (experts, d_model), float32. cutoffs: (rows,
-    experts), float32, may change later; without them each token takes the `chosen` highest of score + bias (experts,).
+    values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window:
+    tokens before its own that a token attends to. dense, experts: up, down and, for swiglu, gate; empty for none.
+    router: (experts, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them each token
+    takes the `chosen` highest of score + bias (experts,).
     """
 
 
