@@ -174,8 +174,10 @@ class TrainState:
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.seek(Position(**saved.state["position"]))
         self.step = saved.step
+        # A checkpoint that predates `elapsed` knows only the time spent on steps.
+        counters = {"elapsed": saved.state["seconds"]} | saved.state
         for name in COUNTERS:
-            setattr(self, name, saved.state[name])
+            setattr(self, name, counters[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's slice of a full moment; mismatches pass through and are rejected on load."""
