@@ -176,6 +176,7 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
         ({"optim": {"betas": [0.9]}}, r"betas=\[0.9\] must be 2 numbers"),
         ({"optim": {"clip": "x"}}, r"clip='x' must be a number above 0 and below 1e\+30 or none"),
         ({"model": {"rule": "token_choice"}}, r"rule='token_choice' must be an object such as \{\"name\": "),
+        ({"model": {"rule": {"name": None}}}, r"rule=\{'name': None\} must be an object such as"),
         ({"model": {"rule": {"name": "best"}}}, r"rule='best' is unknown; use one of dense, token_choice, "),
         ({"model": {"rule": {"name": "token_choice", "decay": 1}}}, r"^decay: rule token_choice has no such option"),
     ],

@@ -108,7 +108,7 @@ def check_changes(changes: Options) -> None:
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
         require_valid(SECTIONS[section], options)
         rule = options.get("rule", {"name": DENSE})
-        if not (isinstance(rule, Mapping) and "name" in rule):
+        if not (isinstance(rule, Mapping) and isinstance(rule.get("name"), str)):
             raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
 
 
