@@ -364,6 +364,24 @@ def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
     assert a.loss == pytest.approx(3, abs=1e-9 + 2 * noise)
 
 
+def test_the_flat_range_stays_inside_the_searched_one() -> None:
+    narrow = {"a": Scale(0.018, 0.025, log=True), "b": SCALES["b"]}
+    a = fit_parabolas([each for each in planted(2000) if 0.018 <= each.options["a"] <= 0.025], narrow).parabolas["a"]
+    assert a is not None
+    assert (a.low, a.high) == (0.018, 0.025)
+
+
+def test_few_trials_need_a_curvature_of_more_standard_errors() -> None:
+    """Noise around a line: with 2 degrees of freedom a curvature passes two of its standard errors in 9 % of cases."""
+    random = np.random.default_rng(0)
+    claimed = 0
+    for _ in range(400):
+        losses = 3 + 0.01 * random.standard_normal(5)
+        trials = [trial(n, loss, b=n / 4) for n, loss in enumerate(losses.tolist())]
+        claimed += fit_parabolas(trials, {"b": Scale(-1e9, 1e9, log=False)}).parabolas["b"] is not None
+    assert claimed <= 20  # 2.5 % of 400 are expected
+
+
 def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
     def of(losses: Mapping[float, float]) -> Any:
         return fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())], {"a": SCALES["a"]})
@@ -438,7 +456,19 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     laws = json.loads(out.read_text())["laws"]
     assert [law["option"] for law in laws] == ["matrix_lr", "matrix_lr"]  # the only one on a logarithmic range
     assert laws[0]["exponents"]["d_model"] == pytest.approx(-0.5)
+    assert "warning" not in told
+    assert laws[0]["at_edge"] == []
+    record = read(folders[0])
+    record["studies"]["dense"]["options"]["matrix_lr"]["best"] = 0.098
+    (folders[0] / "sweep.json").write_text(json.dumps(record))
+    assert et("sweep", "--fit", *folders, "--out", out) == 0
+    assert f"warning: dense matrix_lr of {folders[0]} is 0.098, at the edge of its range 0.005..0.1:log" in (
+        capsys.readouterr().out
+    )
+    assert json.loads(out.read_text())["laws"][0]["at_edge"] == [str(folders[0])]
     refused(capsys, et("sweep", "--fit", *folders[:2]), "dense matrix_lr: 2 values are too few")
+    (folders[0] / "sweep.json").write_text(json.dumps(record | {"version": 2}))
+    refused(capsys, et("sweep", "--fit", *folders), "format version 2, but this program reads 1", "sweep again")
     refused(capsys, et("sweep", "--fit", tmp_path), "not the folder of a sweep")
     refused(capsys, et("sweep", "--fit"), "FOLDER")
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .paired import student
+
 TOLERANCE = 0.005  # nats per token
 """The loss above its optimum up to which an option counts as equally good."""
 NEAR = 0.5
@@ -17,8 +19,11 @@ NEAR = 0.5
 SPARE = 2
 """The number of trials beyond that of coefficients without which nothing is fitted."""
 
-SURE = 2
-"""The number of its standard errors that a parabola's curvature must reach to count."""
+SURE = 0.95
+"""The confidence of the two-sided interval, by Student's t, that must exclude a curvature of 0 for it to count."""
+
+EDGE = 0.05
+"""The share of a range, at each end, in which the best value may be the range's doing."""
 
 
 class Scale(NamedTuple):
@@ -33,6 +38,11 @@ class Scale(NamedTuple):
 
     def from_axis(self, place: float) -> float:
         return math.exp(place) if self.log else place
+
+    def is_at_edge(self, value: float) -> bool:
+        """Return True if the value lies in the first or last EDGE of the range, where a better one may lie outside."""
+        place, low, high = map(self.to_axis, (value, self.low, self.high))
+        return not EDGE <= (place - low) / (high - low) <= 1 - EDGE
 
 
 class Trial(NamedTuple):
@@ -56,8 +66,8 @@ class Trial(NamedTuple):
 class Parabola(NamedTuple):
     """The fitted loss over one option, the others at their optimum: loss + curvature · (axis − optimum)².
 
-    optimum, low, high: values of the option; from low to high the loss stays within TOLERANCE of the optimum's. The
-    axis is the option, or its logarithm on a logarithmic scale.
+    optimum, low, high: values of the option; from low to high, both inside the searched range, the loss stays within
+    TOLERANCE of the optimum's. The axis is the option, or its logarithm on a logarithmic scale.
     """
 
     optimum: float
@@ -109,9 +119,10 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
     if rank < coefficients:
         return Fit(dict.fromkeys(scales), 0, None)
     constant, slopes, bends = solution[0], solution[1 : len(scales) + 1], solution[len(scales) + 1 :]
-    residual = math.sqrt(((columns @ solution - losses) ** 2).sum() / (len(near) - coefficients))
+    freedom = len(near) - coefficients
+    residual = math.sqrt(((columns @ solution - losses) ** 2).sum() / freedom)
     errors = residual * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[len(scales) + 1 :]
-    bent = bends > np.maximum(SURE * errors, 0)
+    bent = bends > np.maximum(student(SURE, freedom) * errors, 0)
     least = constant - (slopes[bent] ** 2 / (4 * bends[bent])).sum()
     found: dict[str, Parabola | None] = {}
     for (name, scale), middle, unit, slope, bend, sure in zip(
@@ -122,7 +133,8 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
             place, reach = middle - unit * slope / (2 * bend), unit * math.sqrt(TOLERANCE / bend)
             optimum, low, high = (scale.from_axis(float(place + shift)) for shift in (0, -reach, reach))
             if scale.low <= optimum <= scale.high:
-                found[name] = Parabola(optimum, low, high, float(least), float(bend / unit**2))
+                inside = max(low, scale.low), min(high, scale.high)
+                found[name] = Parabola(optimum, *inside, float(least), float(bend / unit**2))
     return Fit(found, len(near), residual)
 
 

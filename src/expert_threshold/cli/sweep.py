@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from ..analysis.sentences import counted
-from ..analysis.sweep import fit_power_law
+from ..analysis.sweep import Scale, fit_power_law
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
-from ..experiment import opened, read_record
+from ..experiment import VERSION, opened, read_record
 from ..install import et
 from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
 from ..plan import costs
@@ -338,36 +338,66 @@ SIZES = {
 }
 
 
+AGAIN = "restore it from a copy, or sweep again"
+
+
+class Best(NamedTuple):
+    """The best value of an option in a sweep, the sizes of its runs, and whether it is at the edge of its range."""
+
+    folder: str
+    sizes: dict[str, float]
+    value: float
+    space: str
+    at_edge: bool
+
+
 def fit(folders: Sequence[str], out: str | None) -> None:
     """Print the power laws of the best options over the sweeps' sizes. Raises ValueError if none can be fitted."""
-    found: dict[tuple[str, str], list[tuple[str, dict[str, float], float]]] = {}
+    found: dict[tuple[str, str], list[Best]] = {}
     for folder in folders:
         path = Path(folder) / SWEEP.file
         record = read_json(path) if path.is_file() else {}
-        if record.get("format") != f"expert-threshold {SWEEP.name}":
+        if record.get("format") != SWEEP.format:
             raise ValueError(f"{folder}: not the folder of a sweep; name the --out of an et sweep")
-        with damage_told(path, "restore it from a copy, or sweep again"):
+        if record.get("version") != VERSION:
+            raise ValueError(
+                f"{path}: format version {record.get('version')}, but this program reads {VERSION}; {AGAIN}"
+            )
+        with damage_told(path, AGAIN):
             sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
             for method, study in record["studies"].items():
                 for option, entry in study["options"].items():
                     value = entry["best"] if entry["fit"] is None else entry["fit"]["optimum"]
                     if entry["scale"] is not None and entry["scale"]["log"] and value is not None:
-                        found.setdefault((method, option), []).append((folder, sizes, float(value)))
+                        best = Best(
+                            folder, sizes, float(value), entry["space"], Scale(**entry["scale"]).is_at_edge(value)
+                        )
+                        found.setdefault((method, option), []).append(best)
     laws: list[dict[str, Any]] = []
+    warnings: list[str] = []
     reasons: list[str] = []
     for (method, option), rows in found.items():
         try:
-            law = fit_power_law([sizes for _, sizes, _ in rows], [value for *_, value in rows])
+            law = fit_power_law([row.sizes for row in rows], [row.value for row in rows])
         except ValueError as error:
             reasons.append(f"{method} {option}: {error}")
             continue
-        residuals = dict(zip([folder for folder, *_ in rows], law.residuals, strict=True))
-        laws.append({"method": method, "option": option} | law._asdict() | {"residuals": residuals})
+        residuals = dict(zip([row.folder for row in rows], law.residuals, strict=True))
+        own = {"residuals": residuals, "at_edge": [row.folder for row in rows if row.at_edge]}
+        laws.append({"method": method, "option": option} | law._asdict() | own)
+        warnings += [
+            f"warning: {method} {option} of {row.folder} is {show_value(row.value)}, at the edge of its range "
+            f"{row.space}, so the best may lie outside; sweep a wider range"
+            for row in rows
+            if row.at_edge
+        ]
     if not laws:
         raise ValueError(reasons[0] if reasons else "no folder has a finished trial with a logarithmic option")
     console = Console(width=None if Console().is_terminal else 120)
     for found_law in laws:
         say(console, told(found_law))
+    for warning in warnings:
+        say(console, warning)
     for reason in reasons:
         say(console, f"not fitted: {reason}")
     if out is not None:

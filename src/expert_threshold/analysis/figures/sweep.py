@@ -101,7 +101,7 @@ def _draw_number(axes: Axes, name: str, entry: Mapping[str, Any], trials: Sequen
         color=MUTED,
     )
     if fit is not None:
-        axes.axvspan(max(fit["low"], low), min(fit["high"], high), color=GRID, linewidth=0)
+        axes.axvspan(fit["low"], fit["high"], color=GRID, linewidth=0)
         x = np.geomspace(low, high, 100) if scale["log"] else np.linspace(low, high, 100)
         away = np.log(x / fit["optimum"]) if scale["log"] else x - fit["optimum"]
         axes.plot(x, fit["loss"] + fit["curvature"] * away**2, color=INK, linewidth=1)
