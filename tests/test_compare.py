@@ -623,9 +623,27 @@ def test_flops_follow_the_fanout_that_was_measured(finished: Path) -> None:
     assert dense["fanout_trained"] is None
     for run in runs:
         if run["method"] == "expert_threshold":
-            more = run["flops"] - choice["flops"]
+            more = run["flops"][-1] - choice["flops"][-1]
             experts = 2 * (run["fanout_trained"] - 1) * STEPS * 2 * 32  # layers, more experts, tokens
             assert more == pytest.approx(experts * 6 * 2 * 32 * d_expert, rel=0.01)
+
+
+def test_flops_follow_the_fanout_of_each_step(copy: Path) -> None:
+    """The fanout drifts: twice as many experts in the last two of four steps, over the same mean."""
+    run = RunFolder.open(copy / "expert_threshold" / "seed_0")
+    records = run.metrics.read()
+    for record in records:
+        for layer in record["layers"].values() if record["split"] == "train" else ():
+            layer["fanout_mean"] = 1.0 if record["step"] <= 2 else 3.0
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    drifting = read_result(run, "expert_threshold", 0)
+    even = read_result(RunFolder.open(copy / "token_choice" / "seed_0"), "token_choice", 0)
+    assert drifting is not None
+    assert even is not None
+    assert drifting.fanout_trained == 2
+    assert drifting.flops[0] == even.flops[0]
+    assert drifting.flops[1] > 2.1 * drifting.flops[0]
+    assert even.flops[1] == 2 * even.flops[0]
 
 
 def test_the_page_holds_every_method_and_sorts(finished: Path) -> None:
@@ -664,6 +682,24 @@ def test_comparisons_join_into_one_table(
         refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
 
 
+def test_joined_rows_name_what_differs_of_their_experts_and_versions(
+    finished: Path, copy: Path, tmp_path: Path
+) -> None:
+    record = read(copy)
+    del record["methods"]["dense"]
+    record["runs"] = [run for run in record["runs"] if run["method"] != "dense"]
+    for rule in record["methods"].values():
+        rule["num_experts"] = 64
+    record["machines"][0]["expert_threshold"] = "9.9"
+    (copy / "compare.json").write_text(json.dumps(record))
+    assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
+    rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
+    both = [f"{method} ({experts} experts)" for experts in (4, 64) for method in CHOSEN[1:]]
+    assert [row["method"] for row in rows] == ["dense", *both]
+    for page in ("compare.html", "compare.md"):
+        assert "several versions of expert-threshold: 0.1.0 and 9.9" in (tmp_path / "out" / page).read_text()
+
+
 def test_seconds_of_different_machines_are_not_compared(finished: Path, small: list[object], tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     assert et("compare", *small, "--rules", "token_choice_aux", "--out", other) == 0
@@ -690,7 +726,8 @@ def test_a_joined_folder_without_runs_or_with_damage_is_told(
     changes: list[tuple[str, Any, str]] = [
         ("runs", [], "has no finished run"),
         ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
-        ("runs", [whole["runs"][0] | {"curve": [], "clock": []}], "damaged"),
+        ("runs", [whole["runs"][0] | {"curve": [], "clock": [], "flops": []}], "damaged"),
+        ("runs", [whole["runs"][0] | {"flops": 1e9}], "predates FLOPs measured until each validation"),
         ("costs", {}, "damaged"),
         ("machines", [{}], "damaged"),
     ]

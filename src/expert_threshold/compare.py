@@ -37,7 +37,7 @@ from .runs import RunFolder
 from .runs.files import damage_told, read_json, replace_file, to_json
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
-ELSEWHERE = "restore it from a copy, or leave it out of --join"
+ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of --join"
 
 
 class Findings(NamedTuple):
@@ -173,7 +173,7 @@ class Comparison(NamedTuple):
         )
         return (
             f"{start} on {corpus}: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = "
-            f"{short(cost['tokens'])} tokens; {machines}"
+            f"{short(cost['tokens'])} tokens; {machines}{_versions(self.record['machines'])}"
         )
 
     def draw(self) -> None:
@@ -189,6 +189,12 @@ class Comparison(NamedTuple):
 def _are_one(machines: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if all runs were timed on the same machine."""
     return len({(machine["cpu"], machine["gpu"], machine["threads"]) for machine in machines}) == 1
+
+
+def _versions(machines: Sequence[Mapping[str, Any]]) -> str:
+    """Return a clause that names the versions of this package that made the runs, if they are several."""
+    found = list(dict.fromkeys(str(machine["expert_threshold"]) for machine in machines))
+    return f"; made by several versions of expert-threshold: {listed(found)}" if len(found) > 1 else ""
 
 
 def routing_costs(config: RunConfig) -> dict[str, int | None]:
@@ -212,11 +218,12 @@ SHARED = {
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
     """Return the runs of several comparisons as one. baseline: None is the usual one.
 
-    Raises ValueError if one is no comparison, their budgets or texts differ, or two have the same run.
+    If their numbers of experts differ, methods are named with them. Raises ValueError if one is no comparison, their
+    budgets or texts differ, or two have the same run.
     """
     first: dict[str, Any] | None = None
-    results: dict[tuple[str, int], Result] = {}
-    costs: dict[str, Any] = {}
+    rows: list[tuple[str, Result, int | None, dict[str, Any]]] = []  # folder, run, experts, costs
+    numbers: set[int | None] = set()
     machines: list[Any] = []
     headlines = []
     for folder in folders:
@@ -231,31 +238,34 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
                 name: record["options"][section][name] for section, names in SHARED.items() for name in names
             }
             runs = [result_from(run) for run in record["runs"]]
-            costs |= {
-                run.method: {name: record["costs"][run.method][name] for name in ("bytes_sent", "state_bytes")}
-                for run in runs
-            }
+            for run in runs:
+                costs = {name: record["costs"][run.method][name] for name in ("bytes_sent", "state_bytes")}
+                rows.append((folder, run, record["methods"][run.method].get("num_experts"), costs))
+                numbers |= {rows[-1][2]} - {None}
             machines += record["machines"]
-            _are_one(machines)
+            timed, versions = _are_one(machines), _versions(machines)
         if not runs:
             raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
         first = first or budget
         for name, value in budget.items():
             if value != first[name]:
                 raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
-        for run in runs:
-            if (run.method, run.seed) in results:
-                raise ValueError(f"--join {folder}: {run.method} with seed {run.seed} is in another folder, too")
-            results[run.method, run.seed] = run
         headlines.append(f"{folder} ({counted(len(runs), 'run')})")
-    methods = list(dict.fromkeys(method for method, _ in results))
+    results: dict[tuple[str, int], Result] = {}
+    every_cost: dict[str, dict[str, Any]] = {}
+    for folder, run, experts, costs in rows:
+        name = run.method if experts is None or len(numbers) == 1 else f"{run.method} ({experts} experts)"
+        if (name, run.seed) in results:
+            raise ValueError(f"--join {folder}: {name} with seed {run.seed} is in another folder, too")
+        results[name, run.seed] = run._replace(method=name)
+        every_cost[name] = costs
     return Findings(
-        f"joined from {listed(headlines)}",
+        f"joined from {listed(headlines)}{versions}",
         list(results.values()),
-        costs,
-        chosen_baseline(baseline, methods),
+        every_cost,
+        chosen_baseline(baseline, list(every_cost)),
         margin,
-        timed=_are_one(machines),
+        timed,
     )
 
 

@@ -23,10 +23,11 @@ def result(
     seed: int,
     losses: list[float | None],
     clock: list[float] | None = None,
-    flops: float = 100.0,
+    flops: list[float] | None = None,
 ) -> Result:
     curve = [(10 * (i + 1), loss) for i, loss in enumerate(losses)]
     clock = clock or [float(i + 1) for i in range(len(losses))]
+    flops = flops or clock
     return Result(method, seed, losses[-1], 1.0, 1.0, 1.0, 1.0, 0.0, curve, clock, flops, 1.0, 1.0, 0.0, 0.0)
 
 
@@ -83,12 +84,14 @@ def test_methods_without_a_seed_in_common_are_left_out() -> None:
 
 
 def test_at_equal_flops_and_seconds_the_cheaper_run_of_a_pair_sets_the_limit() -> None:
-    slow = result("slow", 0, [4, 3, 2], clock=[2, 4, 6], flops=200)
-    base = result("base", 0, [5, 4, 3], clock=[1, 2, 3], flops=100)
-    quick = result("quick", 0, [5, 5], clock=[0.1, 0.2], flops=1)
+    slow = result("slow", 0, [4, 3, 2], clock=[2, 4, 6], flops=[80, 120, 200])
+    base = result("base", 0, [5, 4, 3], clock=[1, 2, 3], flops=[30, 60, 100])
+    quick = result("quick", 0, [5, 5], clock=[0.1, 0.2], flops=[0.5, 1])
     _, row, _ = judge([base, slow, quick], "base")
     assert row.at_flops is not None
-    assert row.at_flops.mean == pytest.approx(3.5 - 3)  # 100 of 200 FLOPs lie between the first two validations
+    assert row.at_flops.mean == pytest.approx(
+        3.5 - 3
+    )  # 100 FLOPs lie between 80 and 120, those of the first two validations
     assert row.at_seconds is not None
     assert row.at_seconds.mean == pytest.approx(3.5 - 3)
     assert row.seconds_to_loss == 4  # 3.0 at the second validation

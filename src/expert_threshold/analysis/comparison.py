@@ -29,7 +29,7 @@ class Result(NamedTuple):
     fanout_std: float | None
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
     clock: list[float]  # seconds of training until each validation
-    flops: float  # of training, by its mean fanout
+    flops: list[float]  # of training until each validation, by the fanout of each step
     # Means over training, of each step's worst layer and of all layers.
     load_spread_trained: float | None
     fanout_trained: float | None
@@ -77,9 +77,10 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         fanout_mean, fanout_std = _moments(counts)
         spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]  # None: no tokens
         training = [record for record in records if record["split"] == "train"]
-        fanout = _over_training(training, "fanout_mean", mean)
         loss, late = _number(last["loss"]), [r["cross_entropy"] for r in training if r["step"] > LATE * steps]
-        timed = ([0, *(r["step"] for r in training)], [0.0, *(r["seconds"] for r in training)])
+        logged, validated = [0, *(r["step"] for r in training)], sorted(validations)
+        config, fanouts = GPTConfig.from_dict(model), [_over_training([r], "fanout_mean", mean) for r in training]
+        flops = [float(tokens * flops_per_token(config, rate=fanout)) for fanout in fanouts]
         return Result(
             method,
             seed,
@@ -89,11 +90,11 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
             max(spreads, default=None),
             fanout_mean,
             fanout_std,
-            [(step * tokens, _number(record["loss"])) for step, record in sorted(validations.items())],
-            np.interp(sorted(validations), *timed).tolist(),
-            steps * tokens * flops_per_token(GPTConfig.from_dict(model), rate=fanout),
+            [(step * tokens, _number(validations[step]["loss"])) for step in validated],
+            np.interp(validated, logged, [0.0, *(r["seconds"] for r in training)]).tolist(),
+            np.interp(validated, logged, [0.0, *np.cumsum(np.diff(logged) * flops)]).tolist(),
             _over_training(training, "load_spread", max),
-            fanout,
+            _over_training(training, "fanout_mean", mean),
             counts[0] / sum(counts) if sum(counts) else None,
             None if loss is None or not late or None in late else loss - mean(late),
         )
@@ -101,12 +102,15 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
 
 def result_from(record: Mapping[str, Any]) -> Result:
     """Return the result in a record of compare.json. Raises LookupError, TypeError or ValueError if it is damaged."""
-    numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", "curve", "clock")}
+    lists = ("curve", "clock", "flops")
+    numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", *lists)}
+    if not isinstance(record["flops"], list):
+        raise ValueError("it predates FLOPs measured until each validation")
     curve = [(_number(tokens), _number(loss)) for tokens, loss in record["curve"]]
-    clock = [float(seconds) for seconds in record["clock"]]
-    if not curve or len(curve) != len(clock):
-        raise ValueError(f"{len(curve)} losses at {len(clock)} times")
-    return Result(method=str(record["method"]), curve=curve, clock=clock, **numbers)
+    clock, flops = ([float(value) for value in record[name]] for name in ("clock", "flops"))
+    if not curve or not len(curve) == len(clock) == len(flops):
+        raise ValueError(f"{len(curve)} losses at {len(clock)} times and {len(flops)} numbers of FLOPs")
+    return Result(method=str(record["method"]), curve=curve, clock=clock, flops=flops, **numbers)
 
 
 def _over_training(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -70,7 +70,8 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         if not pairs:
             continue
         last: list[tuple[float | None, float | None]] = [(mine.loss, other.loss) for mine, other in pairs]
-        by_flops, by_seconds = ([_at_equal(used, *pair) for pair in pairs] for used in (_flops_of, _seconds_of))
+        by_flops = [_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs]
+        by_seconds = [_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs]
         is_baseline = method == baseline
         rows.append(
             Judged(
@@ -79,7 +80,7 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
                 None if is_baseline else _difference(last, margin),
                 None if is_baseline else _difference(by_flops, margin),
                 None if is_baseline or not timed else _difference(by_seconds, margin),
-                mean(mine.flops for mine, _ in pairs),
+                mean(mine.flops[-1] for mine, _ in pairs),
                 median(mine.clock[-1] for mine, _ in pairs) if timed else None,
                 _median([_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
             )
@@ -93,19 +94,12 @@ def _difference(losses: Sequence[tuple[float | None, float | None]], margin: flo
     return paired(known, margin) if len(known) == len(losses) else None
 
 
-def _at_equal(used: Callable[[Result], list[float]], mine: Result, other: Result) -> tuple[float | None, float | None]:
+def _at_equal(
+    mine: Result, my_use: Sequence[float], other: Result, its_use: Sequence[float]
+) -> tuple[float | None, float | None]:
     """Return both losses when each run had used as much as the cheaper one uses in all."""
-    limit = min(used(mine)[-1], used(other)[-1])
-    return loss_at(mine, used(mine), limit), loss_at(other, used(other), limit)
-
-
-def _seconds_of(run: Result) -> list[float]:
-    return run.clock
-
-
-def _flops_of(run: Result) -> list[float]:
-    """Return the FLOPs until each validation, which grow with the tokens."""
-    return [run.flops * tokens / run.curve[-1][0] for tokens, _ in run.curve]
+    limit = min(my_use[-1], its_use[-1])
+    return loss_at(mine, my_use, limit), loss_at(other, its_use, limit)
 
 
 def loss_at(run: Result, used: Sequence[float], limit: float) -> float | None:
@@ -202,8 +196,8 @@ def notes(baseline: str, margin: float) -> str:
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
         f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. At "
         "equal FLOPs and seconds: at those of the cheaper run of the pair, linear between validations; a run cut short "
-        "there has not finished its schedule. FLOPs are those of training by its measured fanout, seconds those "
-        "of optimizer steps. Max load / mean: of each training step, in the worst layer. Tokens without expert: in "
-        "validation. Validation − training: the last validation loss minus the loss of training's last tenth. Bytes "
+        "there has not finished its schedule. FLOPs are those of training by the measured fanout of each step, seconds "
+        "those of optimizer steps. Max load / mean: of each training step, in the worst layer. Tokens without expert: "
+        "in validation. Validation − training: the last validation loss minus the loss of training's last tenth. Bytes "
         "sent: by one rank of 8 for routing in one optimizer step, all layers."
     )
