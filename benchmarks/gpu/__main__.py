@@ -23,7 +23,7 @@ from . import ROOT
 from .about import card, missing, torch_too_old
 from .compile import to_markdown
 from .conduct import clean_processes, conduct
-from .record import FORMAT, Record, only_one, read_json, write_json
+from .record import FAILURES, FORMAT, Record, only_one, read_json, write_json
 from .setting import Row, Setting
 from .stages import NEEDS_NO_CARD, STAGES
 from .summary import summarise
@@ -39,7 +39,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main() -> int:
-    """Run the command line; returns 0, 1 if a case failed, 2 on bad input, 130 after Ctrl-C."""
+    """Run the command line; returns 0, 1 if a case failed or timed out, 2 on bad input, 130 after Ctrl-C."""
     start = time.monotonic()
     arguments = parse()
     try:
@@ -75,7 +75,7 @@ def measured(stages: list[str], setting: Setting, end: float, context: BaseConte
         print(f"incomplete; to go on where it stopped: python -m benchmarks.gpu {shlex.join(sys.argv[1:])}")
     if interrupted:
         return 130
-    return int(any(record.count("failed") for record in records))
+    return int(any(record.count(status) for record in records for status in FAILURES))
 
 
 def parse() -> argparse.Namespace:

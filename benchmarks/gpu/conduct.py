@@ -64,8 +64,9 @@ def _run_stage(stage: str, setting: Setting, end: float, context: BaseContext) -
             return
         record = Record(setting.out, stage)
         if record.running is not None:
-            why = "was stopped, its time was up" if stopped else f"ended with exit code {process.exitcode}"
-            record.put(record.running, "failed", {"reason": f"the process {why}"})
+            status = "timed out" if stopped else "failed"
+            why = "the stage's time was up" if stopped else f"the process ended with exit code {process.exitcode}"
+            record.put(record.running, status, {"reason": why})
         elif process.exitcode != LOST_DEVICE:
             return  # it failed outside its cases, and would again
         if stopped or time.monotonic() > setting.deadline:

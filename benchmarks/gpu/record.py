@@ -13,7 +13,8 @@ from typing import Any
 from .setting import Row
 
 FORMAT = "expert-threshold gpu benchmark 1"
-DONE = ("measured", "failed", "unavailable")
+FAILURES = ("failed", "timed out")
+DONE = ("measured", *FAILURES, "unavailable")
 """The statuses of cases that a resumed run leaves alone; the fourth, "not run", is for lack of time."""
 
 
@@ -54,8 +55,9 @@ def only_one(folder: Path) -> Iterator[None]:
 class Record:
     """The results of one stage in FOLDER/STAGE.json.
 
-    `cases` maps names to rows, each with a `status`: "measured"; "failed" or "unavailable", with a `reason`; "not run"
-    for lack of time. `running` names the case that was begun and has not ended. `complete` says that nothing is left.
+    `cases` maps names to rows, each with a `status`: "measured"; "failed", "timed out" (stopped after its stage's time)
+    or "unavailable", with a `reason`; "not run" for lack of time. `running` names the case that was begun and has not
+    ended. `complete` says that nothing is left.
     """
 
     def __init__(self, folder: Path, stage: str) -> None:

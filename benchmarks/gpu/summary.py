@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .record import Record
+from .record import DONE, FAILURES, Record
 from .setting import Row
 from .stages import STAGES, module_of
 
@@ -28,12 +28,13 @@ def headline(facts: Row) -> str:
 
 def about(record: Record) -> list[str]:
     """Return a stage's lines: its counts, its numbers, its first failures."""
-    counts = ", ".join(f"{n} {status}" for status in ("measured", "failed", "unavailable", "not run")
+    counts = ", ".join(f"{n} {status}" for status in (*DONE, "not run")
                        if (n := record.count(status)))  # fmt: skip
     unfinished = "" if record.complete else "; incomplete"
-    failures = [f"{name}: {row['reason']}" for name, row in record.cases.items() if row["status"] == "failed"]
+    failures = [f"{row['status'].upper()} {name}: {row['reason']}" for name, row in record.cases.items()
+                if row["status"] in FAILURES]  # fmt: skip
     more = [f"… and {len(failures) - SAID} more failures"] if len(failures) > SAID else []
     rows = record.measured()
     said = module_of(record.stage).lines(rows) if rows else []
     return ["", f"## {record.stage}: {counts or 'nothing'}{unfinished}", "",
-            *(f"- {line}" for line in [*said, *(f"FAILED {f}" for f in failures[:SAID]), *more])]  # fmt: skip
+            *(f"- {line}" for line in [*said, *failures[:SAID], *more])]  # fmt: skip

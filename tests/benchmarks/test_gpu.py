@@ -257,6 +257,29 @@ def test_a_case_that_kills_its_process_is_recorded_and_the_others_run(tmp_path: 
     assert _Process.begun == 2
 
 
+def test_a_case_that_outlasts_its_stage_is_recorded_as_timed_out(tmp_path: Path) -> None:
+    class Hanging(_Process):
+        ended = False
+
+        def terminate(self) -> None:
+            self.ended = True
+
+        def is_alive(self) -> bool:
+            return not self.ended
+
+    class Context:
+        Process = Hanging
+
+    conduct(["step"], setting_in(tmp_path), time.monotonic() + 60, Context())  # type: ignore[arg-type]
+    record = Record(tmp_path, "step")
+    assert record.cases["two"] == {"status": "timed out", "reason": "the stage's time was up"}
+    assert record.is_done("two")
+    del record.cases["one"]  # an empty row, of which there is nothing to say
+    record.facts = {"gpu": "a card", "commit": "0" * 40, "date": "today"}
+    record.write()
+    assert "TIMED OUT two: the stage's time was up" in summarise(tmp_path)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_without_a_card_one_line_says_what_works(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--stages", "ceilings"]

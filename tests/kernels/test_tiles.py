@@ -43,7 +43,26 @@ def test_without_the_variable_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -
     assert tiles.measured_tiles("multiply", CONSTANTS, CUDA) is None
 
 
-@pytest.mark.parametrize("content", ["{", "[]", json.dumps({"format": "other"}), json.dumps({"format": tiles.FORMAT})])
+def of_rows(*rows: object) -> str:
+    return json.dumps({"format": tiles.FORMAT, "gpu": "a card", "tiles": rows})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        json.dumps({"format": "other"}),
+        json.dumps({"format": tiles.FORMAT}),
+        of_rows("multiply"),
+        of_rows({"kernel": "multiply", "tiles": TILES}),
+        of_rows({"kernel": "multiply", "constants": [], "tiles": TILES}),
+        of_rows({"kernel": "multiply", "constants": {}, "tiles": 3}),
+        of_rows({"kernel": "multiply", "constants": {}, "tiles": {"tile_m": 128}}),
+        of_rows({"kernel": "multiply", "constants": {}, "tiles": TILES | {"num_warps": "8"}}),
+        of_rows({"kernel": "multiply", "constants": {}, "tiles": TILES | {"num_warps": 0}}),
+    ],
+)
 def test_a_damaged_file_is_told_in_one_line(file: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=f"{tiles.VARIABLE}={file}: no file of tiles .*; measure anew, or unset it"):

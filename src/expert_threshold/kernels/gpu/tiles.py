@@ -14,8 +14,9 @@ import torch
 VARIABLE = "EXPERT_THRESHOLD_TILES"
 FORMAT = "expert-threshold tiles 1"
 
+NAMES = {"tile_m", "tile_n", "num_warps", "num_stages"}
 Tiles = dict[str, int]
-"""tile_m, tile_n, num_warps and num_stages of a launch."""
+"""The numbers of a launch, by NAMES."""
 
 
 def measured_tiles(kernel: str, constants: Mapping[str, Any], device: torch.device) -> Tiles | None:
@@ -49,6 +50,11 @@ def _read(path: str) -> tuple[str, list[dict[str, Any]]]:
         record = json.loads(Path(path).read_bytes())
         if record["format"] != FORMAT:
             raise ValueError("another format")
+        for row in record["tiles"]:
+            if not (isinstance(row["kernel"], str) and isinstance(row["constants"], dict)):
+                raise ValueError("a row without a kernel's name and its constants")
+            if row["tiles"].keys() != NAMES or not all(type(n) is int and n > 0 for n in row["tiles"].values()):
+                raise ValueError(f"tiles={row['tiles']} are not whole numbers above 0 for {', '.join(sorted(NAMES))}")
         return record["gpu"], record["tiles"]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (AttributeError, OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{VARIABLE}={path}: no file of tiles ({error}); measure anew, or unset it") from None
