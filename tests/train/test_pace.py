@@ -20,6 +20,13 @@ def test_tokens_are_those_of_the_steps_that_fit_into_the_time(monkeypatch: pytes
     assert torch.equal(torch.get_rng_state(), random)
 
 
+def test_a_run_shorter_than_the_measurement_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`et sweep --steps 2` failed on an assertion of the learning rate's schedule."""
+    monkeypatch.setattr(pace, "SECONDS", 0)
+    config = resolve("tiny", changes={"train": {"batch_size": 4, "steps": 1, "eval_every": 1}})
+    assert pace.tokens_within(60, config.model, config.optim, config.train) > 0
+
+
 def test_no_time_at_all_is_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pace, "SECONDS", 0)
     config = resolve("tiny", changes={"train": {"batch_size": 4}})

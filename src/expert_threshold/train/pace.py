@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -38,6 +39,7 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         # auto depends on the number of steps, which is not known yet
         compiling = config.compile == "on" and pick_compile(model, config, device, ranks=1, say=lambda _: None)
         forward = compiled(gpt) if compiling else None
+        config = replace(config, steps=max(config.steps, WARMUP_STEPS + 1))  # as many as are measured
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS
