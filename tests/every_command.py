@@ -17,6 +17,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,16 @@ def compare() -> None:
     assert re.search(r"^ min_p ", table, re.MULTILINE), table
     record = json.loads((out / "compare.json").read_text())
     assert "min_p" in json.dumps(record)
+
+
+def sweep() -> None:
+    if find_spec("optuna") is None:
+        return
+    out, space = FOLDER / "sweep", "--space p_rate=0.1|0.5"
+    told = et(f"sweep {WHAT} --methods min_p --steps 2 --eval-every 2 --trials 1 {space} --out {out}")
+    assert re.search(r"^ *min_p +1 .* p_rate ", told, re.MULTILINE), told
+    assert json.loads((out / "sweep.json").read_text())["studies"]["min_p"]["best"]["options"] == {"p_rate": "0.5"}
+    assert json.loads((out / "min_p" / "best.json").read_text())["model"]["rule"]["name"] == "min_p"
 
 
 def evaluate() -> None:
@@ -294,7 +305,7 @@ def analyze() -> None:
 
 
 STEPS: list[Callable[[], None]] = [
-    plan, help_and_nonsense, train, resume, begin_from, compare, evaluate, calibrate, generate, serve,
+    plan, help_and_nonsense, train, resume, begin_from, compare, sweep, evaluate, calibrate, generate, serve,
     export_and_import, transformers, lm_eval, ranks, compiled, analyze,
 ]  # fmt: skip
 

@@ -20,8 +20,8 @@ FIGURES = ["analyze"] if find_spec("matplotlib") else []
 BRIDGE = ["transformers"] if find_spec("transformers") else []
 HARNESS = ["lm_eval"] if find_spec("lm_eval") else []
 COMMANDS = [
-    "plan", "help_and_nonsense", "train", "resume", "begin_from", "compare", "evaluate", "calibrate", "generate",
-    *SERVING, "export_and_import", *BRIDGE, *HARNESS, *FIGURES,
+    "plan", "help_and_nonsense", "train", "resume", "begin_from", "compare", "sweep", "evaluate", "calibrate",
+    "generate", *SERVING, "export_and_import", *BRIDGE, *HARNESS, *FIGURES,
 ]  # fmt: skip
 
 
