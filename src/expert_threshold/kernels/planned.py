@@ -23,6 +23,8 @@ class Planned(NamedTuple):
     ranks: int = 1
 
 
+# A global of the module, since torch.compile guards on globals but breaks the graph at a context variable. Only
+# `ranks_of` reads it for tensors with data, so nothing may train in another thread while a plan is made.
 _planned: Planned | None = None
 
 

@@ -413,9 +413,10 @@ class GPT(nn.Module):
             moe.router.update(observation)
 
     def snapshot(self) -> GPT:
-        """Return a copy for inference, its matrices in the compute dtype, of a model that changes no more.
+        """Return a copy for inference, its matrices in the compute dtype; valid until this model's weights change.
 
-        Matrices that need no cast are shared with this model; queries, keys and values are copied. Embeddings and
+        Matrices that need no cast are shared with this model, so that a server holds them once; queries, keys and
+        values are copied, so a step of training would leave the copy neither old nor new. Embeddings and
         routers keep their dtype, since a forward casts at most what it looks up in them to the compute dtype.
         """
         with torch.device("meta"):
