@@ -8,7 +8,8 @@ Every contestant of ours is a run of `et train quickstart`; without --ours there
 recipe `nanochat`. nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths,
 vocabulary and context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the
 batch. Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
-Seconds are those of optimizer steps alone; of nanochat's, the first two, which compile, count as much as the median.
+Seconds are those of optimizer steps alone. Compiling is left out: of nanochat's, the first two steps count as much as
+the median; of ours, with `--compile on`, the first interval counts as much as the median interval.
 
 Contestants train one after the other, so nothing else should run. Finished runs are kept, and the same command
 continues. Writes speedrun.json, speedrun.md and speedrun.png into --out.
@@ -69,7 +70,18 @@ def curve_of(out: Path) -> Curve:
     records = folder.metrics.read()
     seconds = {record["step"]: record["seconds"] for record in records if record["split"] == "train"}
     tokens = tokens_per_step(folder)
-    return [(r["step"] * tokens, seconds[r["step"]], r["loss"]) for r in records if r["split"] == "validation"]
+    compiling = seconds_of_compiler(seconds) if folder.config["compiled"] else 0.0
+    return [
+        (r["step"] * tokens, seconds[r["step"]] - compiling, r["loss"]) for r in records if r["split"] == "validation"
+    ]
+
+
+def seconds_of_compiler(seconds: dict[int, float]) -> float:
+    """Return what the first steps of a compiled run took beyond the median step. seconds: since the start, by step."""
+    steps = [0, *seconds]
+    since = [0.0, *seconds.values()]
+    per_step = [(b - a) / (j - i) for (i, j), (a, b) in zip(pairwise(steps), pairwise(since), strict=True)]
+    return max(0.0, (per_step[0] - statistics.median(per_step)) * steps[1])
 
 
 def tokens_per_step(folder: RunFolder) -> int:
@@ -214,8 +226,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         "",
         "Loss in nats per token; ± is the standard deviation over seeds. The shares are of the tokens and seconds that "
         "nanochat needs to its last loss: medians over seeds, linear between validations. nanochat has its default "
-        "rates, not scaled by the batch as its script does for its own; its first two steps, which compile, count as "
-        "much as the median step.",
+        "rates, not scaled by the batch as its script does for its own. The seconds of compilers are left out.",
         "",
     ]
     if result["left_out"]:

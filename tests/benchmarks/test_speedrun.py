@@ -28,6 +28,11 @@ def test_seconds_are_those_at_the_goal() -> None:
     assert speedrun.reached(FALLING, 3.5, 1) == 4.0
 
 
+def test_the_compilers_seconds_are_those_beyond_the_median_step() -> None:
+    assert speedrun.seconds_of_compiler({10: 25.0, 20: 35.0, 30: 45.0, 35: 50.0}) == 15
+    assert speedrun.seconds_of_compiler({10: 9.0, 20: 19.0, 30: 29.0}) == 0
+
+
 def test_shares_are_of_what_nanochat_needs_and_absent_where_a_seed_never_gets_there() -> None:
     theirs: speedrun.Curve = [(200, 10.0, 5.0), (400, 20.0, 3.5)]
     never: speedrun.Curve = [(400, 5.0, 4.0)]
