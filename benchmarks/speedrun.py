@@ -36,6 +36,7 @@ from common import call, compute_dtype, machine, over_seeds
 from rich.console import Console
 from rich.progress import Progress
 
+from expert_threshold.analysis.sentences import counted
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 
@@ -203,9 +204,10 @@ def summarise(runs: dict[str, list[Curve]]) -> dict[str, Any]:
 
 def to_markdown(result: dict[str, Any]) -> str:
     here = result["machine"]
+    spread = lambda found: f" ± {found['spread']:.3f}" if result["seeds"] > 1 else ""  # noqa: E731
     lines = [
-        f"{result['steps']} steps, {result['tokens']:,} tokens of {result['data']}, {result['seeds']} seeds, "
-        f"{result['dtype']}; {here['cpu']}, {here['threads']} threads, torch {here['torch']}, "
+        f"{result['steps']} steps, {result['tokens']:,} tokens of {result['data']}, "
+        f"{counted(result['seeds'], 'seed')}, {result['dtype']}; {here['cpu']}, {counted(here['threads'], 'thread')}, torch {here['torch']}, "
         f"{result['date']}, commit {str(result['commit'])[:8]}",
         "",
         "| | validation loss | minus nanochat | tokens/s | seconds | share of nanochat's tokens | of its seconds |",
@@ -215,8 +217,8 @@ def to_markdown(result: dict[str, Any]) -> str:
         less = row.get("minus_nanochat")
         shares = [row.get(f"share_of_{what}") for what in ("tokens", "seconds")]
         cells = [
-            f"{row['loss']['mean']:.3f} ± {row['loss']['spread']:.3f}",
-            "–" if less is None else f"{less['mean']:+.3f} ± {less['spread']:.3f}",
+            f"{row['loss']['mean']:.3f}" + spread(row["loss"]),
+            "–" if less is None else f"{less['mean']:+.3f}" + spread(less),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['seconds']:,.0f}",
             *("–" if less is None else "not reached" if share is None else f"{share:.2f}" for share in shares),
@@ -224,7 +226,7 @@ def to_markdown(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Loss in nats per token; ± is the standard deviation over seeds. The shares are of the tokens and seconds that "
+        "Loss in nats per token, ± its standard deviation over seeds. The shares are of the tokens and seconds that "
         "nanochat needs to its last loss: medians over seeds, linear between validations. nanochat has its default "
         "rates, not scaled by the batch as its script does for its own. The seconds of compilers are left out.",
         "",
@@ -241,17 +243,22 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for colour, (name, curves) in enumerate(result["runs"].items()):
-        for axes, axis in ((left, 0), (right, 1)):
-            for curve in curves:
-                axes.plot([p[axis] for p in curve], [p[2] for p in curve], color=f"C{colour}", alpha=0.3, linewidth=0.8)
-            points = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
-            axes.plot([p[axis] for p in points], [p[2] for p in points], color=f"C{colour}", label=name)
+        for axes, axis, unit in ((left, 0, 1e6), (right, 1, 60)):
+            means = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
+            for points, stroke in (
+                *((curve, {"alpha": 0.3, "linewidth": 0.8}) for curve in curves),
+                (means, {"label": name}),
+            ):
+                axes.plot([p[axis] / unit for p in points], [p[2] for p in points], color=f"C{colour}", **stroke)
     losses = sorted(point[2] for curves in result["runs"].values() for curve in curves for point in curve)
     left.set_ylim(losses[0] - 0.1, losses[int(0.9 * (len(losses) - 1))])  # the first validations would flatten the rest
-    left.set_xlabel("tokens")
-    right.set_xlabel("seconds of training")
+    left.set_xlabel("million tokens")
+    right.set_xlabel("minutes of training")
     left.set_ylabel("validation loss (nats per token)")
-    left.legend(frameon=False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(path, dpi=160)
 
 
