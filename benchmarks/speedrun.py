@@ -207,7 +207,8 @@ def to_markdown(result: dict[str, Any]) -> str:
     spread = lambda found: f" ± {found['spread']:.3f}" if result["seeds"] > 1 else ""  # noqa: E731
     lines = [
         f"{result['steps']} steps, {result['tokens']:,} tokens of {result['data']}, "
-        f"{counted(result['seeds'], 'seed')}, {result['dtype']}; {here['cpu']}, {counted(here['threads'], 'thread')}, torch {here['torch']}, "
+        f"{counted(result['seeds'], 'seed')}, {result['dtype']}; "
+        f"{here['cpu']}, {counted(here['threads'], 'thread')}, torch {here['torch']}, "
         f"{result['date']}, commit {str(result['commit'])[:8]}",
         "",
         "| | validation loss | minus nanochat | tokens/s | seconds | share of nanochat's tokens | of its seconds |",
