@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,22 @@ PIECES: dict[str, dict[str, Any]] = {
 """Each piece of the trunk beside the paper's, and all together, short of sight."""
 
 TEXT = "the cat sat on the mat; the hat of the cat\n"
+
+
+Options = TypeVar("Options", bound=tuple[Hashable, ...])
+
+
+def covering(cases: Iterable[Options], size: int = 2) -> list[Options]:
+    """Choose few of the cases, in which every pair of options that occurs in any case occurs too.
+
+    An option is a place in the tuple and its value there. size: 1 for every option by itself.
+    """
+    sets = {case: set(combinations(enumerate(case), size)) for case in cases}
+    left, chosen = set().union(*sets.values()), []
+    while left:
+        chosen.append(max(sets, key=lambda case: len(sets[case] & left)))
+        left -= sets[chosen[-1]]
+    return chosen
 
 
 def et(*arguments: object) -> int:

@@ -6,6 +6,7 @@ imports, or of variables that imports read, starts an interpreter of its own.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -99,6 +100,7 @@ def _run(
     arguments: Sequence[str], environment: Mapping[str, str], path: Sequence[str], cwd: str, strict: bool,
     pipes: Sequence[int],
 ) -> None:  # fmt: skip
+    gc.freeze()  # what the server has imported is no garbage
     for number, end in enumerate(pipes):
         os.dup2(end, number)
         os.close(end)

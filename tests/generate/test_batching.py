@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, product
 from unittest import mock
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import RULES, small_model
+from cases import RULES, covering, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate import generate
@@ -97,13 +97,15 @@ def same_bits(model: GPT, tokenizer: Tokenizer) -> bool:
     return True
 
 
-@pytest.mark.usefixtures("by")
-@with_every_rule
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rule", "dtype", "by"),
+    covering(product(RULES, [torch.float32, torch.bfloat16], ["operations", "kernel"])),
+    indirect=["by"],
+)
 def test_in_strict_mode_logits_have_the_same_bits_alone_and_among_8_others(
-    tokenizer: Tokenizer, rule: Rule | None, dtype: torch.dtype
+    tokenizer: Tokenizer, rule: str, dtype: torch.dtype, by: None
 ) -> None:
-    model = small_model(rule)
+    model = small_model(RULES[rule])
     model.compute_dtype = dtype
     assert same_bits(model, tokenizer)
 
@@ -206,7 +208,7 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     stop=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 30), max_size=8),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
     text: str, stop: list[str], cuts: list[int]
 ) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from cases import PIECES, RULES, small_model
+from cases import PIECES, RULES, covering, small_model
 from expert_threshold.generate import decoder
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.model import GPT
-from expert_threshold.routing import Rule
 from rounding import assert_rounded
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -23,8 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "trunk": PIECES["all of them"],
 }
 both_ways = pytest.mark.usefixtures("by")
-fast_and_strict = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
-with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+WAYS, MODES = ("operations", "kernel"), ("fast", "strict")
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -36,16 +35,15 @@ def full(model: GPT, tokens: list[int]) -> Any:
     return model(torch.tensor([tokens]), record=True)
 
 
-@both_ways
-@fast_and_strict
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@with_every_rule
+@pytest.mark.parametrize(
+    ("rule", "options", "mode", "by"), covering(product(RULES, OPTIONS, MODES, WAYS)), indirect=["by"]
+)
 def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
-    rule: Rule | None, options: dict[str, Any], strict: bool, monkeypatch: pytest.MonkeyPatch
+    rule: str, options: str, mode: str, by: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoder, "PREFILL", 16)
-    model = small_model(rule, **options)
-    tokens, decoded = tokens_of(40), Decoder(model, 3, 48, strict=strict)
+    model = small_model(RULES[rule], **OPTIONS[options])
+    tokens, decoded = tokens_of(40), Decoder(model, 3, 48, strict=mode == "strict")
     decoded.open(1)
     outputs = [decoded.read(1, piece, every=True) for piece in (tokens[:16], tokens[16:19], tokens[19:20])]
     outputs += [decoded.step({1: token}) for token in tokens[20:]]
@@ -57,12 +55,10 @@ def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
         assert torch.equal(torch.cat([o.assignment[layer] for o in outputs]), routing.assignment[0])
 
 
-@both_ways
-@fast_and_strict
-@with_every_rule
-def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: Rule | None, strict: bool) -> None:
-    model, chance = small_model(rule), random.Random(0)
-    decoded = Decoder(model, 4, 40, strict=strict)
+@pytest.mark.parametrize(("rule", "mode", "by"), covering(product(RULES, MODES, WAYS)), indirect=["by"])
+def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: str, mode: str, by: None) -> None:
+    model, chance = small_model(RULES[rule]), random.Random(0)
+    decoded = Decoder(model, 4, 40, strict=mode == "strict")
     texts: dict[int, list[int]] = {}
     said: dict[int, list[torch.Tensor]] = {}
 
@@ -70,10 +66,11 @@ def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: R
         text, logits = texts.pop(row), torch.stack(said.pop(row))
         torch.testing.assert_close(logits, full(model, text).logits[0, -len(logits) :], **CLOSE)
 
-    for _ in range(60):
+    for _ in range(30):
         row = chance.randrange(4)
-        if row in texts and (chance.random() < 0.2 or len(texts[row]) > 30):
+        if row in texts and (chance.random() < 0.3 or len(texts[row]) > 30):
             decoded.close(row)
+            assert decoded.cache.lengths[row] == 0
             require_the_full_forward(row)
         elif row not in texts:
             texts[row] = chance.choices(range(270), k=chance.randint(1, 12))

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from cases import small_model
+from cases import covering, small_model
 from expert_threshold.model import GPT, Continuation, common_prefix, crop, score
 from expert_threshold.routing import ExpertThreshold
 
@@ -43,7 +43,7 @@ def some_groups(model: GPT, count: int) -> list[list[Continuation]]:
 
 @pytest.fixture(scope="module")
 def groups(model: GPT) -> list[list[Continuation]]:
-    return some_groups(model, 20)
+    return some_groups(model, 8)
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,10 @@ def plain(model: GPT, groups: list[list[Continuation]]) -> list[tuple[float, int
     return found
 
 
-@pytest.mark.parametrize("misses", [True, False])
-@pytest.mark.parametrize("shared_prefix", [1, 8, 10**9])
-@pytest.mark.parametrize("tokens_at_once", [1, 100, 8192])
+@pytest.mark.parametrize(
+    ("misses", "shared_prefix", "tokens_at_once"),
+    covering(itertools.product([True, False], [1, 8, 10**9], [1, 100, 8192])),
+)
 def test_scores_are_those_of_plain_forwards(
     model: GPT, groups: list[list[Continuation]], plain: list[tuple[float, int, int]], misses: bool, shared_prefix: int,
     tokens_at_once: int,

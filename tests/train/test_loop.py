@@ -80,13 +80,13 @@ def test_a_resumed_run_equals_one_that_never_stopped(
     Without accumulation an interval's loss was its cross-entropy's very tensor, and saving failed.
     """
     model = tiny(TRAINED[name])
-    start("whole", model, optim, accumulation=accumulation)
+    start("whole", model, optim, accumulation=accumulation, steps=6)
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     forget_after(tmp_path / "halves", 4)
     torch.manual_seed(999)
-    result = start("halves", model, optim, accumulation=accumulation, resume=True)
+    result = start("halves", model, optim, accumulation=accumulation, steps=6, resume=True)
     assert result.finished
-    assert result.step == 8
+    assert result.step == 6
     assert_same_run(tmp_path / "whole", tmp_path / "halves")
 
 
@@ -542,7 +542,7 @@ SCRIPT = """
 
     config = eval(sys.argv[3])
     def wait(model, tokenizer, step):
-        if step == 12:
+        if step == 6:
             print("waiting", flush=True)
             sys.stdin.readline()
         return ""
@@ -553,13 +553,13 @@ SCRIPT = """
     print(result.step, result.finished)
 """
 LONG = {
-    "steps": 30, "batch_size": 2, "accumulation": 2, "log_every": 3, "eval_every": None, "checkpoint_every": 10,
+    "steps": 9, "batch_size": 2, "accumulation": 2, "log_every": 4, "eval_every": None, "checkpoint_every": 5,
     "threads": 1,
 }  # fmt: skip
 
 
 class Process:
-    """A run of 30 steps in a process of its own, which has made 12 of them and waits for a line."""
+    """A run of 9 steps in a process of its own, which has made 6 of them and waits for a line."""
 
     def __init__(self, path: Path, corpus: Path) -> None:
         arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict())]
@@ -585,8 +585,8 @@ def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stoppe
     process.send(number)
     code, out, err = process.end()
     assert code == 0, err
-    assert out.split() == ["12", "False"]
-    assert RunFolder.open(tmp_path / "stopped").latest_checkpoint() == 12
+    assert out.split() == ["6", "False"]
+    assert RunFolder.open(tmp_path / "stopped").latest_checkpoint() == 6
     assert not (tmp_path / "stopped" / ".lock").exists()
     start("stopped", resume=True, **LONG)
     start("whole", **LONG)
@@ -599,7 +599,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint_as_if_never_stopped(
     process = Process(tmp_path / "killed", corpus)
     process.process.kill()
     process.end()
-    assert RunFolder.open(tmp_path / "killed").latest_checkpoint() == 10
+    assert RunFolder.open(tmp_path / "killed").latest_checkpoint() == 5
     start("killed", resume=True, **LONG)
     start("whole", **LONG)
     assert_same_run(tmp_path / "killed", tmp_path / "whole")
@@ -614,7 +614,7 @@ def test_a_second_ctrl_c_quits_at_once_and_harms_nothing_saved(start: Start, tmp
     assert code != 0
     assert out == ""
     run = RunFolder.open(tmp_path / "stopped")
-    assert run.load_checkpoint().step == 10
+    assert run.load_checkpoint().step == 5
     assert run.metrics.read() is not None
     assert not (tmp_path / "stopped" / ".lock").exists()
 
