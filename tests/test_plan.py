@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from cases import small_model
 from expert_threshold.cli import main
+from expert_threshold.cli import plan as plan_command
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.kernels import cpu, off, scratch
 from expert_threshold.model import GPT
@@ -32,9 +33,8 @@ from expert_threshold.routing import Routing, TokenChoice
 GIB = 2**30
 
 
-# Of the size of the paper's in all but its layers.
-D12 = "d12", "--layers", "3"
-D20 = "d20", "--gpus", "8"
+# As wide as the paper's, but with few layers and experts: a plan takes as long as there are operators to trace.
+D12 = "d12", "--layers", "3", "--num-experts", "4"
 
 
 @functools.cache
@@ -45,6 +45,12 @@ def plan(*arguments: str) -> dict[str, Any]:
         assert main(["plan", *arguments, "--json"]) == 0
     found: dict[str, Any] = json.loads(told.getvalue())
     return found
+
+
+def plan_without_memory(*arguments: str) -> dict[str, Any]:
+    """Return the same, but for the memory, which takes seconds to measure."""
+    with mock.patch.object(plan_command, "memory", return_value=None):
+        return plan.__wrapped__(*arguments)
 
 
 @pytest.mark.parametrize("is_off", [True, False])
@@ -129,6 +135,8 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
     rule: str, sequences: int, sizes: dict[str, int], checkpointing: bool, kernels: bool, tmp_path: Path
 ) -> None:
     """So wide that their backward is the moment that needs most."""
+    if kernels and not cpu.available():
+        pytest.skip("kernels are off on this machine: this is the case of torch's operations")
     config = resolve("quickstart", rule)
     train = replace(config.train, batch_size=sequences, accumulation=1, activation_checkpointing=checkpointing)
     model = replace(config.model, **({"layers": 2, "vocab_size": 512} | sizes))  # type: ignore[arg-type]
@@ -180,9 +188,9 @@ def test_it_names_the_backend_that_auto_chooses() -> None:
         ([*D12, "--dtype", "float32"], "grouped"),
         ([*D12, "--dispatch", "reference"], "reference"),
         (["quickstart", "--device", "cpu"], "cpu" if cpu.available() else "grouped"),
-        ([*D12, "--rule", "dense"], None),
+        (["d12", "--rule", "dense"], None),
     ):
-        assert plan(*arguments)["dispatch"] == backend, arguments
+        assert plan_without_memory(*arguments)["dispatch"] == backend, arguments
 
 
 def test_buffers_take_more_where_they_are_sized_by_bounds() -> None:
@@ -194,22 +202,21 @@ def test_buffers_take_more_where_they_are_sized_by_bounds() -> None:
     ("arguments", "total", "active", "tokens"),
     [
         (("d12",), 575_016_960, 185_733_120, 19_073 * 524_288),
-        (D20, 2_429_153_280, 561_377_280, 21_362 * 524_288),
+        (("d20", "--gpus", "8"), 2_429_153_280, 561_377_280, 21_362 * 524_288),
     ],
     ids=["d12", "d20"],
 )
 def test_the_papers_models_are_counted(arguments: tuple[str, ...], total: int, active: int, tokens: int) -> None:
-    found = plan(*arguments)
+    found = plan_without_memory(*arguments)
     assert (found["params_total"], found["params_active"], found["tokens"]) == (total, active, tokens)
     assert sum(found["parameters"].values()) == total
-    assert found["memory"]["replicate"]["weights"] == 4 * total
     assert found["steps"] * found["tokens_per_step"] == tokens
     assert found["flops_total"] == found["flops_per_token"] * tokens
 
 
 def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time() -> None:
     prices = "--utilisation", "0.5", "--peak-tflops", "1000", "--price-per-gpu-hour", "2"
-    one, eight = plan(*D12, *prices), plan(*D12, *prices, "--gpus", "8")
+    one, eight = plan_without_memory("d12", *prices), plan_without_memory("d12", *prices, "--gpus", "8")
     assert one["flops_total"] == eight["flops_total"] == one["flops_per_token"] * one["tokens"]
     assert one["hours"] == pytest.approx(one["flops_total"] / 0.5e15 / 3600)
     assert one["hours"] == pytest.approx(8 * eight["hours"])
@@ -218,36 +225,38 @@ def test_a_step_of_more_gpus_costs_as_much_and_takes_less_time() -> None:
 
 
 def test_layouts_share_out_what_they_promise() -> None:
-    found = plan(*D20)["memory"]
+    told = plan(*D12, "--gpus", "4")
+    found = told["memory"]
     assert tuple(found) == LAYOUTS
     whole, shard, experts = (found[layout] for layout in LAYOUTS)
-    assert shard["weights"] == pytest.approx(whole["weights"] / 8, rel=0.001)
-    routed = 4 * 1_992_294_400
-    assert experts["weights"] == pytest.approx(whole["weights"] - routed * 7 / 8, rel=0.001)
-    assert shard["peak"] < experts["peak"] < whole["peak"]
+    assert whole["weights"] == 4 * told["params_total"]
+    assert shard["weights"] == pytest.approx(whole["weights"] / 4, rel=0.001)
+    routed = 4 * told["parameters"]["routed_experts"]
+    assert experts["weights"] == pytest.approx(whole["weights"] - routed * 3 / 4, rel=0.001)
+    assert shard["peak"] < whole["peak"]
     assert {parts["optimizer"] for parts in found.values()} == {whole["optimizer"]}
+    assert whole["optimizer"] == pytest.approx(plan(*D12)["memory"]["replicate"]["optimizer"] / 4, rel=0.01)
     assert list(plan(*D12)["memory"]) == ["replicate"]
 
 
 def test_memory_goes_down_with_the_micro_batch_and_with_checkpointing() -> None:
-    peaks = [
-        plan(*D12, "--gpus", "8", "--micro-batch", str(sequences))["memory"]["replicate"]["peak"]
-        for sequences in (32, 16, 8)
-    ]
-    assert peaks == sorted(peaks, reverse=True)
-    checkpointed = plan(*D12, "--gpus", "8", "--activation-checkpointing")["memory"]["replicate"]["peak"]
-    assert checkpointed < 0.6 * peaks[0]
-    assert plan(*D12, "--dtype", "float32", "--gpus", "8")["memory"]["replicate"]["peak"] > 1.5 * peaks[0]
+    def peak(*arguments: str) -> int:
+        found: int = plan(*D12, "--gpus", "8", *arguments)["memory"]["replicate"]["peak"]
+        return found
+
+    assert peak("--micro-batch", "16") < peak()
+    assert peak("--activation-checkpointing") < 0.6 * peak()
+    assert peak("--dtype", "float32") > 1.5 * peak()
 
 
 def test_no_gpu_holds_less_than_one_of_a_layers_experts() -> None:
-    held = {gpus: plan(*D12, "--gpus", str(gpus))["memory"]["expert_parallel"]["weights"] for gpus in (8, 16, 64)}
-    assert held[8] > held[16] == held[64]
+    held = {gpus: plan(*D12, "--gpus", str(gpus))["memory"]["expert_parallel"]["weights"] for gpus in (2, 4, 8)}
+    assert held[2] > held[4] == held[8]
 
 
 def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
     for gpus, accumulation in (("1", 8), ("8", 1)):
-        found = plan("--recipe", "token_choice_aux", "--layers", "3", "--gpus", gpus)
+        found = plan_without_memory("--recipe", "token_choice_aux", "--gpus", gpus)
         assert (found["pool"], found["micro_batch"], found["accumulation"]) == (65_536, 32, accumulation)
 
 
