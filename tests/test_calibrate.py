@@ -61,7 +61,7 @@ def test_cutoffs_are_the_mean_of_the_pools_k_th_largest_scores(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", BY_CUTOFF)
-def test_a_model_without_cutoffs_gets_them_and_the_trained_run_stays_as_it_was(
+def test_calibration_adds_cutoffs_and_leaves_the_trained_run_unchanged(
     name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.read_bytes() for path in sorted((made / name).rglob("*")) if path.is_file()}
@@ -159,7 +159,7 @@ def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
         ("expert_choice", ["--batch-size", "1", "--experts-per-token", "0.01"], "pool of 64 tokens: k = "),
     ],
 )
-def test_what_cannot_be_calibrated_is_refused_in_one_line_and_nothing_is_left(
+def test_an_invalid_calibration_is_refused_in_one_line_and_leaves_nothing(
     name: str, options: list[str], message: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [option.format(made=made) for option in options]

@@ -214,7 +214,7 @@ def test_an_option_that_is_any_text_refuses_none() -> None:
                 resolve("tiny", changes={section: {name: "no-such-name"}})
 
 
-def test_help_shows_the_defaults_of_the_preset_and_the_rule_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_defaults_of_the_chosen_preset_and_rule(capsys: pytest.CaptureFixture[str]) -> None:
     et("plan", "d12", "--rule", "token_choice", "--seed", 17, "--help")
     text = unwrapped(capsys.readouterr().out)
     for default in ("19073", "65536", "token_choice", "17"):
@@ -250,7 +250,7 @@ def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix
     assert "--rule-out INT|none none is no help. (clashing) (default: none)" in text
 
 
-def test_each_rule_says_itself_what_an_option_of_its_own_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_each_rules_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     """The first rule's help once stood for every rule's option of that name."""
     assert et("plan", "--help") == 0
     text = unwrapped(capsys.readouterr().out)
@@ -304,7 +304,7 @@ def test_a_number_is_finite(text: str) -> None:
         parse_value(float, text)
 
 
-def test_types_are_told_in_words() -> None:
+def test_types_are_described_in_words() -> None:
     assert describe(int) == "a whole number"
     assert describe(float | None) == "a number or none"
     assert describe(tuple[float, float]) == "2 numbers such as 0.9,0.9"
@@ -348,7 +348,7 @@ def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.Captu
     assert "quickstart" not in capsys.readouterr().out
 
 
-def test_training_says_what_it_does_and_what_to_type_next(
+def test_training_prints_its_plan_and_the_next_command(
     small: list[object], text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a run"
@@ -600,7 +600,7 @@ def test_a_narrow_model_has_one_head(capsys: pytest.CaptureFixture[str]) -> None
     assert resolve_run(parse_run("et plan", "", [], ["--d-model", "30"])).model.heads == 1
 
 
-def test_a_file_of_text_has_no_place_for_a_tokenizer_beside_it(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tokenizer_for_a_text_file_needs_out(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The text itself was called a cache folder that cannot be written."""
     assert_refused(capsys, et("data", "tokenizer", text, "--vocab-size", 300), "--out is missing", "is a file")
 
@@ -742,7 +742,7 @@ def damage_the_rule(run: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("arguments", [["generate"], ["train", "--resume"]], ids=["generate", "resume"])
-def test_a_damaged_run_is_told_and_left_as_it_is(
+def test_a_damaged_run_is_reported_and_left_as_it_is(
     arguments: list[str],
     damage: Callable[[Path], None],
     parts: list[str],
@@ -758,7 +758,7 @@ def test_a_damaged_run_is_told_and_left_as_it_is(
     assert content(copy) == before
 
 
-def test_a_full_disk_is_told_and_what_was_saved_stays(
+def test_a_full_disk_is_reported_and_what_was_saved_stays(
     small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save = RunFolder.save_checkpoint
@@ -830,7 +830,9 @@ def test_debugging_shows_the_traceback_of_a_users_error(monkeypatch: pytest.Monk
         main(["nonsense"])
 
 
-def test_an_interrupt_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(KeyboardInterrupt()))
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "et train: interrupted\n"

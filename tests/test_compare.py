@@ -220,7 +220,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "train_step", interrupted)
 
 
-def test_an_interrupted_comparison_goes_on_and_equals_one_that_never_stopped(
+def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(
     small: list[object],
     finished: Path,
     tmp_path: Path,
@@ -246,7 +246,7 @@ def test_an_interrupted_comparison_goes_on_and_equals_one_that_never_stopped(
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_or_begins_anew(
+def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(
     small: list[object], finished: Path, copy: Path
 ) -> None:
     """One run was killed after step 2, one before its first checkpoint, one before anything was written."""
@@ -298,7 +298,7 @@ def test_progress_names_the_run_the_step_and_what_is_left(
     assert "methods × seeds: 2 × 2 = 4 runs" in shown.out
 
 
-def test_the_time_left_in_all_is_that_of_this_run_and_of_as_many_as_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_time_left_covers_this_run_and_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr("expert_threshold.experiment.time.monotonic", lambda: now)
     first = run_title("1/3", now, [], later=2)
@@ -351,7 +351,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--threads", 100_000], ["threads=100000", "at most"]),
     ],
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_made(
+def test_an_invalid_comparison_is_refused_before_anything_is_created(
     options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(capsys, et("compare", *small, *options, "--out", tmp_path / "out"), *parts)
@@ -409,7 +409,7 @@ def test_no_name_is_no_folder(small: list[object], capsys: pytest.CaptureFixture
     refused(capsys, et("compare", *small, "--out", ""), "--out: must not be empty")
 
 
-def test_what_is_to_be_done_is_told_before_the_text_is_read(
+def test_the_work_ahead_is_announced_before_the_text_is_read(
     small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("compare", *small, "--data", tmp_path / "missing.txt", "--out", tmp_path / "out") == 2
@@ -430,7 +430,7 @@ def test_a_comparison_of_a_file_says_so(
     assert capsys.readouterr().out.startswith(f"d4 with {config} on missing.txt: 4 steps")
 
 
-def test_a_folder_in_which_a_comparison_was_killed_before_anything_was_written_is_taken(
+def test_a_folder_holding_only_a_stale_lock_can_become_a_comparison(
     small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
@@ -451,7 +451,7 @@ def change(record: Any, path: str, value: Any) -> None:
 
 @pytest.mark.parametrize("value", [..., None, [5]], ids=repr)
 @pytest.mark.parametrize("path", ["options", "methods", "machines", "corpus", "corpus.hash"])
-def test_a_damaged_record_is_told_and_left_as_it_is(
+def test_a_damaged_record_is_reported_and_left_unchanged(
     path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = read(copy)
@@ -468,7 +468,7 @@ def test_a_damaged_record_is_told_and_left_as_it_is(
         ("layers.2.load_spread", "x"),
     ],
 )  # fmt: skip
-def test_damaged_measurements_of_a_run_are_told_and_left_as_they_are(
+def test_damaged_measurements_are_reported_and_left_unchanged(
     path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copy / "token_choice" / "seed_1"
@@ -488,7 +488,7 @@ def test_damaged_measurements_of_a_run_are_told_and_left_as_they_are(
         ("dense/seed_0/metrics.jsonl", b'{"step": 1}\n{}\n'),
     ],
 )
-def test_a_file_that_was_cut_or_replaced_is_told_by_name_and_left_as_it_is(
+def test_a_truncated_or_replaced_file_is_named_and_left_unchanged(
     name: str, content: bytes, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copy / name).write_bytes(content)
@@ -682,7 +682,7 @@ def test_comparisons_join_into_one_table(
         refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
 
 
-def test_joined_rows_name_what_differs_of_their_experts_and_versions(
+def test_joined_rows_name_their_number_of_experts_and_note_several_versions(
     finished: Path, copy: Path, tmp_path: Path
 ) -> None:
     record = read(copy)
@@ -719,7 +719,7 @@ def test_an_unknown_baseline_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_joined_folder_without_runs_or_with_damage_is_told(
+def test_joining_an_empty_or_damaged_folder_is_refused(
     finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = read(copy)

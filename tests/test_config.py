@@ -141,7 +141,7 @@ def test_widths_that_are_not_given_follow_the_width_of_the_model() -> None:
     assert (model.d_expert, model.heads, model.kv_heads) == (100, 8, 4)
 
 
-def test_what_is_given_goes_before_the_file_and_the_file_before_the_preset() -> None:
+def test_arguments_override_the_file_and_the_file_overrides_the_preset() -> None:
     file = {"train": {"steps": 50, "seed": 3}, "model": {"rule": {"name": "token_choice", "balance": "aux"}}}
     config = resolve("tiny", file=file, changes={"train": {"seed": 4}}, rule_options={"bias_rate": 0.1})
     assert (config.train.steps, config.train.seed) == (50, 4)
@@ -181,7 +181,7 @@ def test_another_rule_takes_only_the_layers_sizes_from_the_files_rule() -> None:
         ({"model": {"rule": {"name": "token_choice", "decay": 1}}}, r"^decay: rule token_choice has no such option"),
     ],
 )
-def test_nonsense_in_a_file_is_refused_by_name(file: dict[str, Any], message: str) -> None:
+def test_invalid_options_in_a_file_are_refused_by_name(file: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(file=file)
 

@@ -110,7 +110,7 @@ def test_json_is_what_the_files_have(runs: Path, bundle: Path, capsys: pytest.Ca
     assert "validation" not in read(run)
 
 
-def test_what_was_measured_is_not_measured_again(
+def test_saved_results_are_not_measured_again(
     runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = runs / "choice"
@@ -188,7 +188,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     capsys.readouterr()
 
 
-def test_without_a_bundle_it_is_told_where_one_is_to_be_had(
+def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
     runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("evaluate", runs / "threshold", "--json") == 0
@@ -267,7 +267,7 @@ def test_what_cannot_be_done_is_one_line_and_2(
     assert not list(runs.rglob("evaluation.json"))
 
 
-def test_a_run_that_knows_no_text_is_told_what_to_do(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_a_known_text_is_refused_with_the_remedy(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((runs / "threshold" / "config.json").read_text())
     del config["corpus"], config["data"]  # as of an imported model
     (runs / "threshold" / "config.json").write_text(json.dumps(config))

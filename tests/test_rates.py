@@ -81,9 +81,7 @@ def test_several_runs_share_one_table_and_the_figure_that_is_named(
     assert "routed experts per token" in drawn
 
 
-def test_what_is_measured_at_a_rate_is_kept_apart_from_what_was_trained(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runs / "expert_threshold"
     assert et("evaluate", run, "--dtype", "float32") == 0
     trained = (run / "evaluation.json").read_text()

@@ -126,7 +126,7 @@ def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> N
     assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=10)
 
 
-def test_nanochats_trunk_is_the_same_recipe_on_another_trunk_of_which_any_flag_takes_a_piece_away() -> None:
+def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
     plain, trunk = of_paper("nanochat"), of_paper("nanochat_trunk")
     assert trunk.optim == plain.optim
     assert trunk.model == replace(plain.model, **TRUNKS["nanochat"])
@@ -141,7 +141,7 @@ def test_the_release_keeps_its_own_settings() -> None:
 
 
 @pytest.mark.skipif(not PAPER.is_file(), reason="../shared/paper is absent")
-def test_what_the_paper_reports_is_in_the_paper() -> None:
+def test_reported_results_are_quoted_from_the_paper() -> None:
     text = re.sub(r"\\textbf\{|\\textit\{|\}", "", PAPER.read_text(encoding="utf-8"))
     for name, recipe in RECIPES.items():
         loss, core = recipe.reported.cross_entropy, recipe.reported.core

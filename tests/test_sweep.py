@@ -157,7 +157,7 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 4 * 4 + 3], ids=["in the first trial", "in the fifth"])
-def test_a_stopped_sweep_goes_on_and_equals_one_that_never_stopped(
+def test_a_stopped_sweep_resumes_and_equals_one_that_never_stopped(
     step: int,
     command: list[object],
     finished: Path,
@@ -174,7 +174,7 @@ def test_a_stopped_sweep_goes_on_and_equals_one_that_never_stopped(
     assert without_seconds(read(out)) == without_seconds(read(finished))
 
 
-def test_a_killed_sweep_goes_on_with_the_same_trials(command: list[object], finished: Path, copy: Path) -> None:
+def test_a_killed_sweep_resumes_with_the_same_trials(command: list[object], finished: Path, copy: Path) -> None:
     """The process was killed during the last trial, in the middle of a line of the journal."""
     journal = copy / sweep.STUDIES
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -185,7 +185,7 @@ def test_a_killed_sweep_goes_on_with_the_same_trials(command: list[object], fini
     assert without_seconds(read(copy)) == without_seconds(read(finished))
 
 
-def test_a_trial_that_diverges_is_recorded_with_its_reason_and_the_others_go_on(
+def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
     small: list[object], tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -264,7 +264,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
     ],
 )
-def test_what_cannot_be_searched_is_refused_before_anything_is_made(
+def test_an_invalid_search_is_refused_before_anything_is_created(
     options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refused(capsys, et("sweep", *small, *options, "--out", tmp_path / "out"), *parts)
@@ -295,7 +295,7 @@ def test_a_folder_that_is_no_sweep_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_damaged_journal_is_told_in_one_line(
+def test_a_damaged_journal_is_reported_in_one_line(
     command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = copy / sweep.STUDIES
@@ -311,7 +311,7 @@ def test_without_optuna_the_error_names_the_extra(
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_ahead_is_told_before_it_begins(
+def test_the_work_ahead_is_announced_before_it_begins(
     command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et(*command, "--trials", TRIALS + 1, "--out", copy) == 0

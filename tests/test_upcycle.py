@@ -33,7 +33,7 @@ def made_of(model: GPT, rule: Rule, *, seed: int = 0, **options: int) -> GPT:
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_new_model_computes_what_the_dense_one_does(rule: Rule, training: bool, activation: str) -> None:
+def test_the_upcycled_model_computes_the_same_as_the_dense_one(rule: Rule, training: bool, activation: str) -> None:
     before = dense(activation=activation).train(training)
     after = made_of(before, rule)
     assert after.training == training
@@ -54,7 +54,7 @@ def test_it_does_so_at_every_rate(rate: float) -> None:
     torch.testing.assert_close(after(TOKENS).logits, before(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_experts_begin_with_different_units_of_the_dense_layer_and_without_an_output() -> None:
+def test_experts_start_with_different_dense_units_and_zero_output() -> None:
     before = dense(activation="swiglu")
     after = made_of(before, RULES["expert_threshold"])
     again, other = made_of(before, RULES["expert_threshold"]), made_of(before, RULES["expert_threshold"], seed=1)
@@ -124,7 +124,7 @@ def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
 
 
-def test_what_cannot_be_upcycled_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_upcycling_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_run(tmp_path / "experts", small_model())
     write_run(tmp_path / "dense", dense())
     for run, options, message in (

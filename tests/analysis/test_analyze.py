@@ -132,7 +132,7 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
         assert re.search(r"\d", sentence), sentence
 
 
-def test_domains_of_any_name_are_told_apart(out: Path) -> None:
+def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
     data = {name: json.loads((out / f"{name}.json").read_text()) for name in ("specialisation", "domain_shares")}
     for found in data.values():
         assert found["domains"] == {"code": "HumanEval", "math": "GSM8K", "prose": ""}
@@ -191,7 +191,7 @@ def test_an_unfinished_seed_is_left_out_by_name_and_its_method_is_shown(
     assert methods["ET"]["points"][-1][0] == 8 * 64
 
 
-def test_a_method_without_a_finished_run_is_shown_as_far_as_it_went_and_said_to_be(
+def test_a_method_without_a_finished_run_is_shown_and_marked_unfinished(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     copy = stopped_early(runs / "et", tmp_path / "et")
@@ -216,7 +216,7 @@ def test_a_method_without_a_number_for_a_figure_is_named(runs: Path, tmp_path: P
         assert re.search(f"<li>{title} of ET: [^<]+</li>", html)
 
 
-def test_a_comparison_of_cutoffs_says_what_was_recorded_and_no_zero_by_construction(out: Path, runs: Path) -> None:
+def test_cutoffs_are_compared_where_recorded_never_with_zeros_by_construction(out: Path, runs: Path) -> None:
     choice, threshold = data_of(out, "cutoff_stability")["methods"]
     assert (choice["exact"], threshold["exact"]) == (True, False)
     assert choice["bound"] is None  # every load is exact by definition, which is no finding
@@ -358,7 +358,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return line
 
 
-def test_what_cannot_be_analysed_is_told_in_a_line(
+def test_what_cannot_be_analysed_is_reported_in_a_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "no such run folder" in refused(capsys, "analyze", tmp_path / "none")

@@ -172,7 +172,7 @@ def test_no_type_is_smaller_than_can_be_read_on_a_phone(drawn: list[tuple[str, F
             assert not text.get_text().strip() or text.get_fontsize() >= SMALL, (name, text.get_text())
 
 
-def test_wide_figures_give_way_to_narrow_ones_before_type_gets_too_small() -> None:
+def test_narrow_figures_replace_wide_ones_before_type_gets_too_small() -> None:
     assert "@media (max-width: 50rem)" in CSS
     wide, half = 50 * 16 - 2 * 16, (50 * 16 - 4 * 16) / 2
     assert SMALL / 72 / WIDE * wide >= 9

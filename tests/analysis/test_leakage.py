@@ -27,7 +27,7 @@ EXAMPLE = MoELayers(expansion=8, granularity=2, layers=9)  # the paper's: 9 laye
 models = st.builds(MoELayers, st.integers(2, 64), st.integers(1, 8), st.integers(1, 40))
 
 
-def test_the_papers_example_leaks_more_than_50_bits_a_token_by_the_bound_and_78_exactly() -> None:
+def test_the_papers_example_leaks_at_least_50_bits_a_token_and_exactly_78() -> None:
     assert EXAMPLE.experts == 144
     assert bound(EXAMPLE) == pytest.approx(50.5, abs=0.05)
     assert leakage(EXAMPLE, 524_288) == pytest.approx(78.3, abs=0.05)
@@ -58,7 +58,7 @@ def test_leakage_lies_between_the_papers_bound_and_the_limit_where_pools_divide(
 
 
 @given(models, st.integers(1, 10**9))
-def test_leakage_per_token_is_a_constant_that_a_larger_pool_comes_closer_to(model: MoELayers, k: int) -> None:
+def test_leakage_per_token_approaches_a_constant_as_pools_grow(model: MoELayers, k: int) -> None:
     """Not superlinear: by Stirling, what is missing is ½ log2(2π·N·p·(1 − p)) / N per expert."""
     per_token = [leakage(model, factor * k * model.expansion) for factor in (1, 2, 4)]
     assert all(a < b * (1 + 1e-12) for a, b in pairwise(per_token))
@@ -81,7 +81,7 @@ def test_the_entropy_of_a_coin_has_the_values_worked_by_hand() -> None:
 
 
 @given(models, st.integers(1, 10**6), st.sampled_from([16, 32]))
-def test_finite_precision_leaks_its_bits_once_per_pool_and_never_more_than_infinite(
+def test_finite_precision_leaks_at_most_its_bits_per_pool_and_no_more_than_infinite(
     model: MoELayers, tokens: int, bits: int
 ) -> None:
     found = finite_leakage(model, tokens, bits)
@@ -128,7 +128,7 @@ def test_all_choices_together_fill_the_cutoffs_without_overlap() -> None:
         assert all(a[1] == b[0] for a, b in pairwise(intervals))
 
 
-def test_the_papers_comparison_with_equality_would_fail_at_the_lower_end() -> None:
+def test_comparing_with_greater_or_equal_fails_at_the_lower_end() -> None:
     """z = 1{r ≥ c}, as Algorithm 2 writes, takes the one token that this choice leaves."""
     lower, _ = encode([False])
     _, (score,), _ = decode(lower, 1)
@@ -136,7 +136,7 @@ def test_the_papers_comparison_with_equality_would_fail_at_the_lower_end() -> No
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(n, k) for n in range(1, 5) for k in range(n + 1)])
-def test_no_causal_decoder_does_with_less_advice_than_the_number_of_choices(tokens: int, k: int) -> None:
+def test_a_causal_decoder_needs_as_much_advice_as_there_are_choices(tokens: int, k: int) -> None:
     """Tries the 2ᴺ − 1 scores that a binary search can ask for."""
     assert least_advice(tokens, k, 2**tokens - 1) == math.comb(tokens, k)
 

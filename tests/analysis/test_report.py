@@ -270,7 +270,7 @@ def test_a_run_of_nothing_but_gaps_has_a_report(name: str, run: Callable[..., Ru
     assert set(page_of(run(name, all_null)).texts.get("h3", [])) <= {"Fanout"}
 
 
-def test_events_are_told(run: Callable[..., RunFolder]) -> None:
+def test_events_are_reported(run: Callable[..., RunFolder]) -> None:
     folder = run()
     folder.metrics.append({"step": 4, "split": "event", "event": "dead_expert", "layer": 2, "expert": 3})
     folder.metrics.append({"step": 5, "split": "event", "event": "skipped_step", "in_a_row": 1})
@@ -280,7 +280,7 @@ def test_events_are_told(run: Callable[..., RunFolder]) -> None:
     assert "steps 5, 6" in text
 
 
-def test_a_damaged_record_is_told(run: Callable[..., RunFolder]) -> None:
+def test_a_damaged_record_is_reported(run: Callable[..., RunFolder]) -> None:
     folder = run()
     lines = folder.metrics.path.read_text().splitlines(keepends=True)
     folder.metrics.path.write_text("".join(["{\n", *lines]))
@@ -289,7 +289,9 @@ def test_a_damaged_record_is_told(run: Callable[..., RunFolder]) -> None:
     assert not folder.report.exists()
 
 
-def test_without_matplotlib_the_remedy_is_told(run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_remedy_is_reported(
+    run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = run()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=re.escape(install("viz"))):
@@ -320,7 +322,7 @@ def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -
         assert batch_cutoffs[expert].get_ydata().tolist() == [r["layers"]["2"]["batch_cutoff"][expert] for r in train]
 
 
-def test_what_is_said_of_after_warmup_leaves_out_the_line_that_warmup_ends_in(run: Callable[..., RunFolder]) -> None:
+def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run: Callable[..., RunFolder]) -> None:
     """A line of the log tells of all steps since the line before, some of them of warmup."""
     folder = run()
     config = json.loads((folder.path / "config.json").read_text())

@@ -37,7 +37,7 @@ from expert_threshold.data import IGNORED
 CHANCE = np.random.Generator(np.random.PCG64(0))
 
 
-def test_studies_have_names_of_their_own_and_all_that_a_reader_is_told() -> None:
+def test_studies_have_names_of_their_own_and_all_that_a_reader_is_reported() -> None:
     names = [study.name for study in FIGURES]
     assert len(set(names)) == len(names)
     assert all(study.title and study.section and study.draw.__doc__ and study.compute.__doc__ for study in FIGURES)
@@ -157,7 +157,7 @@ def test_loads_that_never_vary_cost_nothing() -> None:
     assert Spread(1 / 16, 0, 0).closed_form(256, 64, 64) == 1
 
 
-def test_what_is_uneven_for_good_stays_so_however_many_tokens_there_are() -> None:
+def test_a_persistent_imbalance_does_not_vanish_with_more_tokens() -> None:
     spread = Spread(usage=1 / 16, clustering=1, usage_spread=0.2)
     assert spread.closed_form(10**9, 256, 256) == pytest.approx(1 + 0.2 * largest_of(256), rel=1e-3)
     assert spread.closed_form(64, 256, 256) > spread.closed_form(1024, 256, 256)
@@ -215,7 +215,7 @@ def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
     assert probe_layer(rows, [unbounded], torch.zeros(4)) == [(0, 0, 0)]
 
 
-def test_expert_choice_over_a_sequence_tells_of_its_future_alone_and_less_in_larger_pools() -> None:
+def test_sequence_pools_reveal_only_the_future_and_larger_pools_reveal_less() -> None:
     rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
     alone, some, many = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
     assert alone.pool == pytest.approx(alone.future)

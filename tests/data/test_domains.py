@@ -26,7 +26,7 @@ def held_out(source: object, **options: str) -> list[str]:
     return list(open_held_out(str(source), **options).documents("validation"))
 
 
-def test_of_the_embedded_corpus_it_is_the_validation_split_and_code_is_its_source(
+def test_embedded_holds_out_its_validation_split_and_code_only_the_source(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split = [("a.py", "x = 1"), ("a.py#docstrings", "prose"), ("pydoc_data/topics.py#if", "more prose")]
@@ -43,7 +43,7 @@ def test_of_shards_it_is_the_last_and_of_one_file_everything(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["test.jsonl", "validation-00000-of-00001.jsonl"])
-def test_of_a_folder_it_is_what_is_named_so(tmp_path: Path, name: str) -> None:
+def test_a_folder_holds_out_its_files_named_test_or_validation(tmp_path: Path, name: str) -> None:
     write(tmp_path / "train.jsonl", {"text": "for training"})
     assert held_out(tmp_path) == ["for training"]
     write(tmp_path / name, {"text": "held out"}, {"text": "  "})

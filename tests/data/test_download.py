@@ -164,7 +164,7 @@ def test_a_server_that_fails_for_a_while_is_asked_again(faults: list[str], serve
     assert left_over(tmp_path) == ["a"]
 
 
-def test_what_has_arrived_is_not_asked_for_again(server: Server, tmp_path: Path) -> None:
+def test_a_retry_requests_only_the_missing_bytes(server: Server, tmp_path: Path) -> None:
     server.files["a"] = CONTENT
     server.faults["a"] = ["short", "short"]
     download([server.remote("a", tmp_path)])
@@ -172,7 +172,7 @@ def test_what_has_arrived_is_not_asked_for_again(server: Server, tmp_path: Path)
     assert server.ranges["a"] == [None, f"bytes={half}-", f"bytes={half + quarter}-"]
 
 
-def test_the_next_call_goes_on_where_the_last_one_failed(server: Server, tmp_path: Path) -> None:
+def test_the_next_call_resumes_where_the_last_one_failed(server: Server, tmp_path: Path) -> None:
     server.files["a"] = CONTENT
     server.faults["a"] = ["short", *["503"] * module.ATTEMPTS]
     with pytest.raises(ValueError, match=r"/a: HTTP 503 .*, 6 times in a row; try again later, the partial"):
@@ -214,7 +214,7 @@ def test_a_part_without_its_note_is_thrown_away(server: Server, tmp_path: Path) 
     assert (tmp_path / "a").read_bytes() == CONTENT
 
 
-def test_a_file_that_was_whole_when_the_program_was_killed_is_not_asked_for_again(
+def test_a_download_killed_before_its_rename_is_not_requested_again(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.files["a"] = CONTENT
@@ -402,7 +402,7 @@ def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, m
         (zipped({"eval_bundle/a": CONTENT[:5000]}).replace(CONTENT[100:200], bytes(100)), "Bad CRC-32|invalid"),
     ],
 )
-def test_an_archive_that_is_damaged_or_leads_elsewhere_is_refused_whole(
+def test_a_damaged_or_escaping_archive_is_refused_entirely(
     archive: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(public, "MOST_BYTES", 2 << 20)

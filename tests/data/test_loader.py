@@ -134,7 +134,7 @@ def test_a_position_outside_the_corpus_is_refused(position: Position) -> None:
 
 
 @given(CORPORA, st.integers(1, 9))
-def test_windows_have_every_token_but_the_first_as_target_once_in_order(tokens: Tokens, context: int) -> None:
+def test_windows_contain_every_token_but_the_first_once_as_a_target(tokens: Tokens, context: int) -> None:
     found = list(windows(tokens, context))
     targets = [target for window in found for target in window.targets.tolist()]
     kept = [target for target in targets if target != IGNORED]

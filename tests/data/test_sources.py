@@ -184,7 +184,7 @@ def test_the_last_of_several_parquet_files_is_for_validation(tmp_path: Path) -> 
     assert corpus.describe() == f"{tmp_path}: 100 documents, 0.00 MB for training; 50 documents, 0.00 MB for validation"
 
 
-def test_another_field_can_hold_the_text_and_blank_documents_and_a_byte_order_mark_are_left_out(tmp_path: Path) -> None:
+def test_text_field_is_configurable_and_blank_documents_and_byte_order_marks_are_dropped(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [*TEXTS, "", " \n"], field="body")
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf\n" + (tmp_path / "a.jsonl").read_bytes())
     write_parquet(tmp_path / "a.parquet", [*TEXTS, "", " \n"], field="body")

@@ -259,7 +259,7 @@ def test_packing_stops_once_there_is_enough(tmp_path: Path, tokenizer: Tokenizer
     assert texts == list(corpus.documents("validation")) == TEXTS[180:]
 
 
-def test_a_tokenizer_that_lies_beside_the_shards_is_theirs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_tokenizer_beside_the_shards_is_used(tmp_path: Path, tokenizer: Tokenizer) -> None:
     folder = write_shards(tmp_path / "shards")
     assert open_source(str(folder)).tokenizer is None
     tokenizer.save(folder / "tokenizer.json")
@@ -294,7 +294,9 @@ def test_damaged_shards_are_named_in_one_line(tmp_path: Path) -> None:
     open_source(str(folder))
 
 
-def test_damaged_shards_and_row_groups_are_skipped_and_told_if_asked(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_damaged_shards_and_row_groups_are_skipped_and_reported_on_request(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     folder = write_shards(tmp_path / "shards")
     bad = damage(folder)
     corpus = open_source(str(folder), skip_damaged=True)
@@ -317,7 +319,7 @@ def test_a_damaged_validation_shard_is_never_skipped(tmp_path: Path) -> None:
         open_source(str(folder), skip_damaged=True)
 
 
-def test_fineweb_edu_is_what_was_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fineweb_edu_opens_the_downloaded_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXPERT_THRESHOLD_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"fineweb-edu is not in .*: download it with et data fineweb-edu --shards N"):
         open_source("fineweb-edu")
@@ -380,7 +382,7 @@ def test_tokens_on_disk_give_the_same_batches_as_their_shards(tmp_path: Path, to
 
 
 @pytest.mark.parametrize("torn", [0, 7])
-def test_tokenizing_goes_on_where_it_was_interrupted(torn: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_tokenizing_resumes_where_it_was_interrupted(torn: int, tmp_path: Path, tokenizer: Tokenizer) -> None:
     corpus = open_source(str(write_shards(tmp_path / "shards")))
     tokenized(corpus, tokenizer, tmp_path / "whole")
 

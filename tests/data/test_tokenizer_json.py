@@ -111,7 +111,7 @@ def test_loading_gives_our_tokenizer_back(tokenizer: Tokenizer, theirs: Any, tmp
         lambda content: content.update(model=None),
     ],
 )
-def test_a_tokenizer_json_that_encodes_otherwise_is_refused_in_one_line(
+def test_a_tokenizer_json_with_other_encoding_rules_is_refused_in_one_line(
     tokenizer: Tokenizer, tmp_path: Path, change: Callable[[Any], object]
 ) -> None:
     path = tmp_path / "tokenizer.json"

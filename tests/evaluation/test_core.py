@@ -187,7 +187,7 @@ def test_a_subset_is_the_beginning_of_the_shuffled_rows_and_examples_come_from_i
         choose_rows(asked, 4)
 
 
-def test_what_is_scored_begins_where_choices_part_where_contexts_end_or_where_the_answer_begins() -> None:
+def test_scoring_starts_where_choices_diverge_contexts_end_or_the_answer_begins() -> None:
     assert continuations("multiple_choice", [[9, 1, 2, 3], [9, 1, 4]]) == [([9, 1, 2, 3], 2), ([9, 1, 4], 2)]
     assert continuations("schema", [[9, 1, 2, 3, 4], [9, 5, 3, 4]]) == [([9, 1, 2, 3, 4], 3), ([9, 5, 3, 4], 2)]
     assert continuations("language_modeling", [[9, 1], [9, 1, 2, 3]]) == [([9, 1, 2, 3], 2)]

@@ -128,7 +128,7 @@ def test_the_mode_is_restored_after_an_error(tokenizer: Tokenizer) -> None:
     assert model.training
 
 
-def test_by_pools_experts_get_exactly_the_load_of_training_and_causally_they_need_not(tokenizer: Tokenizer) -> None:
+def test_pools_give_exact_loads_and_causal_evaluation_need_not(tokenizer: Tokenizer) -> None:
     model, tokens = make_model(tokenizer, RULES["expert_choice"]), text(tokenizer, 5 * CONTEXT + 1)
     pooled = evaluate(model, tokens, tokenizer, batch_size=2, training_pools=True)
     assert pooled.tokens == 4 * CONTEXT  # the fifth window fills no batch

@@ -78,7 +78,7 @@ def test_it_keeps_the_contract_with_no_question_answered(rule: Rule) -> None:
     check_rule(rule, ranks=False)
 
 
-def test_what_passes_through_is_added_to_the_experts_sum() -> None:
+def test_passthrough_is_added_to_the_routed_sum() -> None:
     moe = MoE(8, 12, WithACopySlot(), shared_experts=0)
     x = torch.randn(2, 16, 8)
     routing = moe.router(x)

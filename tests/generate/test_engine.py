@@ -75,9 +75,7 @@ def test_decoding_with_the_cache_equals_the_full_forward(
 
 
 @with_every_rule
-def test_greedy_text_is_what_full_forwards_would_say_prompt_after_prompt(
-    tokenizer: Tokenizer, rule: Rule | None
-) -> None:
+def test_greedy_text_equals_repeated_full_forwards(tokenizer: Tokenizer, rule: Rule | None) -> None:
     model = small_model(rule)
     for length in (9, 1, 20):
         ids = torch.randint(tokenizer.bos, (1, length))
@@ -262,7 +260,7 @@ def test_a_token_s_colour_says_how_many_experts_it_went_to() -> None:
 
 
 @given(st.text())
-def test_printable_text_has_no_orders_to_a_terminal_and_ordinary_text_stays(text: str) -> None:
+def test_control_characters_are_escaped_and_other_text_is_unchanged(text: str) -> None:
     shown = printable(text)
     assert not [c for c in shown if ord(c) < 32 and c not in "\n\t"]
     assert not [c for c in shown if 127 <= ord(c) < 160]

@@ -100,7 +100,7 @@ def test_of_experts_with_the_same_score_a_token_chooses_the_first() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_in_bfloat16_it_is_within_the_rounding_of_weights_keys_and_values(options: dict[str, Any]) -> None:
+def test_bfloat16_decoding_errs_by_no_more_than_its_rounding(options: dict[str, Any]) -> None:
     """Torch's operations, which round activations too, are not. Every expert is taken, so that no rounding decides."""
     model = small_model(TokenChoice(4, 4), **options)
     exact = [decoded.logits for decoded in steps(filled(model))]

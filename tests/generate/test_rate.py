@@ -54,7 +54,7 @@ def test_a_rate_does_not_reach_training() -> None:
 
 
 @pytest.mark.parametrize("rule", BY_CUTOFF)
-def test_requests_of_several_rates_share_a_batch_and_each_gets_what_it_gets_alone(rule: str) -> None:
+def test_requests_at_different_rates_share_a_batch_with_the_results_of_each_alone(rule: str) -> None:
     model = small_model(RULES[rule])
     rates = (None, 0, 0.5, 2, 4)
     requests = [Request(PROMPT, 12, 0.0, record=True, echo=True, rate=rate) for rate in rates]

@@ -62,7 +62,7 @@ def test_log_likelihoods_are_those_of_one_plain_forward_each(
         assert greedy == bool((probabilities.argmax(1) == wanted).all())
 
 
-def test_what_greedy_decoding_writes_is_told_as_such(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
+def test_greedy_continuations_are_marked_greedy(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
     ids = [tokenizer.bos, *tokenizer.encode("the cat")]
     likeliest = tokenizer.decode([int(log_probabilities(model, [*ids, 0])[-1].argmax())])
     if tokenizer.encode("the cat" + likeliest)[:-1] == ids[1:]:  # and it is one token there, too
@@ -70,7 +70,7 @@ def test_what_greedy_decoding_writes_is_told_as_such(lm: HarnessModel, model: GP
         assert greedy
 
 
-def test_a_continuation_longer_than_the_context_is_told_and_its_end_scored(
+def test_a_continuation_longer_than_the_context_is_reported_and_its_end_scored(
     lm: HarnessModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
@@ -117,7 +117,7 @@ def test_writing_ends_before_a_stop_sequence(lm: HarnessModel, model: GPT, token
     assert lm.generate_until(until(PROMPTS[1:2], until=stop)) == [text[: text.index(stop)]]
 
 
-def test_a_prompt_that_does_not_fit_loses_its_beginning_and_half_of_the_context_is_for_it(
+def test_a_long_prompt_is_cropped_from_the_left_and_generation_gets_half_of_the_context(
     lm: HarnessModel, model: GPT, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     prompt = "the cat sat on the mat; " * 20
@@ -259,7 +259,7 @@ def test_what_cannot_be_asked_is_one_line_and_2(
     assert not (tmp_path / "run" / "evaluation.json").exists() or "writing" in options
 
 
-def test_without_the_harness_it_is_told_how_to_get_it(
+def test_a_missing_harness_is_reported_with_the_command_to_install_it(
     tmp_path: Path, model: GPT, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_run(tmp_path / "run", model)

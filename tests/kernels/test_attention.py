@@ -122,7 +122,7 @@ def test_the_norm_and_its_gradient_are_those_of_float32_rounded() -> None:
     assert torch.equal(kernels.norm(torch.zeros(2, 32).bfloat16()), torch.zeros(2, 32).bfloat16())
 
 
-def test_a_layer_takes_it_in_bfloat16_and_not_in_float32_or_with_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_use_the_kernel_in_bfloat16_but_not_in_float32_or_for_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     taken = []
     monkeypatch.setattr(kernels, "attention", lambda *inputs: taken.append(1) or plain(*inputs))
     attention, table = Attention(64, 2, 1), rotary(torch.arange(64.0), 32)

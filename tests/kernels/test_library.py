@@ -33,7 +33,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @NEEDS_COMPILER
 @pytest.mark.skipif(not torch.cpu.get_capabilities().get("avx512_bf16"), reason="a processor without bfloat16")
 @pytest.mark.skipif(os.environ.get(VARIABLE) == "0", reason="kernels are switched off")
-def test_where_there_are_a_compiler_and_products_of_bfloat16_there_are_kernels() -> None:
+def test_kernels_exist_where_there_are_a_compiler_and_bfloat16_products() -> None:
     """Else all their tests would be skipped and nobody would know."""
     assert cpu.library() is not None
     assert cpu.available()
@@ -117,7 +117,7 @@ def test_what_others_may_write_is_not_loaded(
 
 
 @NEEDS_COMPILER
-def test_nothing_is_loaded_from_below_a_folder_in_which_everyone_may_rename(
+def test_no_library_is_loaded_from_below_a_world_writable_folder(
     source: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The library's own folder was looked at alone, and could be exchanged between the look and the load."""
@@ -221,14 +221,14 @@ def test_the_reason_why_there_are_no_kernels_is_known(
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="there are no kernels here")
-def test_where_there_are_kernels_there_is_no_reason_but_being_switched_off() -> None:
+def test_available_kernels_give_no_reason_unless_switched_off() -> None:
     assert cpu.reason() is None
     with off():
         assert cpu.reason() == "they are switched off"
 
 
 @NEEDS_COMPILER
-def test_a_folder_that_cannot_be_written_is_told_and_done_without(
+def test_a_folder_that_cannot_be_written_is_reported_and_done_without(
     source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(source))  # a file

@@ -26,14 +26,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("file")
-def test_a_launch_gets_the_tiles_of_its_kernel_and_its_constants_and_others_none() -> None:
+def test_tiles_are_found_by_kernel_and_constants() -> None:
     assert tiles.measured_tiles("multiply", CONSTANTS | {"experts": 16}, CUDA) == TILES
     assert tiles.measured_tiles("multiply", CONSTANTS | {"d_in": 1280}, CUDA) is None
     assert tiles.measured_tiles("multiply_segments", CONSTANTS, CUDA) is None
 
 
 @pytest.mark.usefixtures("file")
-def test_another_card_s_tiles_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tiles_of_another_gpu_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
     assert tiles.measured_tiles("multiply", CONSTANTS, CUDA) is None
 
@@ -63,7 +63,7 @@ def of_rows(*rows: object) -> str:
         of_rows({"kernel": "multiply", "constants": {}, "tiles": TILES | {"num_warps": 0}}),
     ],
 )
-def test_a_damaged_file_is_told_in_one_line(file: Path, content: str) -> None:
+def test_a_damaged_file_is_reported_in_one_line(file: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=f"{tiles.VARIABLE}={file}: no file of tiles .*; measure anew, or unset it"):
         tiles.measured_tiles("multiply", CONSTANTS, CUDA)

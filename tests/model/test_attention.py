@@ -154,7 +154,7 @@ def test_a_cache_hands_back_what_it_was_given_layer_by_layer() -> None:
 
 
 @pytest.mark.parametrize("rows", [[1], [0, 1], [3, 0], [0, 2, 3], []])
-def test_what_is_appended_to_some_rows_is_in_these_alone_at_the_end_of_each(rows: list[int]) -> None:
+def test_appending_to_selected_rows_changes_only_their_ends(rows: list[int]) -> None:
     cache = Cache(1, 4, 2, 9, 4, torch.float32, torch.device("cpu"))
     cache.held.normal_()
     cache.lengths = [5, 2, 0, 6]

@@ -71,7 +71,7 @@ def test_the_closed_form_counts_every_parameter(
 
 
 @rules
-def test_active_parameters_are_all_but_the_experts_a_token_does_not_meet(rule: Rule | None) -> None:
+def test_active_parameters_exclude_the_experts_that_a_token_skips(rule: Rule | None) -> None:
     model = GPT(small(rule))
     expert = 2 * 32 * 24
     idle = 0 if rule is None else 2 * (4 - rule.experts_per_token) * expert
@@ -580,7 +580,7 @@ def test_one_batch_can_be_learned_by_heart(name: str) -> None:
     assert all(parameter.any() for parameter in model.parameters())
 
 
-def test_every_parameter_gets_a_gradient_once_the_output_projections_have_left_zero() -> None:
+def test_every_parameter_gets_a_gradient_once_output_projections_are_nonzero() -> None:
     for rule in RULES.values():
         model = lively(rule, activation="swiglu")
         model(tokens_of(4, CONTEXT), tokens_of(4, CONTEXT, 1)).loss.backward()
@@ -644,7 +644,7 @@ def test_a_hook_may_change_what_a_layer_of_experts_hands_on() -> None:
 
 
 @torch.no_grad()
-def test_a_cache_takes_as_many_sequences_as_rows_are_selected_each_once_and_in_inference() -> None:
+def test_a_cache_requires_one_sequence_per_selected_row_and_inference_mode() -> None:
     model = small_model()
     cache, tokens = model.new_cache(3, 8), torch.zeros(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="batch of 2 sequences for 3 rows of the cache"):

@@ -260,7 +260,7 @@ def test_sequences_of_their_own_lengths_share_a_cache_and_a_forward(piece: dict[
                 torch.testing.assert_close(logits[i], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_copy_of_a_cache_goes_on_where_it_was_and_a_row_begun_anew_has_no_past() -> None:
+def test_a_copied_cache_continues_and_a_restarted_row_has_no_past() -> None:
     model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
     cache = model.new_cache(2, CONTEXT)
     with torch.no_grad():

@@ -293,7 +293,7 @@ def test_an_unknown_backend_is_refused_with_the_names_of_the_known() -> None:
         backend_named("fast")
 
 
-def test_all_but_expert_parallel_are_chosen_by_name_which_is_put_in_front_by_splitting() -> None:
+def test_every_backend_but_expert_parallel_is_chosen_by_name() -> None:
     assert set(BY_NAME) == {"auto", *BACKENDS} - {"expert_parallel"}
     assert all(backend.name == name for name, backend in (BACKENDS | BY_NAME).items())
     with pytest.raises(ValueError, match="dispatch='expert_parallel' is unknown"):
@@ -391,7 +391,7 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
             assert group.length * len(of_group) <= PADDING * sum(of_group)
 
 
-def test_experts_of_like_load_share_a_product_and_those_of_unlike_load_do_not() -> None:
+def test_experts_share_a_product_only_if_their_loads_are_similar() -> None:
     assert [group.experts for group in form_groups([10, 9, 10, 10], 1)] == [slice(0, 4)]
     assert [group.experts for group in form_groups([10, 9, 10, 1], 1)] == [slice(0, 2), slice(2, 3), slice(3, 4)]
 

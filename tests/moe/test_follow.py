@@ -235,7 +235,7 @@ def test_a_first_step_that_saw_no_forward_warns() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
-def test_what_is_not_finite_moves_no_rule_and_is_told(rule: Rule, value: float) -> None:
+def test_what_is_not_finite_moves_no_rule_and_is_reported(rule: Rule, value: float) -> None:
     model = Foreign(rule)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     follow(model, optimizer)
@@ -311,7 +311,7 @@ def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:
     assert_all_equal(model.states(), states)
 
 
-def test_ranks_are_a_group_of_their_own_or_all_there_are_once_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_follow_uses_the_given_group_or_the_default_group_once_it_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """`Trainer` of transformers may join them after `follow`."""
     model = Foreign(ROUTED[0])
     follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))

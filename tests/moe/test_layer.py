@@ -189,7 +189,7 @@ def test_the_router_learns_through_the_gates_alone(rule: Rule) -> None:
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_an_expert_without_tokens_teaches_its_row_of_the_router_nothing() -> None:
+def test_an_expert_without_tokens_gives_its_router_row_no_gradient() -> None:
     moe = MoE(8, 12, ExpertThreshold(4, capacity_slack=None, warmup_steps=0))
     moe.router.state.mean.copy_(torch.tensor([-9.0, 9.0, -9.0, 9.0]))
     moe.router.state.weight.fill_(1)

@@ -49,7 +49,7 @@ def test_no_rule_assigns_more_pairs_than_it_says(
     assert assignment.sum() <= most <= sequences * time * rule.num_experts
 
 
-def test_token_choice_says_as_many_as_it_takes_and_nothing_is_said_where_nothing_bounds() -> None:
+def test_max_pairs_is_exact_for_token_choice_and_none_without_a_bound() -> None:
     assert TokenChoice(8, 3).max_pairs(10, training=True) == 30
     assert TokenChoice(8, 3).max_pairs(10, training=False) == 30
     assert ExpertThreshold(8).max_pairs(10, training=False) is None

@@ -183,7 +183,7 @@ def test_zero_gradients_leave_no_nan_and_move_nothing_that_does_not_decay(option
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_parameter_saved_and_loaded_by_torchs_state_dict_goes_on_in_the_same_bits(options: dict[str, Any]) -> None:
+def test_a_parameter_restored_from_torchs_state_dict_continues_bit_for_bit(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(4)
     gradients = torch.randn(6, 3, 8, 4, generator=generator)
     whole, half = (nn.Parameter(torch.ones(3, 8, 4)) for _ in range(2))

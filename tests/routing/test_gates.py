@@ -94,7 +94,7 @@ def test_the_auxiliary_loss_takes_the_mean_of_softmax_over_all_experts_without_t
     torch.testing.assert_close(routing.loss, expected)
 
 
-def test_only_plain_sigmoid_gates_are_told_to_kernels_and_labels_say_which() -> None:
+def test_kernels_are_offered_only_plain_sigmoid_gates_and_labels_name_the_others() -> None:
     rules = [TokenChoice(EXPERTS, gate=gate) for gate in get_args(Gate)]
     assert [rule.sigmoid_gates for rule in rules] == [True, False, False, False]
     assert [rule.label for rule in rules] == ["TC", "TC softmax", "TC softmax chosen", "TC sigmoid norm."]

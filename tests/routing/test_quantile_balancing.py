@@ -70,7 +70,7 @@ def test_updates_on_one_batch_bring_the_largest_load_to_the_mean(rule: Rule) -> 
     assert spread[-1] < 1.05
 
 
-def test_where_tokens_pay_alike_prices_are_the_cutoffs_of_expert_threshold_without_a_mean() -> None:
+def test_with_equal_token_prices_expert_prices_are_cutoffs_without_decay() -> None:
     rule = QuantileBalancing(6, 1)
     scores = make_scores(rule).clamp(max=4)
     scores[..., :2] = 5  # the best and the second best of every token, so that α = 5
@@ -82,7 +82,7 @@ def test_where_tokens_pay_alike_prices_are_the_cutoffs_of_expert_threshold_witho
 
 
 @pytest.mark.parametrize("shift", [-3.0, 2.0])
-def test_a_price_that_all_experts_share_decides_nothing_and_is_forgotten(shift: float) -> None:
+def test_a_price_common_to_all_experts_is_removed(shift: float) -> None:
     rule = QuantileBalancing(6, 2)
     state = PriceState(torch.arange(6) / 8, torch.tensor(1.0))
     shifted = state._replace(mean=state.mean + shift)

@@ -46,7 +46,7 @@ FOLLOWING: dict[str, ExpertChoice | ExpertThreshold] = {
 @pytest.mark.parametrize("earlier", FOLLOWING)
 @pytest.mark.parametrize("later", FOLLOWING)
 @pytest.mark.parametrize("steps", [0, 3, 40])
-def test_a_new_run_goes_on_from_the_cutoffs_of_another_whatever_followed_them(
+def test_a_new_run_starts_from_the_cutoffs_of_another_with_either_estimator(
     earlier: str, later: str, steps: int
 ) -> None:
     """A mean that began with a trend's state kept its last slope for good; an undebiased one the weight of a start."""

@@ -44,7 +44,7 @@ def test_the_rate_on_new_tokens_is_the_one_asked_for(rule: ExpertThreshold, rate
 
 
 @each
-def test_at_rate_zero_no_token_goes_anywhere_and_at_the_highest_every_token_everywhere(rule: ExpertThreshold) -> None:
+def test_rate_zero_routes_nothing_and_the_highest_rate_routes_everything(rule: ExpertThreshold) -> None:
     state = trained(rule)
     for rate, expected in ((0, False), (EXPERTS, True)):
         assert (rule.route(skewed(100), dial(state, rate), training=False).assignment == expected).all()

@@ -178,7 +178,7 @@ def test_a_manifest_cannot_lead_out_of_its_folder(run: RunFolder, name: str) -> 
         run.load_checkpoint()
 
 
-def test_a_part_that_is_no_safetensors_file_is_refused_though_its_hash_is_right(run: RunFolder) -> None:
+def test_a_part_with_the_right_hash_that_is_no_safetensors_file_is_refused(run: RunFolder) -> None:
     folder = run.path / "checkpoints/step_000100"
     (folder / "model.safetensors").write_bytes(b"cos\nsystem\n(S'true'\ntR.")  # a pickle
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -287,7 +287,7 @@ def test_a_save_that_is_killed_at_any_point_leaves_every_checkpoint_whole(run: R
 # Saving again, and removing old ones
 
 
-def test_what_a_killed_save_left_behind_is_ignored_and_cleared_away(run: RunFolder) -> None:
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(run: RunFolder) -> None:
     shutil.copytree(run.path / "checkpoints/step_000100", run.path / "checkpoints/.tmp-step_000150")
     assert run.latest_checkpoint() == 100
     run.save_checkpoint(200, TENSORS, STATE)
@@ -363,7 +363,7 @@ def test_saving_again_replaces_a_link_to_a_damaged_checkpoint(run: RunFolder, tm
     assert not (run.path / "checkpoints/step_000100").is_symlink()
 
 
-def test_a_checkpoint_whose_disk_is_gone_is_not_passed_over(run: RunFolder, tmp_path: Path) -> None:
+def test_a_checkpoint_on_a_missing_disk_is_not_skipped(run: RunFolder, tmp_path: Path) -> None:
     """A resumed run began again before it, or from nothing where the disk of all checkpoints was gone."""
     shutil.rmtree(move_and_link(run.path / "checkpoints/step_000100", tmp_path / "disk"))
     with pytest.raises(ValueError, match=r"step_000100/manifest.json: the file is missing; .*step_000050, which is wh"):

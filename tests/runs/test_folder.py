@@ -108,7 +108,7 @@ def test_an_empty_folder_may_become_a_run(tmp_path: Path) -> None:
     assert RunFolder.create(tmp_path).path == tmp_path
 
 
-def test_a_folder_with_nothing_but_the_lock_of_a_killed_process_may_become_a_run(tmp_path: Path) -> None:
+def test_a_folder_holding_only_a_stale_lock_can_become_a_run(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text('{"pid": 4194305, "host": "here", "process": "dead"}')
     assert RunFolder.create(tmp_path).path == tmp_path
 
@@ -270,7 +270,7 @@ def test_a_second_trainer_is_refused_by_name_and_the_lock_is_given_back(run: Run
     assert not (run.path / ".lock").exists()
 
 
-def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(run: RunFolder) -> None:
+def test_a_lock_is_refused_while_its_process_lives_and_taken_once_it_is_killed(run: RunFolder) -> None:
     program = """if True:
         import sys, time
         from pathlib import Path
@@ -289,14 +289,14 @@ def test_another_process_is_refused_while_it_lives_and_succeeded_when_killed(run
         pass
 
 
-def test_a_lock_file_that_nobody_holds_any_more_is_taken_over_and_removed(run: RunFolder) -> None:
+def test_a_stale_lock_file_is_taken_over_and_removed(run: RunFolder) -> None:
     (run.path / ".lock").write_text("process 1 on elsewhere, long gone")
     with run.lock():
         assert (run.path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert [path.name for path in run.path.iterdir()] == ["config.json"]
 
 
-def test_a_lock_file_removed_while_another_process_opened_it_is_made_anew(
+def test_a_lock_file_removed_between_open_and_lock_is_created_again(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes held the lock: one on the removed file, one on its successor."""
@@ -349,7 +349,7 @@ def test_a_loaded_model_is_the_saved_one_in_evaluation_mode(trained: tuple[RunFo
     torch.testing.assert_close(loaded(tokens).logits, model.eval()(tokens).logits, rtol=0, atol=0)
 
 
-def test_weights_loaded_in_bfloat16_compute_what_weights_cast_in_every_forward_do(
+def test_weights_loaded_as_bfloat16_compute_the_same_as_weights_cast_per_forward(
     trained: tuple[RunFolder, GPT],
 ) -> None:
     run, model = trained

@@ -52,14 +52,14 @@ def test_a_text_opens_a_document_and_token_ids_are_taken_as_they_are(parser: Par
     assert not parse(parser, prompt=cat).opened
 
 
-def test_each_of_n_texts_has_a_seed_of_its_own_whatever_stands_beside_it(parser: Parser) -> None:
+def test_each_of_n_texts_has_its_own_seed_in_any_batch(parser: Parser) -> None:
     requests = parse(parser, prompt=["a", "b"], n=3, seed=-1).requests
     assert [request.seed for request in requests] == [2**63 - 1, 0, 1] * 2
     assert [request.prompt for request in requests[::3]] == [request.prompt for request in requests[2::3]]
     assert [request.seed for request in parse(parser, n=2).requests] == [None, None]
 
 
-def test_what_is_not_given_is_as_in_openai(parser: Parser) -> None:
+def test_defaults_are_openais(parser: Parser) -> None:
     for fields in (
         {},
         dict.fromkeys(("max_tokens", "n", "temperature", "top_p", "stream", "echo", "stop", "logprobs")),
@@ -245,7 +245,7 @@ def step(token: int, text: str, finish: Any = None, logprob: float | None = -1.0
     return Step(token, text, logprob, finish, None, ((97, -0.5), (token, logprob or 0.0)))
 
 
-def test_tokens_are_told_with_their_places_in_the_text(parser: Parser, tokenizer: Tokenizer) -> None:
+def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: Tokenizer) -> None:
     """The steps of an é, cut in two by its bytes, and of what comes around it."""
     asked = parse(parser, prompt="a", echo=True, logprobs=2)
     (choice,) = Answer(asked, tokenizer).choices

@@ -86,7 +86,7 @@ def server() -> Iterator[Served]:
 
 @pytest.mark.parametrize("gate_norm", [None, "fanout"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_a_text_is_told_as_the_model_records_it(rule: Any, gate_norm: Any) -> None:
+def test_a_text_is_reported_as_the_model_records_it(rule: Any, gate_norm: Any) -> None:
     model = small_model(rule, gate_norm=gate_norm)
     with served(model, routes=routes([explored(model)])) as server:
         facts, told = read(server)
@@ -127,7 +127,7 @@ def test_a_text_is_told_as_the_model_records_it(rule: Any, gate_norm: Any) -> No
         assert (facts["layers"][layer]["biases"] is None) == (bias is None)
 
 
-def test_what_is_written_is_told_as_it_would_be_read(server: Served) -> None:
+def test_generated_tokens_are_reported_as_if_read(server: Served) -> None:
     _, told = read(server, max_tokens=8, temperature=0, seed=1)
     assert [token["written"] for token in told].count(True) == 8
     assert told[-1]["finish"] == "length"
@@ -143,7 +143,7 @@ def test_an_empty_text_is_its_beginning_alone(server: Served) -> None:
     assert [(token["token"], token["text"], token["loss"]) for token in told] == [(TOKENIZER.bos, "", None)]
 
 
-def test_at_another_rate_the_cutoffs_told_are_those_that_decided(server: Served) -> None:
+def test_at_another_rate_the_reported_cutoffs_are_those_used(server: Served) -> None:
     facts, told = read(server, rate=3)
     assert facts["experts_per_token"] == 3
     as_trained, _ = read(server)
@@ -159,7 +159,7 @@ def test_a_run_has_a_dial_where_a_rate_can_be_asked_for() -> None:
     assert dials == none | {"expert_choice": 4, "expert_threshold": 4}
 
 
-def test_at_rates_of_none_and_all_the_cutoffs_are_told_all_the_same(server: Served) -> None:
+def test_cutoffs_are_reported_at_the_lowest_and_highest_rates_too(server: Served) -> None:
     for rate in (0, 4):
         _, told = read(server, rate=rate)
         assert {len(layer["experts"]) for token in told for layer in token["layers"]} == {rate}

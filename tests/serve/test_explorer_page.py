@@ -192,7 +192,7 @@ def test_everything_has_a_name_for_who_does_not_see_it(page: Page) -> None:
     assert page.run("document.querySelector('#error').role") == "alert"
 
 
-def test_what_the_model_writes_arrives_token_by_token_and_can_be_stopped(page: Page, server: Served) -> None:
+def test_generated_text_streams_token_by_token_and_can_be_stopped(page: Page, server: Served) -> None:
     server.engine.open.clear()
     page.run("document.getElementById('max_tokens').value = 100")
     page.click("#write")

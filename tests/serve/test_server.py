@@ -236,7 +236,7 @@ def test_tokens_are_at_their_places_in_the_text(client: Any) -> None:
         assert choice.text[offset:].startswith(token)
 
 
-def test_an_error_is_what_the_client_makes_of_it(client: Any) -> None:
+def test_openais_client_raises_the_matching_error(client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist") as unknown:
         client.completions.create(model="other", prompt="")
     assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
@@ -270,7 +270,7 @@ def choices(server: Served, together: bool) -> list[dict[str, Any]]:
     return [json.loads(answer.text)["choices"][0] for answer in answers]
 
 
-def test_in_strict_mode_an_answer_has_the_same_bits_alone_and_among_8_others(server: Served) -> None:
+def test_strict_mode_gives_the_same_bits_alone_and_among_8_requests(server: Served) -> None:
     alone = choices(server, together=False)
     assert len({choice["text"] for choice in alone}) == 9
     assert choices(server, together=True) == alone
@@ -333,7 +333,7 @@ def test_a_run_that_routes_by_pools_in_inference_is_refused(
 # Limits.
 
 
-def test_a_body_may_have_so_many_bytes_and_no_more(server: Served) -> None:
+def test_the_size_of_a_body_is_limited(server: Served) -> None:
     body = json.dumps({"model": "small", "user": "u"}).encode()
     padded = body[:-1] + b" " * (64 * 1024 - len(body)) + b"}"
     assert ask(server, "/v1/completions", padded).status == 200
@@ -341,7 +341,7 @@ def test_a_body_may_have_so_many_bytes_and_no_more(server: Served) -> None:
     assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
 
-def test_a_body_without_a_length_is_counted_as_it_comes(server: Served) -> None:
+def test_a_body_without_a_length_is_counted_while_it_arrives(server: Served) -> None:
     connection = connect(server)
     headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
     connection.request("POST", "/v1/completions", iter([b" " * 30_000] * 3), headers, encode_chunked=True)
@@ -360,7 +360,7 @@ def test_a_body_that_does_not_come_is_not_waited_for() -> None:
         connection.close()
 
 
-def test_what_is_wrong_with_a_request_is_told_by_its_status(server: Served) -> None:
+def test_an_invalid_request_gets_the_matching_status(server: Served) -> None:
     unknown = ask(server, "/v1/models/someone%2Fsmall")  # a name may have a slash
     assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
     path = "/v1/completions"
@@ -379,7 +379,7 @@ def test_what_is_wrong_with_a_request_is_told_by_its_status(server: Served) -> N
         assert answer.error["type"] == "invalid_request_error"
 
 
-def test_a_full_queue_answers_429_and_whoever_waits_is_served() -> None:
+def test_a_full_queue_answers_429_and_queued_requests_are_served() -> None:
     with served(limits=Limits(queue=2), held=True, engine={"slots": 1}) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(complete, server, n=n, temperature=0) for n in (1, 2)]
         until(lambda: server.worker.unfinished == 3)
@@ -458,7 +458,7 @@ def test_a_request_that_does_not_come_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("data", [*UNFINISHED, WHOLE, BODY], ids=["none", "headers", "line", "idle", "body"])
-def test_of_an_address_so_many_hang_and_whoever_comes_is_answered(data: bytes) -> None:
+def test_unfinished_connections_per_address_are_limited_and_new_ones_answered(data: bytes) -> None:
     with served(limits=Limits(header_seconds=9e3, body_seconds=9e3, unfinished=4)) as server:
         hanging = []
         for count in range(1, 21):
@@ -470,7 +470,7 @@ def test_of_an_address_so_many_hang_and_whoever_comes_is_answered(data: bytes) -
             begun.close()
 
 
-def test_requests_that_are_whole_count_as_finished_however_long_they_wait() -> None:
+def test_complete_requests_count_as_finished_while_they_wait() -> None:
     limits = Limits(unfinished=1, header_seconds=1)
     with served(limits=limits, held=True) as server, ThreadPoolExecutor(8) as pool:
         waiting = [pool.submit(complete, server) for _ in range(8)]
@@ -515,7 +515,7 @@ def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
         response.close()
 
 
-def test_a_path_that_there_is_not_is_answered_with_those_that_there_are(server: Served) -> None:
+def test_an_unknown_path_gets_404_with_the_list_of_paths(server: Served) -> None:
     chat = ask(server, "/v1/chat/completions", {"model": "small", "messages": []})
     assert (chat.status, chat.error["code"]) == (404, "unknown_path")
     assert "POST to /v1/completions, with a prompt" in chat.error["message"]
@@ -579,7 +579,7 @@ def test_a_local_server_is_not_reached_by_another_name() -> None:
 # What the operator sees.
 
 
-def test_metrics_count_what_was_done(model: GPT, tokenizer: Tokenizer) -> None:
+def test_metrics_count_requests_tokens_and_pairs(model: GPT, tokenizer: Tokenizer) -> None:
     with served(model) as server:
         for _ in range(2):
             complete(server, max_tokens=6, temperature=0)
@@ -609,7 +609,7 @@ def test_metrics_count_what_was_done(model: GPT, tokenizer: Tokenizer) -> None:
     assert numbers["et_experts_per_token"] == pytest.approx(taken / len(routings) / (read + 5))
 
 
-def test_a_failed_engine_is_told_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_engine_is_reported_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     with served(held=True) as server, ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(complete, server, stream=stream) for stream in (False, True)]
         until(lambda: server.worker.unfinished == 2)
@@ -624,7 +624,7 @@ def test_a_failed_engine_is_told_without_its_traceback(caplog: pytest.LogCapture
     assert "RuntimeError: secret" in caplog.text
 
 
-def test_a_failed_handler_is_told_without_its_traceback(
+def test_a_failed_handler_is_reported_without_its_traceback(
     server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(server.service, "parser", mock.Mock(side_effect=RuntimeError("secret")))
@@ -633,7 +633,7 @@ def test_a_failed_handler_is_told_without_its_traceback(
     assert "secret" not in answer.text
 
 
-def test_a_server_that_is_stopped_ends_its_thread_in_the_middle_of_a_text() -> None:
+def test_stopping_the_server_ends_its_thread_mid_generation() -> None:
     with served(held=True) as server:
         connection = connect(server)
         send(connection, stream=True)
@@ -643,7 +643,7 @@ def test_a_server_that_is_stopped_ends_its_thread_in_the_middle_of_a_text() -> N
     connection.close()
 
 
-def test_what_openapi_says_is_what_the_parser_takes(server: Served) -> None:
+def test_the_openapi_document_matches_the_parser(server: Served) -> None:
     document = json.loads(ask(server, "/openapi.json").text)
     assert document["openapi"] == "3.1.0"
     fields = document["components"]["schemas"]["Request"]["properties"]
@@ -694,7 +694,7 @@ def test_a_port_in_use_is_one_line_and_2_before_anything_starts(
     assert error == f"et serve: --port {port}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
 
 
-def test_a_port_that_another_server_was_faster_to_take_is_one_line_and_2(
+def test_a_port_taken_between_bind_and_listen_is_one_line_and_exit_code_2(
     model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both may bind it; while one of them loads its model, the other listens."""
@@ -752,7 +752,7 @@ def test_nonsense_is_one_line_and_2(
     assert error.count("\n") == 1
 
 
-def test_without_its_packages_it_is_told_how_to_get_them(
+def test_missing_packages_are_reported_with_the_command_to_install_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delitem(sys.modules, "expert_threshold.serve.server")
@@ -761,7 +761,7 @@ def test_without_its_packages_it_is_told_how_to_get_them(
     assert capsys.readouterr().err == f"et serve: et serve needs uvicorn, which is missing; run: {install('serve')}\n"
 
 
-def test_limits_are_frozen_and_told_in_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_limits_are_frozen_and_shown_in_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "--max-body-bytes INT" in text

@@ -201,7 +201,7 @@ def test_requests_of_hypothesis_meet_no_5xx_and_no_growth(server: Process) -> No
     report("hypothesis", server, before)
 
 
-def test_16_clients_of_all_kinds_are_served_for_minutes_from_a_bounded_queue(server: Process) -> None:
+def test_16_mixed_clients_are_served_for_minutes_from_a_bounded_queue(server: Process) -> None:
     """Some stream, some leave early, some ask for much; one asks the same again and again and gets the same."""
     end = time.monotonic() + SECONDS
     answers, waiting, same = Counter[int](), [], set()
