@@ -26,7 +26,7 @@ experts, at least one."""
 
 
 def costs(config: RunConfig) -> dict[str, Any]:
-    """Return parameters in total, active and by part; tokens, of a pool too; model FLOPs of forward and backward."""
+    """Return parameters (total, active, by part), tokens (of a pool too) and model FLOPs of forward and backward."""
     parameters = parameter_counts(config.model)
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
@@ -181,7 +181,7 @@ def _laid_out(
     machine: Machine,
     itemsize: int,
 ) -> Memory:
-    """Return a moment, measured with all weights on one device, as it is in a layout."""
+    """Return a moment in a layout, from one measured with all weights on one device."""
     moment = moment._replace(gradients=moment.gradients * sum(held) // sum(map(sum, whole)))
     if machine.gpus == 1:
         return moment

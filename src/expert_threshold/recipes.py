@@ -117,7 +117,7 @@ class Reported(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """One run of the paper, or of others' settings. Options not given are those of its preset.
+    """One run of the paper, or with another project's settings. Options not given are those of its preset.
 
     rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the sequences
     whose tokens compete for an expert or over which load is measured; None is a whole micro-batch, on all ranks.

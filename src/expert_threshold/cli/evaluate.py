@@ -336,7 +336,7 @@ def validation_text(folder: RunFolder) -> Corpus:
 
 
 def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
-    """Return True if a section of evaluation.json was measured so; a damaged one is measured again."""
+    """Return True if a section of evaluation.json has these settings; a damaged one is measured again."""
     if not isinstance(known, Mapping):
         return False
     return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens

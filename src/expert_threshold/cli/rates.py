@@ -20,7 +20,7 @@ FILE, FIGURE = "rates.json", "rates.png"
 
 
 def read_rates(text: str) -> list[float | None]:
-    """Return None, for the trained cutoffs, then the rates of "0.25,0.5,1". Raises ValueError for other texts."""
+    """Return the rates in "0.25,0.5,1" after None, which stands for the trained cutoffs. Raises ValueError."""
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:

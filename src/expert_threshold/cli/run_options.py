@@ -25,7 +25,7 @@ RECIPE = Option(
     "recipe",
     Literal[tuple(RECIPES)] | None,
     None,
-    "A run of the paper's tables or with others' settings, see et recipes; a PRESET scales it.",
+    "A run of the paper's tables or with other projects' settings, see et recipes; a PRESET scales it.",
 )
 TOKENS = Option("tokens", Count | None, None, "Tokens to train on, in whole batches, instead of --steps.")
 CONFIG = Option("config", str, None, "A JSON file of options: a run's config.json or a part of it. Flags override it.")

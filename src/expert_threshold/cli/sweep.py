@@ -37,7 +37,7 @@ RATES = ("matrix_lr", "embed_lr", "head_lr", "router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
 """By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
 OF_EXPERTS = ("router_lr", "router_optimizer", "z_loss", "gate_norm", "d_expert", "shared_experts", "dense_layers")
-"""Options that have no effect on a dense model, which a space leaves out there."""
+"""Options without effect on a dense model; its space leaves them out."""
 NOT_SEARCHED = {
     "rule": "compare methods with --methods",
     "vocab_size": "the loss of a token depends on the vocabulary",
@@ -64,7 +64,7 @@ OPTIONS = [
         "rule's option is searched for the methods that have it.",
         many=True,
     ),
-    Option("trials", Count, TRIALS, "Trials of each method, those made before included."),
+    Option("trials", Count, TRIALS, "Trials of each method, including those already made."),
     Option("minutes", Positive | None, None, "Begin no trial that would end after this time; none is no limit."),
     Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
     Option("out", str, "runs/sweep-PRESET", "The folder to make, or that of the sweep to continue."),
@@ -117,7 +117,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def short_runs(given: Given) -> dict[str, int]:
-    """Return the steps of a trial and between validations, where neither flags nor a file say them."""
+    """Return the steps of a trial and between validations, unless flags or a file give them."""
     file = read_config_file(given["config"]).get("train", {}) if "config" in given else {}
     said = {*given, *file}
     steps = resolve_run(given).train.steps
@@ -207,7 +207,7 @@ def _parsed(text: str, option: Option, value: str) -> Any:
 def tuned(given: Given, name: str, config: RunConfig, space: Space) -> Method:
     """Return a method with the part of the space that has an effect on it. Raises ValueError if there is none.
 
-    Also raises ValueError for an end of a range, or a choice, that the method refuses with all else as at present.
+    Also raises ValueError for an end of a range or a choice that the method refuses, other options as at present.
     """
     method, rule = all_methods()[name], config.model.rule
     given = {
@@ -239,9 +239,9 @@ def tuned(given: Given, name: str, config: RunConfig, space: Space) -> Method:
 
 
 def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what distinguishes a run with these values from the preset's, as sections for `et train --config`.
+    """Return the options that differ between a run with these values and the preset's, for `et train --config`.
 
-    Its length is not part of it, so that what a rule or the warmups scale to the length of a run is scaled anew.
+    The run's length is left out, so that warmups and the rule's options are scaled to the run that uses them.
     """
     method = all_methods()[name]
     start = {option: given[option] for option in ("preset",) if option in given}

@@ -99,7 +99,7 @@ def _failure(error: BaseException) -> Failure | None:
 
 
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
-    """folders: receives the run's folder once it is known."""
+    """Train; append the run's folder to `folders` once it is known."""
     given = parse_run("et train", "Train a language model into a run folder, or resume one.", OPTIONS, arguments)
     processes = given.pop("nproc", None)
     if processes not in (None, 1) and rendezvous is None:  # this process is not a launched rank itself
@@ -217,7 +217,7 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:
-    """Return the results, where they are, and the command to type next."""
+    """Return the results, their folder and the command to type next."""
     lines = []
     samples = sorted(folder.samples.glob("step_*.txt"))
     if samples:

@@ -15,7 +15,7 @@ CODE = "code"
 """The embedded corpus without its prose."""
 
 HELD_OUT = ("test", "validation")
-"""First words of the names of files not for training: test.jsonl, validation-00000-of-00001.parquet."""
+"""First words of file names that mark held-out text, as in test.jsonl or validation-00000-of-00001.parquet."""
 
 # GSM8K and HumanEval are recognised by the fields of their lines; the value separates the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}

@@ -64,7 +64,7 @@ class Identity:
         return self.sha256 is not None or self.etag is not None
 
     def same(self, other: Identity) -> bool:
-        """Return True if both are of the same bytes. Caches in front of a server may differ in their ETags."""
+        """Return True if both identify the same bytes. Caches in front of a server may differ in their ETags."""
         known = "etag" if self.sha256 is None or other.sha256 is None else "sha256"
         return (self.size, getattr(self, known)) == (other.size, getattr(other, known))
 
@@ -289,7 +289,7 @@ def _continue(
 
 
 def _fault(part: Path, expected: Identity) -> str | None:
-    """Return what is wrong with a downloaded file; None if nothing is."""
+    """Return the fault of a downloaded file; None if it is as the server states."""
     size = part.stat().st_size
     if expected.size is not None and size != expected.size:
         return f"{size} bytes arrived instead of {expected.size}"

@@ -185,7 +185,7 @@ class Loader(Iterator[Batch]):
             self._blocks = Stream(tokens, seed, threads=threads, group=group, skip_damaged=skip_damaged)
 
     def seek(self, position: Position) -> None:
-        """Continue at the position. Raises ValueError if the corpus has none such."""
+        """Continue at the position. Raises ValueError if the corpus has no such position."""
         self._rows_at(position)
         self.position = position
 

@@ -35,7 +35,7 @@ def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
 
 
 def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Progress | None = None) -> list[Path]:
-    """Download the missing ones of `shards` and the validation split. Raises ValueError as `download` does."""
+    """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
             f"--shards {shards}: there are {FINEWEB_EDU_SHARDS - 1} for training; give from 1 to that many"

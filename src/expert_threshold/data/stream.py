@@ -121,7 +121,7 @@ class Stream:
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
     def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """Return the share and its fault, if any that is not to be skipped."""
+        """Return the share, and the fault that ended it, empty if there is none; faults to skip are noted."""
         share = [no_tokens(self._parts.dtype)]
         for future in futures:
             try:

@@ -114,7 +114,7 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 
 
 def ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
-    """Yield the function of each item, in order, with threads a few items ahead of the consumer."""
+    """Yield `function(item)` for each item, in order; threads work a few items ahead of the consumer."""
     waiting: deque[Future[Result]] = deque()
     pool = ThreadPoolExecutor(threads)
     try:

@@ -1,4 +1,4 @@
-"""The result of a step of decoding, and the interface of what computes one faster than `GPT.forward`."""
+"""The result of a decoding step, and the interface of accelerators, which compute one faster than `GPT.forward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step of decoding in C++ (`kernels/cpu/decode.cpp`), all in one call."""
+"""A whole decoding step in one call of C++ (`kernels/cpu/decode.cpp`)."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Kernel:
 
 
 def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
-    """Return a trunk's scalars, or the number that stands for `count` of them in a trunk without."""
+    """Return a trunk's scalars; without any, `count` times the value that has no effect."""
     return [without] * count if scalars is None else scalars.tolist()
 
 

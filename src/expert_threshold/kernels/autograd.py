@@ -1,4 +1,4 @@
-"""Shared by hand-written derivatives."""
+"""Helpers for hand-written derivatives."""
 
 from __future__ import annotations
 

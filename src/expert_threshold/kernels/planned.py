@@ -1,5 +1,5 @@
-"""Tensors without data, on torch's meta device, run a step to see what it would hold. Here they are told what decides
-code paths and shapes but depends on the device or the data.
+"""Assumptions about tensors without data (torch's meta device), on which a plan runs a step to measure its memory:
+facts that decide code paths and shapes but depend on the device or the data.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a context without autocast on the device of x; tensors without data have none."""
+    """Return a context that switches autocast off on the device of x; an empty one on the meta device."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def loads_of(assignment: Tensor) -> list[int]:
-    """Return the tokens of each expert in an assignment (tokens, experts) bool, for which it waits for the device."""
+    """Return the tokens of each expert in an assignment (tokens, experts) bool, waiting for the device."""
     if not assignment.is_meta:
         loads: list[int] = assignment.sum(0).tolist()
         return loads

@@ -1,4 +1,4 @@
-"""Memory that operators take and give back before they return: only they know it, so it is declared beside them."""
+"""Memory that operators allocate and free before they return; each declares its own, since nothing else sees it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DECLARED: dict[str, Callable[..., int]] = {}
 
 
 def scratch(*operators: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Declare a function of the operators' arguments that returns the most bytes that they hold at a time."""
+    """Register a function that maps the operators' arguments to the most bytes they hold at once."""
 
     def declare(bytes_of: Callable[..., int]) -> Callable[..., int]:
         _DECLARED.update(dict.fromkeys(operators, bytes_of))

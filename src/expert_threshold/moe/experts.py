@@ -98,7 +98,7 @@ class FeedForward(nn.Module):
 
     @property
     def watched(self) -> bool:
-        """True if the module has hooks, so that no kernel may compute it without calling it."""
+        """True if the module has hooks, which a kernel that bypasses it would not call."""
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
     def forward(self, x: Tensor) -> Tensor:

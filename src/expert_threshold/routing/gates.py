@@ -17,7 +17,7 @@ _LABELS: dict[Gate, str] = {
 
 
 def label_of_gates(gate: Gate, scale: float) -> str:
-    """Return what a rule's label says of its gates, nothing for plain sigmoids."""
+    """Return the part of a rule's label that names its gates; empty for plain sigmoids."""
     return _LABELS[gate] + ("" if scale == 1 else f" ×{scale:g}")
 
 

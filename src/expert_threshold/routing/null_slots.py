@@ -44,7 +44,7 @@ class NullSlots(Rule):
         super().__post_init__()
         slots, most = self.slots_per_token, self.num_experts + self.null_slots
         if slots > most:
-            raise ValueError(f"slots_per_token={slots} must be at most {most}, all slots that there are")
+            raise ValueError(f"slots_per_token={slots} must be at most {most}, the number of slots")
         least = max(slots - self.null_slots, 0)
         if not least <= self.experts_per_token <= slots:
             raise ValueError(
@@ -62,7 +62,7 @@ class NullSlots(Rule):
     def route(
         self, scores: Tensor, state: NullSlotState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """scores: (batch, time, num_scores) float32, the experts' first; ties go to the lower slot."""
+        """Return the routing of scores (batch, time, num_scores) float32, experts' first; ties go to the lower slot."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
         shares = scores.softmax(-1)
         biased = (shares.detach() + state.bias).reshape(tokens, self.num_scores, 1)
@@ -104,7 +104,7 @@ class NullSlots(Rule):
         return tokens * min(self.slots_per_token, self.num_experts)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
-        """The tokens over which load is measured."""
+        """Return the tokens over which load is measured."""
         return Window(step, None)
 
     def describe(self, state: NullSlotState) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ IDLE: dict[str, tuple[Any, ...]] = {
 
 
 class Range(NamedTuple):
-    """The numbers that a field takes. default: of a field that is absent or null."""
+    """The numbers that a field takes. default: the value of a field that is absent or null."""
 
     kind: type[int] | type[float]
     least: float

@@ -1,4 +1,4 @@
-"""Names and addresses by which a server is reached."""
+"""Host names and addresses: parsing, binding and listening."""
 
 from __future__ import annotations
 

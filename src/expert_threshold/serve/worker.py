@@ -125,7 +125,7 @@ class Worker:
             self._loop.call_soon_threadsafe(self._fail)
 
     def _run_commands(self) -> bool:
-        """Run all commands, waiting for one if the engine is idle. Return False after the one to stop."""
+        """Run all commands, waiting for one if the engine is idle. Return False after the command to stop."""
         while not self.engine.busy or not self._commands.empty():
             command = self._commands.get()
             if command is None:

@@ -54,7 +54,7 @@ def decoder_add_layer(
     chosen: int,
     divide_by_fanout: bool,
 ) -> None:
-    """Append a layer, of residual · x + skip · the first layer's input, to a decoder.
+    """Append a layer to a decoder; it maps residual · x + skip · the first layer's input.
 
     values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window:
     tokens before its own that a token attends to. dense, experts: up, down and, for swiglu, gate; empty for none.

@@ -122,7 +122,7 @@ def _forward_bytes(x: Tensor, _: object, assignment: Tensor | None, *__: object)
 def _backward_bytes(
     _: object, x: Tensor, __: object, assignment: Tensor | None, weights: list[Tensor], *___: object
 ) -> int:
-    """Return the bytes of the order and the rooms of the term with the most, since each frees its own."""
+    """Return the bytes of the larger term's row order and buffers, since each term frees its own before the next."""
     width, most = x.shape[1], 0
     for up, assigned in zip(weights[::2], (assignment, None), strict=False):
         loads = [len(x)] if assigned is None else loads_of(assigned)

@@ -52,4 +52,4 @@ def muon_step(
     momentum: float,
     rate: float,
 ) -> None:
-    """Move weights and momenta, as above."""
+    """Update weights and momenta in place, as `step` does."""

@@ -277,7 +277,7 @@ def _launch(kernel: Any, grid: Any, first: Tensor, *rest: Tensor | int | None, *
 
 
 def _launch_product(kernel: Any, grid: Any, left: Tensor, *rest: Tensor | int | None, **constants: Any) -> None:
-    """Launch with measured tiles if there are some, else tuned ones; with fixed tiles in float32."""
+    """Launch with measured tiles where they exist, else tuned ones; with fixed tiles in float32."""
     tiles = FIXED
     if _is_tuned(left.dtype):
         measured = measured_tiles(kernel.__name__, constants, left.device)

@@ -1,4 +1,4 @@
-"""Tiles that were measured to be fastest on one GPU, from a file that EXPERT_THRESHOLD_TILES names."""
+"""The fastest tiles measured on one GPU, read from the file that EXPERT_THRESHOLD_TILES names."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Splits(NamedTuple):
     received: list[int] | None
 
     def back(self) -> Splits:
-        """The way back."""
+        """Return the splits of the reverse exchange."""
         return Splits(self.received, self.sent)
 
 
@@ -178,7 +178,7 @@ class _Send(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """Return the owners' rows (rows, d_model) summed by token, (tokens, d_model); backward is the mirror."""
+    """Receives the owners' rows (rows, d_model) and sums them by token; backward sends gradients the other way."""
 
     @staticmethod
     def forward(
