@@ -39,7 +39,7 @@ def call(program: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     monkeypatch.setenv("PATH", path)
 
 
-def test_a_program_that_the_shell_does_not_find_is_reported_by_its_path(
+def test_a_program_that_the_shell_does_not_find_is_named_by_its_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`make demo` ended with `et generate …`, which no shell found: it lies in .venv/bin."""

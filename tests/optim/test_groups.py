@@ -427,7 +427,7 @@ def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch)
     assert all(torch.equal(through[name], second[name]) for name in SHAPES)
 
 
-def test_parameters_are_reported_of_once_and_quick_optimizers_first() -> None:
+def test_moved_names_each_parameter_once_quick_optimizers_first() -> None:
     named = model()
     told: list[str] = []
     set_gradients(named, 0)
