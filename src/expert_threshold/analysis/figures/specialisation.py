@@ -105,16 +105,16 @@ def domain_shares(material: Material) -> Data:
 
 
 def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
-    """Draw each expert as a bar of its tokens' domains, ordered by the first domain; a row of panels for each layer."""
+    """Draw each expert as a bar of its tokens' domains, ordered by the first; a row of panels for each method."""
     methods, domains = data["methods"], list(data["domains"])
     colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
-    layers = max((entry["layers"] for entry in methods), key=len)
-    shown = [(entry, place) for place in range(len(layers)) for entry in methods if place < len(entry["layers"])]
+    shown = [(entry, place) for entry in methods for place in range(len(entry["layers"]))]
     key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
     with style():
         titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
-        columns = len(methods) if len(methods) * PANEL < width - LEFT else None
-        figure, every = panels(width, len(shown), 0.7, titles=titles, key=key, columns=columns)
+        most = max(len(entry["layers"]) for entry in methods)
+        columns = most if most * PANEL < width - LEFT else None
+        figure, every = panels(width, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
         for axes, (entry, place), title in zip(every, shown, titles, strict=True):
             shares = array(entry["shares"])[place]
             shares = shares[:, np.argsort(-shares[0], kind="stable")]
