@@ -11,7 +11,7 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import StepPatch
+from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.text import Text
 
 from expert_threshold.analysis.figures import FIGURES, learning, training
@@ -184,13 +184,15 @@ def test_a_key_names_nothing_that_is_not_drawn(drawn: list[tuple[str, Figure, fl
     for name, figure, _ in drawn:
         lines = [line for axes in figure.axes for line in axes.lines]
         seen = [line for line in lines if np.isfinite(np.asarray(line.get_ydata(), dtype=float)).any()]
-        colours = {to_hex(line.get_color()) for line in seen}
-        outlines = any(isinstance(patch, StepPatch) for axes in figure.axes for patch in axes.patches)
+        patches = [patch for axes in figure.axes for patch in axes.patches]
+        bars = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_height()]
+        colours = {to_hex(line.get_color()) for line in seen} | {to_hex(bar.get_facecolor()) for bar in bars}
+        filled = bars or any(isinstance(patch, StepPatch) for patch in patches)
         for sample in figure.artists:
             if isinstance(sample, Line2D):
                 colour = to_hex(sample.get_color())
                 assert colour in {to_hex(INK), to_hex(MUTED)} | colours, (name, colour)
-                assert outlines or any(line.is_dashed() == sample.is_dashed() for line in seen), name
+                assert filled or any(line.is_dashed() == sample.is_dashed() for line in seen), name
 
 
 @pytest.mark.parametrize("name", ["fanout_by_position", "fanout_by_loss", "loss_by_fanout", "capacity"])
