@@ -123,7 +123,7 @@ def test_nanochats_optimizer_keeps_its_own_settings_in_runs_of_any_length() -> N
     assert of_paper("nanochat").optim == NANOCHAT
     assert of_paper("nanochat").model.initialization == "nanochat"
     short = resolve("quickstart", recipe="nanochat", changes={"train": {"steps": 100}}).optim
-    assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=10)
+    assert short == replace(NANOCHAT, adamw_warmup_steps=10, muon_warmup_steps=10, momentum_warmup_steps=100)
 
 
 def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
