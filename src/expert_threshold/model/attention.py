@@ -131,10 +131,7 @@ class Span:
         if self._alike and not 1 < time < self.end and reaches_all:
             return None
         positions = self.positions[: 1 if self._alike else None, None, :, None]
-        hidden = _hidden(positions, torch.arange(self.end, device=positions.device), window)
-        return torch.zeros(hidden.shape, dtype=self.cache.held.dtype, device=hidden.device).masked_fill_(
-            hidden, -math.inf
-        )
+        return _mask(positions, torch.arange(self.end, device=positions.device), window, self.cache.held.dtype)
 
     def last(self) -> Tensor:
         """Return the embedding (rows, d_model) of each row's token before these, zeros before its first."""
@@ -154,10 +151,14 @@ class Span:
         return k, v
 
 
-def _hidden(queries: Tensor, keys: Tensor, window: int | None) -> Tensor:
-    """Return True where a query's position does not attend to a key's, which is later or beyond the window."""
+def _mask(queries: Tensor, keys: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Return what is added to attention scores: −∞ where a key's position is later than a query's or beyond its window,
+    else 0.
+    """
     hidden = keys > queries
-    return hidden if window is None else hidden | (keys < queries - window)
+    if window is not None:
+        hidden |= keys < queries - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
 
 
 def rotary(positions: Tensor, head_dim: int, base: float = 10_000.0, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -259,8 +260,7 @@ class _CausalAttention(torch.autograd.Function):
             end = start + rows.shape[1]
             first = 0 if window is None else max(start - window, 0)
             positions = torch.arange(end, device=q.device)
-            hidden = _hidden(positions[start:, None], positions[first:], window)
-            mask = q.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)
+            mask = _mask(positions[start:, None], positions[first:], window, q.dtype)
             p = torch.baddbmm(mask, rows, k[:, first:end].mT, alpha=q.shape[2] ** -0.5).softmax(-1)
             y.append(p @ v[:, first:end])
             probabilities.append(p)
@@ -293,12 +293,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: 
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), window)
         return y.view(q.shape)
-    if q.is_meta:  # for which torch would take the definition, and make the probabilities
-        attended: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)[0]
-        return attended
     if causal and window is not None and window + 1 < q.shape[2]:
         positions = torch.arange(q.shape[2], device=q.device)
-        mask, causal = ~_hidden(positions[:, None], positions, window), False
+        mask, causal = _mask(positions[:, None], positions, window, q.dtype), False
+    if q.is_meta:  # for which torch would take the definition, and make the probabilities
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attended: Tensor = flash(q, k, v, is_causal=causal, attn_mask=mask)[0]
+        return attended
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )
