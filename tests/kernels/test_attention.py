@@ -15,6 +15,7 @@ from rounding import HALF_A_UNIT, assert_rounded
 pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [(2, 64, 2, 2, 64), (1, 7, 2, 1, 32), (2, 150, 4, 2, 96), (1, 1, 1, 1, 128), (3, 65, 3, 1, 32)]
+LONG = (1, 300, 2, 1, 32)
 
 
 def inputs(shape: tuple[int, int, int, int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -27,10 +28,11 @@ def inputs(shape: tuple[int, int, int, int, int]) -> tuple[Tensor, Tensor, Tenso
     return projected.bfloat16(), cos.bfloat16(), sin.bfloat16(), dy.bfloat16()
 
 
-def plain(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int) -> Tensor:
+def plain(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None) -> Tensor:
     heads = projected.transpose(1, 2)
     turned = rotary_norm(heads[:, :-kv_heads], cos, sin)
-    return attend(turned[:, :-kv_heads], turned[:, -kv_heads:], heads[:, -kv_heads:]).transpose(1, 2)
+    q, k, v = turned[:, :-kv_heads], turned[:, -kv_heads:], heads[:, -kv_heads:]
+    return attend(q, k, v, window=window).transpose(1, 2)
 
 
 def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -44,7 +46,9 @@ def parts(y: Tensor, dx: Tensor, kv_heads: int) -> list[Tensor]:
     return [t.float() for t in (y, *dx.split([dx.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2))]
 
 
-def rounding(projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int) -> list[Tensor]:
+def rounding(
+    projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int, window: int | None
+) -> list[Tensor]:
     """Bounds on the errors' norms, as `parts`: half a unit in bfloat16's last place of every term.
 
     Terms are rounded before they are summed, and squares of their errors add up. So where a sum cancels its error does
@@ -55,7 +59,9 @@ def rounding(projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: 
     turned = rotary_norm(heads[:, :-kv_heads], cos.float(), sin.float())
     k, v = (t.repeat_interleave(queries // kv_heads, 1) for t in (turned[:, queries:], heads[:, -kv_heads:]))
     q, dy = turned[:, :queries], dy.float().transpose(1, 2)
-    p = (q @ k.mT / width**0.5).masked_fill(torch.ones(len(cos), len(cos)).triu(1).bool(), -torch.inf).softmax(-1)
+    ago = torch.arange(len(cos))[:, None] - torch.arange(len(cos))
+    hidden = (ago < 0) | (ago > (len(cos) if window is None else window))
+    p = (q @ k.mT / width**0.5).masked_fill(hidden, -torch.inf).softmax(-1)
     y, dv = p @ v, p.mT @ dy
     ds = p * (dy @ v.mT - (dy * y).sum(-1, keepdim=True)) / width**0.5
     # The terms' squares: of y rounded, and of ds rounded beside it.
@@ -72,15 +78,31 @@ def rounding(projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: 
     return [HALF_A_UNIT * t.sum().sqrt() for t in (of_y, of_q, of_k, of_v)]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(shape: tuple[int, int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [*((shape, None) for shape in SHAPES), (SHAPES[2], 40), (SHAPES[4], 1), (SHAPES[4], 64), (LONG, 100), (LONG, 128)],
+)
+def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(
+    shape: tuple[int, int, int, int, int], window: int | None
+) -> None:
     kv_heads = shape[3]
     x, cos, sin, dy = inputs(shape)
-    exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads), x.float(), dy)
-    found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads), x, dy)
-    bounds = rounding(x, cos, sin, dy, kv_heads)
+    exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads, window), x.float(), dy)
+    found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads, window), x, dy)
+    bounds = rounding(x, cos, sin, dy, kv_heads, window)
     for e, f, bound in zip(parts(*exact, kv_heads), parts(*found, kv_heads), bounds, strict=True):
         assert (f - e).norm() <= bound
+
+
+def test_a_window_skips_the_panels_of_keys_before_it_and_one_of_the_sequence_hides_nothing() -> None:
+    x, cos, sin, dy = inputs(LONG)
+    found = (with_gradient(lambda x, w=window: kernels.attention(x, cos, sin, 1, w), x, dy) for window in (None, 299))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    windowed = kernels.attention(x, cos, sin, 1, 100)
+    x[:, :64, 2:] = torch.nan  # of keys and values
+    broken = kernels.attention(x, cos, sin, 1, 100)
+    assert torch.equal(broken[:, 192:], windowed[:, 192:])  # its first query sees tokens from 92 on
+    assert broken[:, 63].isnan().all()
 
 
 def test_what_comes_later_or_stands_in_other_sequences_changes_no_bit() -> None:
@@ -168,8 +190,8 @@ def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
 def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
     x, cos, sin, dy = inputs((1, 66, 2, 1, 32))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.attention_forward, (x, cos, sin, 1), test_utils=tests)
-    arguments = (dy, x, cos, sin, *kernels.attention_forward(x, cos, sin, 1))
+    torch.library.opcheck(kernels.attention_forward, (x, cos, sin, 1, 30), test_utils=tests)
+    arguments = (dy, x, cos, sin, *kernels.attention_forward(x, cos, sin, 1, 30), 30)
     torch.library.opcheck(kernels.attention_backward, arguments, test_utils=tests)
     torch.library.opcheck(kernels.norm_forward, (x,), test_utils=tests)
     torch.library.opcheck(kernels.norm_backward, (x, x), test_utils=tests)

@@ -352,8 +352,8 @@ class Attention(nn.Module):
             assert tokens is not None
             projected[:, :, -kv_heads:] += self._value_embeddings(x, tokens)
         output: Tensor
-        if span is None and self._sees_all(x) and kernels.applies(projected, self.head_dim):
-            output = self.output(kernels.attention(projected, cos, sin, kv_heads).flatten(2))
+        if span is None and kernels.applies(projected, self.head_dim):
+            output = self.output(kernels.attention(projected, cos, sin, kv_heads, self.window).flatten(2))
             return output
         heads = projected.transpose(1, 2)
         straight, v = heads.split((heads.shape[1] - kv_heads, kv_heads), 1)
@@ -363,9 +363,6 @@ class Attention(nn.Module):
         mask = None if span is None else span.mask(self.window)
         output = self.output(attend(q, k, v, mask, self.window).transpose(1, 2).flatten(2))
         return output
-
-    def _sees_all(self, x: Tensor) -> bool:
-        return self.window is None or x.shape[1] <= self.window + 1
 
     def _value_embeddings(self, x: Tensor, tokens: Tensor) -> Tensor:
         """Return the gated value embeddings, 3 σ(gate · x) table[token], (batch, time, kv_heads, head_dim)."""

@@ -3,7 +3,8 @@
 // Attention takes the projection's rows (batch, time, heads + 2 · kv_heads, width), queries before keys before values,
 // and its backward returns their gradient, so that nothing is split or concatenated. A thread computes one key-value
 // head of one sequence at a time: it packs the keys and values once, then multiplies blocks of queries with the keys
-// before their end. Scores and probabilities stay in a core's cache; backward recomputes them.
+// before their end, from the panel on in which the window of the block's first query begins. Scores and probabilities
+// stay in a core's cache; backward recomputes them.
 
 #include <cmath>
 #include <limits>
@@ -89,29 +90,49 @@ void copy(const bf16* x, const Shape& shape, int64_t stride, bf16* out) {
   std::fill(out + shape.time * shape.width, out + shape.padded() * shape.width, bf16(0));
 }
 
-// out (QUERIES, end), rows `ld` apart, = a (QUERIES, width) · packed keys up to `end`.
-void scores(const bf16* a, const bf16* keys, int64_t width, int64_t end, float* out, int64_t ld) {
-  for (int64_t j = 0; j < end; j += KEYS)
-    at::native::cpublas::brgemm(QUERIES, KEYS, width, width, KEYS, ld, false, a, keys + j * width, out + j);
+// Keys from `begin` on, the start of a panel, up to `end`; `length` of them.
+struct Keys {
+  int64_t begin, end;
+  int64_t length() const { return end - begin; }
+};
+
+// The keys that a block of queries from `start` on meets.
+inline Keys keys_of(int64_t start, int64_t window) {
+  return {std::max<int64_t>(start - window, 0) / KEYS * KEYS, start + QUERIES};
 }
 
-// out (QUERIES, width) = a (QUERIES, end) · packed rows of (padded, width).
-void weigh(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* out, int64_t padded) {
+// The columns j to j + 15 that lie before `end`.
+inline __mmask16 before(int64_t end, int64_t j) {
+  return end - j >= 16 ? 0xffff : end <= j ? 0 : (1 << (end - j)) - 1;
+}
+
+// The keys j to j + 15 that a query attends to: its own at `seen` - 1, and `window` before it; none if `seen` is 0.
+inline __mmask16 attended(int64_t seen, int64_t window, int64_t j) {
+  return before(seen, j) & ~before(seen - 1 - window, j);
+}
+
+// out (QUERIES, keys), rows `ld` apart and columns counted from key 0, = a (QUERIES, width) · packed keys.
+void scores(const bf16* a, const bf16* packed, int64_t width, Keys keys, float* out, int64_t ld) {
+  for (int64_t j = keys.begin; j < keys.end; j += KEYS)
+    at::native::cpublas::brgemm(QUERIES, KEYS, width, width, KEYS, ld, false, a, packed + j * width, out + j);
+}
+
+// out (QUERIES, width) = a (QUERIES, keys) · those of packed rows (padded, width).
+void weigh(const bf16* a, const bf16* rows, int64_t width, Keys keys, float* out, int64_t padded) {
+  const int64_t columns = panel(width), length = keys.length();
+  for (int64_t j = 0; j < width; j += columns)
+    for (int64_t i = 0; i < length; i += DEPTH)
+      at::native::cpublas::brgemm(QUERIES, columns, std::min(DEPTH, length - i), length, columns, width, i > 0, a + i,
+                                  rows + j * padded + (keys.begin + i) * columns, out + j);
+}
+
+// Those of out (padded, width) += a (keys, QUERIES) · packed rows of (QUERIES, width).
+void spread(const bf16* a, const bf16* rows, int64_t width, Keys keys, float* out) {
   const int64_t columns = panel(width);
   for (int64_t j = 0; j < width; j += columns)
-    for (int64_t i = 0; i < end; i += DEPTH)
-      at::native::cpublas::brgemm(QUERIES, columns, std::min(DEPTH, end - i), end, columns, width, i > 0, a + i,
-                                  rows + j * padded + i * columns, out + j);
+    at::native::cpublas::brgemm(keys.length(), columns, QUERIES, QUERIES, columns, width, true, a, rows + j * QUERIES,
+                                out + keys.begin * width + j);
 }
-
-// out (end, width) += a (end, QUERIES) · packed rows of (QUERIES, width).
-void spread(const bf16* a, const bf16* rows, int64_t width, int64_t end, float* out) {
-  const int64_t columns = panel(width);
-  for (int64_t j = 0; j < width; j += columns)
-    at::native::cpublas::brgemm(end, columns, QUERIES, QUERIES, columns, width, true, a, rows + j * QUERIES, out + j);
-}
-
-inline __mmask16 first(int64_t count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1 << count) - 1; }
 
 // A projection (batch, time, heads + 2 · kv_heads, width) and the rotary table, cos and sin (time, width / 2).
 struct Input {
@@ -130,7 +151,8 @@ struct Input {
 };
 
 // Returns y (batch, time, heads, width) and the logarithm of each softmax's sum, (batch, heads, time).
-std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t keys_values) {
+std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t keys_values,
+                                   int64_t window) {
   const Input input(projected, cos, sin, keys_values);
   const auto [x, shape, table] = input.pointers();
   const auto [batch, time, heads, kv_heads, width] = shape;
@@ -158,27 +180,28 @@ std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, c
       for (int64_t head = kv * shape.group(); head < (kv + 1) * shape.group(); ++head) {
         turn(sequence + head * width, shape, table, rows);
         for (int64_t start = 0; start < padded; start += QUERIES) {
-          const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
+          const Keys met = keys_of(start, window);
+          const int64_t queries = std::min(QUERIES, time - start);
           float sums[QUERIES];
-          scores(rows + start * width, keys, width, end, s, padded);
+          scores(rows + start * width, keys, width, met, s, padded);
           for (int64_t r = 0; r < QUERIES; ++r) {
             const float* row = s + r * padded;
             const int64_t seen = start + r + 1;
             __m512 most = _mm512_set1_ps(-std::numeric_limits<float>::infinity()), sum = _mm512_setzero_ps();
-            for (int64_t j = 0; j < seen; j += 16)
-              most = _mm512_mask_max_ps(most, first(seen - j), most, _mm512_loadu_ps(row + j));
+            for (int64_t j = met.begin; j < seen; j += 16)
+              most = _mm512_mask_max_ps(most, attended(seen, window, j), most, _mm512_loadu_ps(row + j));
             const float largest = factor * _mm512_reduce_max_ps(most);
-            for (int64_t j = 0; j < end; j += 16) {
+            for (int64_t j = met.begin; j < met.end; j += 16) {
               const __m512 shifted =
                   _mm512_fmsub_ps(_mm512_loadu_ps(row + j), _mm512_set1_ps(factor), _mm512_set1_ps(largest));
-              const __m512 e = _mm512_maskz_mov_ps(first(seen - j), exp(shifted));
+              const __m512 e = _mm512_maskz_mov_ps(attended(seen, window, j), exp(shifted));
               sum = _mm512_add_ps(sum, e);
-              store(p + r * end + j, e);
+              store(p + r * met.length() + j - met.begin, e);
             }
             sums[r] = _mm512_reduce_add_ps(sum);
             if (r < queries) normaliser[(b * heads + head) * time + start + r] = largest + std::log(sums[r]);
           }
-          weigh(p, values, width, end, out, padded);
+          weigh(p, values, width, met, out, padded);
           for (int64_t r = 0; r < queries; ++r)
             for (int64_t j = 0; j < width; j += 16)
               store(y + ((b * time + start + r) * heads + head) * width + j,
@@ -193,7 +216,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, c
 
 // Returns the gradient of the projection; y and normalisers are the results of `forward`.
 Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& cos, const Tensor& sin,
-                const Tensor& output, const Tensor& normalisers) {
+                const Tensor& output, const Tensor& normalisers, int64_t window) {
   const Input input(projected, cos, sin, (projected.size(2) - output.size(2)) / 2);
   const auto [x, shape, table] = input.pointers();
   const auto [batch, time, heads, kv_heads, width] = shape;
@@ -234,9 +257,10 @@ Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& c
         turn(x + query, shape, table, q);
         copy(dy + result, shape, heads * width, rows);
         for (int64_t start = 0; start < padded; start += QUERIES) {
-          const int64_t end = start + QUERIES, queries = std::min(QUERIES, time - start);
-          scores(q + start * width, keys_transposed, width, end, s, padded);
-          scores(rows + start * width, values_transposed, width, end, dp, padded);
+          const Keys met = keys_of(start, window);
+          const int64_t queries = std::min(QUERIES, time - start);
+          scores(q + start * width, keys_transposed, width, met, s, padded);
+          scores(rows + start * width, values_transposed, width, met, dp, padded);
           for (int64_t r = 0; r < QUERIES; ++r) {
             const int64_t t = start + r, seen = r < queries ? t + 1 : 0;
             __m512 along = _mm512_setzero_ps();
@@ -244,22 +268,23 @@ Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& c
               along = _mm512_fmadd_ps(load(rows + t * width + j), load(y + result + t * heads * width + j), along);
             const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(along)), scale = _mm512_set1_ps(factor);
             const __m512 log = _mm512_set1_ps(r < queries ? normaliser[(b * heads + head) * time + t] : 0);
-            for (int64_t j = 0; j < end; j += 16) {
+            for (int64_t j = met.begin; j < met.end; j += 16) {
+              const int64_t place = r * met.length() + j - met.begin;
               const __m512 shifted = _mm512_fmsub_ps(_mm512_loadu_ps(s + r * padded + j), scale, log);
-              const __m512 e = _mm512_maskz_mov_ps(first(seen - j), exp(shifted));
+              const __m512 e = _mm512_maskz_mov_ps(attended(seen, window, j), exp(shifted));
               const __m512 change = _mm512_sub_ps(_mm512_loadu_ps(dp + r * padded + j), mean);
-              store(p + r * end + j, e);
-              store(ds + r * end + j, _mm512_mul_ps(_mm512_mul_ps(e, scale), change));
+              store(p + place, e);
+              store(ds + place, _mm512_mul_ps(_mm512_mul_ps(e, scale), change));
             }
           }
-          weigh(ds, keys, width, end, dq, padded);
+          weigh(ds, keys, width, met, dq, padded);
           turn_back(x + query, shape, table, start, QUERIES, dq, dx + query);
-          transpose<false>(p, QUERIES, end, transposed);
+          transpose<false>(p, QUERIES, met.length(), transposed);
           pack_rows<false>(rows + start * width, QUERIES, width, block);
-          spread(transposed, block, width, end, dv);
-          transpose<false>(ds, QUERIES, end, transposed);
+          spread(transposed, block, width, met, dv);
+          transpose<false>(ds, QUERIES, met.length(), transposed);
           pack_rows<false>(q + start * width, QUERIES, width, block);
-          spread(transposed, block, width, end, dk);
+          spread(transposed, block, width, met, dk);
         }
       }
       turn_back(x + key, shape, table, 0, time, dk, dx + key);
