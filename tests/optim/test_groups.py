@@ -111,13 +111,13 @@ def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_an
     rates = optimizer.learning_rates(5, 10)
     expected = {"embed": 0.6, "value_embed": 0.3, "residual": 0.005, "skip": 0.5, "smear": 0.2, "matrix": 0.02}
     assert rates == pytest.approx(expected)
-    betas = {name: optimizer.groups[name].optimizers[0].param_groups[0]["betas"] for name in ("embed", *own)}
-    assert betas == {
-        "embed": (0.8, 0.995),
-        "value_embed": (0.8, 0.995),
-        "residual": (0.8, 0.95),
-        "skip": (0.96, 0.95),
-        "smear": (0.8, 0.95),
+    options = {name: optimizer.groups[name].optimizers[0].param_groups[0] for name in ("embed", *own)}
+    assert {name: (given["betas"], given["weight_decay"]) for name, given in options.items()} == {
+        "embed": ((0.8, 0.995), 0.001),
+        "value_embed": ((0.8, 0.995), 0.01),
+        "residual": ((0.8, 0.95), 0.05),
+        "skip": ((0.96, 0.95), 0.0),
+        "smear": ((0.8, 0.95), 0.0),
     }
     given = make_optimizers(named.items(), dataclasses.replace(config, value_embed_lr=0.7), d_model=768)
     assert given.learning_rates(5, 10)["value_embed"] == 0.7
@@ -213,20 +213,23 @@ def test_warmup_rises_from_one_step_to_one(step: int, warmup_steps: int) -> None
     assert (value == 1) == (step + 1 >= warmup_steps)
 
 
-def test_the_embedding_moves_as_under_torchs_own_adamw() -> None:
+@pytest.mark.parametrize(("weight", "rate"), [("embed", 0.2), ("head", 0.004)])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_embedding_and_head_move_as_under_torchs_own_adamw(weight: str, rate: float, decay: float) -> None:
     named = model()
-    config = dataclasses.replace(SHORT, adamw_warmup_steps=0, min_lr_ratio=1.0)
+    decays = {f"{weight}_weight_decay": decay, "weight_decay_schedule": "cosine"}  # which is that of Muon's
+    config = dataclasses.replace(SHORT, adamw_warmup_steps=0, min_lr_ratio=1.0, **decays)
     optimizer = optimizers(named, config)
-    twin = nn.Parameter(named["embed.weight"].detach().clone())
-    oracle = torch.optim.AdamW([twin], lr=0.2, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, foreach=False)
+    twin = nn.Parameter(named[f"{weight}.weight"].detach().clone())
+    oracle = torch.optim.AdamW([twin], lr=rate, betas=(0.9, 0.95), eps=1e-10, weight_decay=decay, foreach=False)
     for step in range(5):
         set_gradients(named, step)
-        grad = named["embed.weight"].grad
+        grad = named[f"{weight}.weight"].grad
         assert grad is not None
         twin.grad = grad.clone()
         optimizer.step(step, 10)
         oracle.step()
-    torch.testing.assert_close(named["embed.weight"], twin)
+    torch.testing.assert_close(named[f"{weight}.weight"], twin)
 
 
 def test_a_loss_falls() -> None:
@@ -249,6 +252,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     **{f"normuon of {side}": {"normuon": side} for side in ("rows", "columns", "longer")},
     "weight decay": {"weight_decay": 0.1, "weight_decay_schedule": "cosine", "cautious_weight_decay": True},
     "betas": {"embed_betas": (0.8, 0.995), "head_betas": (0, 0.96), "muon_warmup_steps": 3, "momentum_end": 0.5},
+    "weight decay of AdamW": {"embed_weight_decay": 0.1, "head_weight_decay": 0.2},
 }
 
 
@@ -472,6 +476,7 @@ def test_a_config_survives_json(config: OptimConfig) -> None:
         {"normuon_beta": 1.0},
         {"weight_decay": -0.1},
         {"weight_decay": float("nan")},
+        {"head_weight_decay": -0.1},
         {"weight_decay_schedule": "linear"},
         {"min_lr_ratio": 1.5},
         {"clip": 0.0},

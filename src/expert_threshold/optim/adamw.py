@@ -1,4 +1,4 @@
-"""AdamW without weight decay, for the embedding and the head."""
+"""AdamW, for embeddings, the head and scalars."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from torch.optim.optimizer import ParamsT
 class AdamW(torch.optim.AdamW):
     """Adam with bias correction, by torch's fused kernel, the fastest on CPUs and GPUs.
 
-    The defaults are the paper's. A parameter's step count includes only steps in which it had a gradient.
+    weight_decay: subtracts lr · weight_decay · W before the update; off by default, unlike torch's. The defaults are
+    the paper's. A parameter's step count includes only steps in which it had a gradient.
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-10
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
     ) -> None:
         first, second = map(float, betas)  # torch rejects integers such as 0
-        super().__init__(params, lr, (first, second), eps, weight_decay=0.0, fused=True)
+        super().__init__(params, lr, (first, second), eps, weight_decay, fused=True)
 
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step."""

@@ -69,6 +69,10 @@ class OptimConfig:
     weight_decay: Strength = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
     weight_decay_schedule: DecayName = option("constant", "Course of the weight decay; cosine ends at 0.")
     cautious_weight_decay: bool = option(False, "Decay only weights that the update moves towards 0, too.")
+    embed_weight_decay: Strength = option(0.0, "Constant weight decay of the embedding, times its learning rate.")
+    value_embed_weight_decay: Strength = option(0.0, "The same of value embeddings.")
+    head_weight_decay: Strength = option(0.0, "The same of the head.")
+    residual_weight_decay: Strength = option(0.0, "The same of the residual scalars.")
     schedule: ScheduleName = option(
         "linear", "Course of the learning rates: a straight line down, or constant until the cooldown."
     )
@@ -123,6 +127,10 @@ NANOCHAT = OptimConfig(
     weight_decay=0.28,
     weight_decay_schedule="cosine",
     cautious_weight_decay=True,
+    embed_weight_decay=0.001,
+    value_embed_weight_decay=0.01,
+    head_weight_decay=0.01,
+    residual_weight_decay=0.05,
     schedule="warmup_stable_decay",
     cooldown=0.65,
     min_lr_ratio=0.05,

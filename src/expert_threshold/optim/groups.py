@@ -81,8 +81,8 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
 }
 
 
-def _betas(betas: tuple[float, float]) -> dict[str, Any]:
-    return {"betas": tuple(map(float, betas))}
+def _adamw(betas: tuple[float, float], weight_decay: float = 0.0) -> dict[str, Any]:
+    return {"betas": tuple(map(float, betas)), "weight_decay": weight_decay}
 
 
 class Row(NamedTuple):
@@ -101,31 +101,32 @@ GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes i
         lambda name, parameter: "embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr,
-        lambda config: _betas(config.embed_betas or config.betas),
+        lambda config: _adamw(config.embed_betas or config.betas, config.embed_weight_decay),
     ),
     "value_embed": Row(
         lambda name, parameter: "value_embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr / 2 if config.value_embed_lr is None else config.value_embed_lr,
-        lambda config: _betas(config.embed_betas or config.betas),
+        lambda config: _adamw(config.embed_betas or config.betas, config.value_embed_weight_decay),
     ),
     "head": Row(
         lambda name, parameter: "head" in name.split("."),
         lambda config: "adamw",
         lambda config: config.head_lr,
-        lambda config: _betas(config.head_betas or config.betas),
+        lambda config: _adamw(config.head_betas or config.betas, config.head_weight_decay),
     ),
     "residual": Row(
         lambda name, parameter: name == "residual_scalars",
         lambda config: "adamw",
         lambda config: config.residual_lr,
+        lambda config: _adamw(config.betas, config.residual_weight_decay),
         scaled=False,
     ),
     "skip": Row(
         lambda name, parameter: name == "skip_scalars",
         lambda config: "adamw",
         lambda config: config.skip_lr,
-        lambda config: _betas(config.skip_betas or config.betas),
+        lambda config: _adamw(config.skip_betas or config.betas),
         scaled=False,
     ),
     "smear": Row(

@@ -233,7 +233,10 @@ def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> Non
     Loshchilov and Hutter, Decoupled Weight Decay Regularization (2019); Chen et al., Cautious Weight Decay (2025). The
     amount does not depend on the matrix's shape, as in `torch.optim.Muon`; in nanochat it has Muon's √max(1, out/in).
     """
-    weight.sub_(weight * (update * weight >= 0) if cautious else weight, alpha=amount)
+    if cautious:  # in place and without a boolean: twice as fast on a CPU
+        weight.sub_((update * weight).ge_(0).mul_(weight), alpha=amount)
+    else:
+        weight.sub_(weight, alpha=amount)
 
 
 def _batches(wholes: list[_Piece]) -> Iterator[list[_Piece]]:
