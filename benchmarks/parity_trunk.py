@@ -32,7 +32,7 @@ from expert_threshold.model import GPT, TRUNKS, GPTConfig
 NEAR, FAR = 1e-5, 1e-3
 SEQUENCES = 2
 PIECES = list(TRUNKS["nanochat"])
-SIZES: dict[str, dict[str, int]] = {  # windows are of 128 tokens
+SIZES: dict[str, dict[str, Any]] = {  # windows are of 128 tokens
     "4 layers": {"layers": 4, "d_model": 128, "heads": 2, "kv_heads": 2, "vocab_size": 4096, "context": 256},
     "5 layers, grouped queries": {
         "layers": 5, "d_model": 96, "heads": 4, "kv_heads": 2, "vocab_size": 512, "context": 512
@@ -85,13 +85,13 @@ def logits_without(config: GPTConfig, weights: dict[str, Tensor], piece: str, to
     return logits
 
 
-def compare(sizes: dict[str, int]) -> dict[str, Any]:
+def compare(sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the distances of logits, of the loss and of each parameter's gradient; those of logits without a piece."""
     config = GPTConfig(rule=None, d_feed_forward=4 * sizes["d_model"], **sizes, **TRUNKS["nanochat"])
     theirs: Any = nanochat_model(vars(config), seed=0)
     randomize(theirs)
     there = theirs.state_dict()
-    ours = GPT(config)
+    ours: Any = GPT(config)
     weights = {name: there[named_there(name)] for name in ours.state_dict()}
     assert len(weights) == len(there), "a weight of nanochat's has no name here"
     ours.load_state_dict(weights)
@@ -99,7 +99,6 @@ def compare(sizes: dict[str, int]) -> dict[str, Any]:
     tokens, targets = torch.randint(config.vocab_size, (2, SEQUENCES, config.context))
     expected = theirs(tokens)
     mine, loss = ours(tokens, targets).loss, theirs(tokens, targets)
-    assert mine is not None
     mine.backward()
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}

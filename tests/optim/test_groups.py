@@ -217,7 +217,10 @@ def test_warmup_rises_from_one_step_to_one(step: int, warmup_steps: int) -> None
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_embedding_and_head_move_as_under_torchs_own_adamw(weight: str, rate: float, decay: float) -> None:
     named = model()
-    decays = {f"{weight}_weight_decay": decay, "weight_decay_schedule": "cosine"}  # which is that of Muon's
+    decays: dict[str, Any] = {
+        f"{weight}_weight_decay": decay,
+        "weight_decay_schedule": "cosine",
+    }  # which is that of Muon's
     config = dataclasses.replace(SHORT, adamw_warmup_steps=0, min_lr_ratio=1.0, **decays)
     optimizer = optimizers(named, config)
     twin = nn.Parameter(named[f"{weight}.weight"].detach().clone())

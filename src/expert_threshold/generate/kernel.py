@@ -111,7 +111,8 @@ class Kernel:
 
 def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
     """Return a trunk's scalars; without any, `count` times the value that has no effect."""
-    return [without] * count if scalars is None else scalars.tolist()
+    numbers: list[float] = [without] * count if scalars is None else scalars.tolist()
+    return numbers
 
 
 def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
