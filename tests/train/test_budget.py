@@ -127,11 +127,11 @@ def test_a_resumed_run_makes_the_decisions_that_were_made() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Replaces the timer's: steps of 0.1 seconds, twice as fast from the tenth on."""
+    """Replaces the timer's: steps of 0.2 seconds, twice as fast from the fifth on."""
     clock, train_step = Clock(), loop.train_step
 
     def timed(state: TrainState, status: Any) -> bool:
-        clock.time += 0.1 if state.step < 10 else 0.05
+        clock.time += 0.2 if state.step < 5 else 0.1
         if state.step == clock.stop_at:
             signal.raise_signal(signal.SIGINT)
         return train_step(state, status)
@@ -141,17 +141,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-OPTIONS: dict[str, Any] = {"steps": 40, "log_every": 1, "eval_every": None, "checkpoint_every": 15}
+OPTIONS: dict[str, Any] = {
+    "steps": 20, "accumulation": 1, "log_every": 1, "eval_every": None, "checkpoint_every": 8,
+}  # fmt: skip
 
 
 def test_a_run_keeps_its_time_and_is_repeated_from_any_checkpoint(start: Start, tmp_path: Path, clock: Clock) -> None:
     result = start("run", minutes=6 / 60, **OPTIONS)
     assert result.finished
     assert 0.9 * 6 <= result.elapsed <= 6
-    assert result.step > 80
+    assert result.step > 40
     run, again = RunFolder.open(tmp_path / "run"), tmp_path / "again"
     assert run.config["train"]["steps"] == result.step
-    assert run.config["time"]["decisions"][0] == [0, 40, 0]
+    assert run.config["time"]["decisions"][0] == [0, 20, 0]
     shutil.copytree(run.path, again)  # as if it had been killed after its last decision, before its last checkpoints
     for step in run.checkpoints()[1:]:
         shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
@@ -168,8 +170,8 @@ def test_a_run_keeps_its_time_and_is_repeated_from_any_checkpoint(start: Start, 
 def test_a_run_that_was_stopped_goes_on_with_what_is_left_of_its_time(
     start: Start, tmp_path: Path, clock: Clock
 ) -> None:
-    clock.stop_at = 50
-    assert start(minutes=6 / 60, **OPTIONS).step == 51
+    clock.stop_at = 25
+    assert start(minutes=6 / 60, **OPTIONS).step == 26
     clock.stop_at, clock.time = -1, 1e6  # however long it lay
     config = RunFolder.open(tmp_path / "run").config
     result = start(resume=True, **OPTIONS | {"steps": config["train"]["steps"]})

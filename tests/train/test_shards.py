@@ -87,7 +87,7 @@ def test_what_is_skipped_is_told_and_logged(start: Start, tmp_path: Path, corpus
     Tokenizer.train(TEXTS[:60], 300).save(corpus / "tokenizer.json")
     with pytest.raises(ValueError, match=r"0a.parquet is damaged .*; or skip such shards with --skip-damaged"):
         start("not")
-    start(skip_damaged=True, console=plain.console, steps=40)
+    start(skip_damaged=True, console=plain.console, steps=20, batch_size=8, accumulation=1)
     events: list[dict[str, Any]] = [
         record for record in RunFolder.open(tmp_path / "run").metrics.read() if record.get("event") == "skipped_text"
     ]
