@@ -50,6 +50,17 @@ def test_every_token_is_a_target_once_per_epoch(data: st.DataObject) -> None:
         assert Counter(targets_of(loader, rows_per_epoch(tokens, context))) == Counter(tokens.ids.tolist())
 
 
+@given(st.data(), st.integers(0, 5), st.integers(0, 5))
+def test_a_loader_goes_on_wherever_it_is_sent(data: st.DataObject, first: int, last: int) -> None:
+    loader = Loader(*draw_loader_arguments(data))
+    places, batches = zip(*[(loader.position, next(loader)) for _ in range(6)], strict=True)
+    for place in (first, last):
+        loader.seek(places[place])
+        assert loader.position == places[place]
+        for found, expected in zip(islice(loader, 2), batches[place:], strict=False):
+            assert torch.equal(found.targets, expected.targets)
+
+
 @given(st.data())
 def test_a_target_is_what_follows_in_its_document_or_opens_the_next(data: st.DataObject) -> None:
     tokens, batch_size, context, seed = draw_loader_arguments(data)

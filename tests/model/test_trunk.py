@@ -132,7 +132,7 @@ def test_the_last_layer_sees_all_and_short_ones_their_window() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("time", "window"), [(9, 3), (300, 100), (600, 256), (600, 1)])
+@pytest.mark.parametrize(("time", "window"), [(9, 3), (5, 3), (300, 100), (600, 256), (600, 1)])
 def test_a_token_attends_to_itself_and_its_window_before_it(dtype: torch.dtype, time: int, window: int) -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, time, 8).to(dtype).requires_grad_() for heads in (4, 2, 2))
