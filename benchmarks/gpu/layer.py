@@ -26,7 +26,7 @@ TIMED = (
 """The fields of a row whose status is "timed"."""
 FANOUTS = (1, 8, 2)
 LEFT_OUT = ("plain loop", "transformers batched_mm", "ours cpu", "ours reference")  # slow, or not for a GPU
-DRY = ("dense", "dense (ours)", "plain grouped_mm", "ours grouped", "ours static", "ours triton")
+DRY = ("dense", "dense (ours)", "plain grouped_mm", "ours grouped", "ours static")
 PATIENCE = 40.0  # times dense's time, beyond which a contestant is not timed
 
 
