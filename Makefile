@@ -17,9 +17,9 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Campaigns of minutes, which `make test` leaves out.
+# Campaigns of minutes, which `make test` leaves out, and many more examples of what it draws by chance.
 soak: $(VENV)/.installed-soak
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m soak --timeout 3600
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile many --timeout 3600
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from expert_threshold.model import GPT
 
 # How long an example takes says nothing about right or wrong on a shared machine. In CI the examples are the same ones
-# every time: there a failure means that the code changed; new examples are tried wherever else the tests run.
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
+# every time: there a failure means that the code changed; new examples are tried wherever else the tests run, and many
+# of them by `make soak`.
+settings.register_profile("here", deadline=None, max_examples=30)
+settings.register_profile("ci", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("many", deadline=None, max_examples=1000)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # Without a GPU, kernels run in Triton's interpreter, which has to be said before triton is imported.

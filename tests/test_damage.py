@@ -115,7 +115,10 @@ def changed(value: Any, path: tuple[str | int, ...], new: Any) -> Any:
     return value
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=settings.default.max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, run: Path, tmp_path: Path) -> None:
     name = data.draw(st.sampled_from([name for name in FILES if name.endswith((".json", ".jsonl"))]))

@@ -26,6 +26,8 @@ RULES: dict[str, Rule | None] = TRAINED | {
     "global_aux": TokenChoice(4, 2, balance="global_aux"),
     "loss_free_proportional": TokenChoice(4, 2, balance="loss_free_proportional"),
 }
+FEW = ("dense", "token_choice_aux", "expert_choice_sequence", "expert_threshold", "unbounded")
+"""Whose models `make test` compiles; of all others it compiles the routing, in tests/routing/test_contract.py."""
 OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01, "softcap": None}
 
 
@@ -63,7 +65,10 @@ def compiled(model: GPT) -> tuple[Any, CompileCounterWithBackend]:
     return torch.compile(model, fullgraph=True, dynamic=False, backend=counter), counter
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, id=name, marks=[] if name in FEW else [pytest.mark.soak]) for name, rule in RULES.items()],
+)
 def test_for_every_rule_the_whole_model_is_one_graph_whatever_the_loads(rule: Rule | None) -> None:
     require_one_graph_and_the_same_numbers(rule, {})
 
@@ -118,7 +123,7 @@ def test_too_few_slots_are_refused() -> None:
         _opaque_forward(torch.rand(3, 8), torch.rand(3, 4), everywhere, [experts.down, experts.up], "relu2", 11)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_in_bfloat16_it_is_one_graph_too(checkpointing: bool) -> None:
     rule = RULES["expert_threshold"]
     model, again = tiny(rule, torch.bfloat16), tiny(rule, torch.bfloat16)
@@ -139,8 +144,11 @@ def train_on_tensors_without_data(model: GPT) -> None:
         output.loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rule", [rule for name, rule in RULES.items() if name != "unbounded"])
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    [(rule, torch.bfloat16) for name, rule in RULES.items() if name != "unbounded"]
+    + [(RULES[name], torch.float32) for name in ("dense", "token_choice_aux", "expert_threshold")],
+)
 def test_forward_and_backward_wait_for_no_number_of_the_device(rule: Rule | None, dtype: torch.dtype) -> None:
     train_on_tensors_without_data(tiny(rule, dtype, dispatch="static"))
 
