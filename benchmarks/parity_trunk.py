@@ -80,8 +80,7 @@ def logits_without(config: GPTConfig, weights: dict[str, Tensor], piece: str, to
     """Return our logits in the trunk without one piece; its weights are left out."""
     model = GPT(replace(config, **{piece: TRUNKS["paper"][piece]}))
     model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    logits = model(tokens).logits
-    assert logits is not None
+    logits: Tensor = model(tokens).logits
     return logits
 
 

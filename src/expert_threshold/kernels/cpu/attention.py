@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        return attention_backward(dy, *ctx.saved_tensors, ctx.window), None, None, None, None
+        return attention_backward(dy, *ctx.saved_tensors, window=ctx.window), None, None, None, None
 
 
 @operator()
