@@ -17,10 +17,12 @@ from torch.utils._pytree import tree_leaves
 from processes import Python
 
 
-def run_on_ranks(script: Path, ranks: int, folder: Path) -> None:
-    """Run `python script RANK RANKS RENDEZVOUS_FILE` for every rank; each has to exit with 0. folder: an empty one."""
+def run_on_ranks(script: Path, ranks: int, folder: Path, *more: str) -> None:
+    """Run `python script RANK RANKS RENDEZVOUS_FILE MORE…` for every rank; each has to exit with 0. folder: an empty
+    one.
+    """
     rendezvous = folder / "rendezvous"
-    processes = [Python(script, str(rank), str(ranks), rendezvous, strict=True) for rank in range(ranks)]
+    processes = [Python(script, str(rank), str(ranks), rendezvous, *more, strict=True) for rank in range(ranks)]
     try:
         with ThreadPoolExecutor(ranks) as readers:
             ends = list(readers.map(Python.communicate, processes))

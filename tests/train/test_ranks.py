@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -19,31 +18,26 @@ from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import TrainConfig
+from processes import Python
 from ranks import run_on_ranks
 
 from .across_ranks import text
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_several_ranks_equal_one_with_the_same_global_batch(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "which"), [(2, "few"), (4, "few"), pytest.param(2, "all", marks=pytest.mark.soak)])
+def test_several_ranks_equal_one_with_the_same_global_batch(ranks: int, which: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.jsonl").write_text(text())
-    run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)
+    run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path, which)
 
 
 SIZES = "--layers 2 --d-model 32 --heads 2 --kv-heads 2 --d-expert 32 --vocab-size 300 --context 16 --num-experts 4"
 USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-every none --threads 1 --log-every 1"
 
 
-def launched(command: list[str]) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=1200, check=False
-    )
-
-
 def torchrun(*script: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of `python SCRIPT`; options of torchrun may come first."""
-    return launched(["torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script])
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script]
+    return subprocess.CompletedProcess(command, *Python(*command).communicate(timeout=1200))
 
 
 def tiny_run(folder: Path) -> list[str]:
