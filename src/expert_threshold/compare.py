@@ -34,7 +34,7 @@ from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE
 from .runs import RunFolder
-from .runs.files import damage_told, read_json, replace_file, to_json
+from .runs.files import damage_told, read_json, replace_file, replace_json
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
 ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of --join"
@@ -71,12 +71,9 @@ class Findings(NamedTuple):
             markdown(HEADERS, judged_cells(judged, self.baseline)),
             markdown(LOADS, load_cells(self.results, self.costs)) + "\n" + notes(self.baseline, self.margin),
         ]
-        for name, text in (
-            (file, to_json({**record, **content}, indent=2) + "\n"),
-            ("compare.csv", to_csv(rows)),
-            ("compare.md", "\n\n".join(parts) + "\n"),
-        ):
-            replace_file(folder / name, text.encode())
+        replace_json(folder / file, {**record, **content})
+        replace_file(folder / "compare.csv", to_csv(rows).encode())
+        replace_file(folder / "compare.md", ("\n\n".join(parts) + "\n").encode())
 
     def judged(self) -> list[Judged]:
         """Return each method against the baseline."""

@@ -23,7 +23,7 @@ from .experiment import OTHER_FOLDER, Kind, record_corpus
 from .install import install
 from .plan import costs
 from .runs import RunFolder
-from .runs.files import damage_told, read_json, replace_file, to_json
+from .runs.files import damage_told, read_json, replace_file, replace_json
 from .train import DivergedError, Text, read_text, train
 from .train.log import Display, clock
 from .train.pace import tokens_within
@@ -172,7 +172,7 @@ class Sweep:
                 raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
         else:
             self._read_text(console)
-            replace_file(path, (to_json(self.result(), indent=2) + "\n").encode())
+            replace_json(path, self.result())
         storage = open_journal(self.folder / STUDIES)
         self._studies = {name: self._study(name, storage) for name in self.methods}
 
@@ -335,14 +335,13 @@ class Sweep:
 
     def write(self) -> None:
         """Write sweep.json, and best.json of each method with a finished trial."""
-        replace_file(self.folder / SWEEP.file, (to_json(self.result(), indent=2) + "\n").encode())
+        replace_json(self.folder / SWEEP.file, self.result())
         for name, method in self.methods.items():
             best = best_of(self.results(name))
             if best is not None:
                 values = {option: method.space[option].value(drawn) for option, drawn in best.options.items()}
-                text = to_json(method.recommend(values), indent=2) + "\n"
                 (self.folder / name).mkdir(exist_ok=True)
-                replace_file(self.folder / name / "best.json", text.encode())
+                replace_json(self.folder / name / "best.json", method.recommend(values))
 
     def result(self) -> dict[str, Any]:
         """Return the content of sweep.json."""

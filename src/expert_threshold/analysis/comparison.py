@@ -149,14 +149,14 @@ def summarise(results: Sequence[Result]) -> list[Row]:
             Row(
                 method,
                 len(runs),
-                _over_seeds(mean, losses),
-                _over_seeds(stdev, losses),
-                _over_seeds(mean, bits),
-                _over_seeds(stdev, bits),
+                over_seeds(mean, losses),
+                over_seeds(stdev, losses),
+                over_seeds(mean, bits),
+                over_seeds(stdev, bits),
                 median(run.tokens_per_second for run in runs),
-                _over_seeds(mean, [run.load_spread for run in runs]),
-                _over_seeds(mean, [run.fanout_mean for run in runs]),
-                _over_seeds(mean, [run.fanout_std for run in runs]),
+                over_seeds(mean, [run.load_spread for run in runs]),
+                over_seeds(mean, [run.fanout_mean for run in runs]),
+                over_seeds(mean, [run.fanout_std for run in runs]),
             )
         )
     return rows
@@ -168,11 +168,11 @@ def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]
     for method in dict.fromkeys(result.method for result in results):
         runs = [dict(result.curve) for result in results if result.method == method]
         shared = [tokens for tokens in runs[0] if all(tokens in run for run in runs)]
-        found[method] = [(tokens, _over_seeds(mean, [run[tokens] for run in runs])) for tokens in shared]
+        found[method] = [(tokens, over_seeds(mean, [run[tokens] for run in runs])) for tokens in shared]
     return found
 
 
-def _over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
+def over_seeds(statistic: Callable[[list[float]], float], values: Sequence[float | None]) -> float | None:
     """Return the statistic, None if any value is missing or there are too few."""
     known = [value for value in values if value is not None]
     least = 2 if statistic is stdev else 1

@@ -8,9 +8,9 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from ..recipes import REFERENCE
-from .comparison import Result
+from .comparison import Result, over_seeds
 from .paired import Difference, paired
-from .sentences import short, signed
+from .sentences import fixed, short, signed
 
 MARGIN = 0.01
 """Nats per token within which two methods count as equivalent unless --margin says otherwise."""
@@ -82,7 +82,7 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
                 None if is_baseline or not timed else _difference(by_seconds, margin),
                 mean(mine.flops[-1] for mine, _ in pairs),
                 median(mine.clock[-1] for mine, _ in pairs) if timed else None,
-                _median([_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
+                over_seeds(median, [_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
             )
         )
     return rows
@@ -124,11 +124,6 @@ def _seconds_to(run: Result, goal: float | None) -> float | None:
     return None
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if len(known) == len(values) else None
-
-
 def judged_cells(rows: Sequence[Judged], baseline: str) -> list[list[str]]:
     """Return the cells below `HEADERS`."""
     flops = next((row.flops for row in rows if row.method == baseline), 1.0)
@@ -161,7 +156,7 @@ def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]
     for method in dict.fromkeys(result.method for result in results):
         runs = [result for result in results if result.method == method]
         spread, fanout, without, gap = (
-            _mean([getattr(run, name) for run in runs])
+            over_seeds(mean, [getattr(run, name) for run in runs])
             for name in ("load_spread_trained", "fanout_trained", "unrouted", "gap")
         )
         sent, state = (costs[method][name] for name in ("bytes_sent", "state_bytes"))
@@ -177,16 +172,6 @@ def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]
             ]
         )
     return lines
-
-
-def fixed(value: float | None, digits: int) -> str:
-    """Return the number with that many digits, a dash for None."""
-    return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return mean(known) if known and len(known) == len(values) else None
 
 
 def notes(baseline: str, margin: float) -> str:

@@ -49,7 +49,7 @@ def signed(number: float, digits: int = 3) -> str:
 
 def fixed(number: float | None, digits: int) -> str:
     """Return a number with `digits` decimals, a dash if it is missing."""
-    return "–" if number is None else f"{number:.{digits}f}"
+    return "–" if number is None else f"{number:,.{digits}f}"
 
 
 def percent(share: float) -> str:

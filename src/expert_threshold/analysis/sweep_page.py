@@ -11,7 +11,7 @@ from typing import Any
 from ..runs.files import replace_file
 from .figures.sweep import draw_curves, draw_options, draw_trials
 from .page import Exhibit, exhibits, page, table
-from .sentences import counted
+from .sentences import counted, fixed
 from .sweep import TOLERANCE
 
 STATES = ("finished", "pruned", "diverged", "refused")
@@ -55,7 +55,7 @@ def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
             [
                 name,
                 made,
-                *("–" if loss is None else f"{loss:.4f}" for loss in losses),
+                *(fixed(loss, 4) for loss in losses),
                 *(_of_option(study["options"].get(option)) for option in options),
             ]
         )
@@ -102,7 +102,7 @@ def trials(name: str, study: Mapping[str, Any]) -> str:
     rows = [
         [
             str(trial["trial"]),
-            "–" if trial["loss"] is None else f"{trial['loss']:.4f}",
+            fixed(trial["loss"], 4),
             *(show_value(trial["options"].get(option, "–")) for option in options),
             f"{trial['seconds']:.1f}",
             trial["reason"] or "",

@@ -7,11 +7,13 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..analysis.sentences import fixed
 from ..data import Loader, open_source, pack
 from ..evaluation import Validation, evaluate
 from ..install import et
@@ -113,11 +115,8 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _numbers(found: Validation) -> dict[str, Any]:
-    """Return the results for JSON, which has no NaN."""
-    fanouts = [float(observation.fanout_mean) for observation in found.observations]
-    bits = found.bits_per_byte if math.isfinite(found.bits_per_byte) else None
-    fanout = sum(fanouts) / len(fanouts)
-    return {"loss": found.loss, "bits_per_byte": bits, "fanout": fanout, "tokens": found.tokens}
+    """Return the losses and the mean fanout over layers."""
+    return found.losses() | {"fanout": fmean(float(observation.fanout_mean) for observation in found.observations)}
 
 
 def _table(results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -125,6 +124,6 @@ def _table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     for column in shown.columns[1:]:
         column.justify = "right"
     for name, found in results.items():
-        bits = "–" if found["bits_per_byte"] is None else f"{found['bits_per_byte']:.4f}"
-        shown.add_row(name, f"{found['loss']:.4f}", bits, f"{found['fanout']:.3f}", f"{found['tokens']:,}")
+        losses = (fixed(found[loss], 4) for loss in ("loss", "bits_per_byte"))
+        shown.add_row(name, *losses, f"{found['fanout']:.3f}", f"{found['tokens']:,}")
     return shown

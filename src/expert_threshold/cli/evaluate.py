@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -284,13 +283,13 @@ class Run(NamedTuple):
 
         causal = measure(what, eval_tokens)
         self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
-        result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | _losses(causal)
+        result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | causal.losses()
         if by_pools and len(tokens) > batch:
             pooled = measure(f"{what} by training pools", eval_tokens, batch_size=batch_size, training_pools=True)
             if causal.tokens != pooled.tokens:
                 causal = measure(f"{what} on the same tokens", pooled.tokens)
-            same = {f"causal_{name}": number for name, number in _losses(causal).items() if name != "tokens"}
-            result["training_pools"] = {"batch_size": batch_size} | _losses(pooled) | same
+            same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
+            result["training_pools"] = {"batch_size": batch_size} | pooled.losses() | same
         elif by_pools:
             self.progress.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
@@ -345,10 +344,3 @@ def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
 def _place(source: str) -> str:
     """Return the key of a source's results, the same from any working folder."""
     return source if source == CODE else absolute(source)
-
-
-def _losses(validation: Validation) -> dict[str, Any]:
-    """Return the losses for JSON, which has no NaN."""
-    numbers = {"loss": validation.loss, "bits_per_byte": validation.bits_per_byte}
-    finite = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
-    return {"tokens": validation.tokens} | finite

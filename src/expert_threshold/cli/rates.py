@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from ..analysis.plain import plain
+from ..analysis.sentences import fixed
 from ..evaluation import Point
 from ..routing import Rule, rule_from_dict
 from ..runs import RunFolder
-from ..runs.files import replacing, to_json
+from ..runs.files import replace_json, replacing
 
 FILE, FIGURE = "rates.json", "rates.png"
 
@@ -66,8 +67,7 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
 
 def save(folder: RunFolder, found: Mapping[str, Any]) -> None:
     """Write the record into the run's folder."""
-    with replacing(folder.path / FILE) as temporary:
-        temporary.write_text(to_json(found, indent=1) + "\n")
+    replace_json(folder.path / FILE, found)
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -86,13 +86,12 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
         column.justify = "right"
     for path, found in results.items():
         for place, point in enumerate(found["points"]):
-            bits = point["bits_per_byte"]
             shown.add_row(
                 Text("" if place else path, overflow="fold"),
                 "trained" if point["rate"] is None else f"{point['rate']:g}",
                 f"{point['fanout']:.3f}",
                 f"{point['loss']:.4f}",
-                "–" if bits is None else f"{bits:.4f}",
+                fixed(point["bits_per_byte"], 4),
                 f"{point['params_active']:,}",
                 f"{point['flops_per_token'] / 1e6:,.2f}",
                 end_section=place + 1 == len(found["points"]),

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.sentences import short
+from ..analysis.sentences import fixed, short
 from ..config import resolve
 from ..plan import costs
 from ..recipes import RECIPES
@@ -65,7 +65,7 @@ def _table(rows: Sequence[dict[str, Any]], wide: bool) -> Table:
     for row in rows:
         paper = row["paper"]
         sizes = (short(row["tokens"]), _size(row["pool"]), _size(row["effective_pool"]))
-        loss = "–" if paper["cross_entropy"] is None else f"{paper['cross_entropy']:.3f}"
+        loss = fixed(paper["cross_entropy"], 3)
         core = "–" if paper["core"] is None else f"{paper['core']:g}"
         what, where = ([f"{row['preset']}, {row['summary']}"], [paper["where"]]) if wide else ([], [])
         table.add_row(row["name"], *what, *sizes, loss, core, *where)

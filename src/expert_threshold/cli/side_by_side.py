@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from ..analysis.sentences import fixed
+
 Result = Mapping[str, Any]
 
 
@@ -34,14 +36,14 @@ def table(
         pooled = [each.get("training_pools", {}) for each in measured]
         add(f"{name} tokens", (f"{each['tokens']:,}" for each in measured))
         for key, title in (("loss", "loss"), ("bits_per_byte", "bits per byte")):
-            add(f"{name} {title}", (_show(each[key]) for each in measured))
+            add(f"{name} {title}", (fixed(each[key], 4) for each in measured))
             if any(pooled):
                 add("  by training pools, gap", (_show_gap(each, key) for each in pooled))
     for label in labels:
         add(label, (_show_task(result["core"]["tasks"][label]) for result in found))
     if labels:
         asked = [[result["core"]["tasks"][label] for label in labels] for result in found]
-        add("CORE", (_show(result["core"]["metric"]) for result in found))
+        add("CORE", (fixed(result["core"]["metric"], 4) for result in found))
         add("prompts cropped", map(_show_cropped, asked))
     for task, metrics in found[0]["harness"].items() if harness else ():
         for metric in metrics:
@@ -49,13 +51,9 @@ def table(
     return shown
 
 
-def _show(number: float | None) -> str:
-    return "–" if number is None else f"{number:.4f}"
-
-
 def _show_gap(pooled: Result, key: str) -> str:
     if pooled.get(key) is None:
-        return _show(None)
+        return "–"
     return f"{pooled[key]:.4f} {pooled[f'causal_{key}'] - pooled[key]:+.4f}"
 
 
@@ -64,7 +62,7 @@ def _show_task(result: Result) -> str:
 
 
 def _show_metric(found: Result) -> str:
-    return _show(found["value"]) + (f" ± {found['stderr']:.4f}" if found["stderr"] is not None else "")
+    return fixed(found["value"], 4) + (f" ± {found['stderr']:.4f}" if found["stderr"] is not None else "")
 
 
 def _show_cropped(results: Sequence[Result]) -> str:

@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.sentences import counted
+from ..analysis.sentences import counted, fixed
 from ..analysis.sweep import Scale, fit_power_law
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
@@ -23,7 +23,7 @@ from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import rule_to_dict
-from ..runs.files import damage_told, read_json, replace_file, to_json
+from ..runs.files import damage_told, read_json, replace_json
 from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna, say
 from ..train.device import keep_freed_memory
 from ..train.log import clock
@@ -299,17 +299,13 @@ def table(result: Mapping[str, Any]) -> Table:
         column.justify = "right"
     for name, study in result["studies"].items():
         best = study["best"]
-        opening = [name, str(len(study["trials"])), _loss(best and best["loss"]), _loss(study["present"])]
+        opening = [name, str(len(study["trials"])), fixed(best and best["loss"], 4), fixed(study["present"], 4)]
         for place, (option, entry) in enumerate(study["options"].items()):
             fit = entry["fit"]
             flat = "–" if fit is None else f"{show_value(fit['low'])} to {show_value(fit['high'])}"
             value = "–" if entry["best"] is None else show_value(entry["best"])
             shown.add_row(*(opening if place == 0 else [""] * 4), option, value, flat)
     return shown
-
-
-def _loss(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
 
 
 def conclude(sweep: Sweep, given: Given) -> str:
@@ -401,7 +397,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
     for reason in reasons:
         say(console, f"not fitted: {reason}")
     if out is not None:
-        replace_file(Path(out), (to_json({"laws": laws}, indent=2) + "\n").encode())
+        replace_json(Path(out), {"laws": laws})
 
 
 def told(law: Mapping[str, Any]) -> str:

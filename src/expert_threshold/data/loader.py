@@ -16,7 +16,7 @@ from torch import Tensor
 from .sources import Corpus, Split
 from .stream import Stream, Whole, shuffled
 from .tokenizer import Tokenizer
-from .tokens import THREADS, Ids, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
+from .tokens import THREADS, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
 IGNORED = -1
 """Marks a position without a target."""
@@ -244,13 +244,9 @@ def windows(tokens: Tokens, context: int) -> Iterator[Batch]:
     The last window is padded with `IGNORED` targets.
     """
     for start in range(0, len(tokens) - 1, context):
-        ids = _tensor(tokens.ids[start : start + context + 1])
+        ids = torch.from_numpy(tokens.ids[start : start + context + 1].astype(np.int64))
         padding = context + 1 - len(ids)
         yield Batch(
             torch.nn.functional.pad(ids[:-1], (0, padding)),
             torch.nn.functional.pad(ids[1:], (0, padding), value=IGNORED),
         )
-
-
-def _tensor(ids: Ids) -> Tensor:
-    return torch.from_numpy(ids.astype(np.int64))

@@ -30,6 +30,11 @@ class Validation(NamedTuple):
     bytes: int
     observations: tuple[Observation, ...]
 
+    def losses(self) -> dict[str, float | None]:
+        """Return tokens, loss and bits per byte for JSON, which has no NaN."""
+        numbers = {"tokens": self.tokens, "loss": self.loss, "bits_per_byte": self.bits_per_byte}
+        return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
+
 
 @torch.no_grad()
 def evaluate(
