@@ -14,6 +14,7 @@ from .generate import generate
 from .model import GPT
 from .runs import RunFolder
 from .train import TrainResult, train
+from .train.log import say
 
 # An empty prompt, which opens a document; code; prose.
 PROMPTS = ("", "def ", "The ")
@@ -40,7 +41,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         write_report(folder)
     except Exception as error:  # a failed report does not spoil the run
         reason = " ".join(str(error).split()) or type(error).__name__
-        console.print(f"warning: no report was written: {reason}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"warning: no report was written: {reason}")
     return result
 
 

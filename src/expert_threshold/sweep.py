@@ -25,7 +25,7 @@ from .plan import costs
 from .runs import RunFolder
 from .runs.files import damage_told, read_json, replace_file, replace_json
 from .train import DivergedError, Text, read_text, train
-from .train.log import Display, clock
+from .train.log import Display, clock, say
 from .train.pace import tokens_within
 
 if TYPE_CHECKING:
@@ -388,8 +388,3 @@ def open_journal(path: Path) -> JournalStorage:
         return JournalStorage(JournalFileBackend(str(path)))
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path}: damaged ({error}); {OTHER_FOLDER}") from error
-
-
-def say(console: Console, text: str) -> None:
-    """Print one line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from ..recipes import METHODS, REFERENCE, Method, methods
 from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
+from ..train.log import say
 from .options import Option, parse_names
 from .run_options import RULE, Given, parse_run, resolve_run, rules_having, start_of
 
@@ -84,23 +85,23 @@ def run(arguments: Sequence[str]) -> None:
     baseline = chosen_baseline(given.pop("baseline", None), chosen)
     configs = configure(given, chosen)
     keep_freed_memory()
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = console_for_tables()
     with opened(out, COMPARISON) as folder:
         record = read_record(folder, COMPARISON, start_of(given), configs)
         comparison = Comparison(folder, configs, seeds, record, baseline, margin)
-        console.print(introduction(comparison), markup=False, highlight=False, soft_wrap=True)
+        say(console, introduction(comparison))
         comparison.read_corpus()
         comparison.write()
         try:
             comparison.train(console)
         except KeyboardInterrupt:
             again = f"{et()} {shlex.join(['compare', *arguments])}"
-            console.print(f"to continue the comparison: {again}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"to continue the comparison: {again}")
             raise
         _show(console, comparison.findings())
         following = f"\nnext: {et()} analyze {shlex.quote(str(folder))}"
         done = conclude(comparison.draw, folder, COMPARISON.file, following)
-        console.print(done, markup=False, highlight=False, soft_wrap=True)
+        say(console, done)
 
 
 def _join(given: dict[str, Any]) -> None:
@@ -114,12 +115,12 @@ def _join(given: dict[str, Any]) -> None:
         )
         raise ValueError(f"--join takes --baseline, --margin and --out alone; leave out {flags}")
     findings = join(folders, baseline, margin)
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = console_for_tables()
     with opened(out, JOINED) as folder:
         findings.write(folder, {"joined": folders}, JOINED.file)
         _show(console, findings)
         done = conclude(lambda: findings.draw(folder, {}), folder, JOINED.file)
-        console.print(done, markup=False, highlight=False, soft_wrap=True)
+        say(console, done)
 
 
 def _show(console: Console, findings: Findings) -> None:
@@ -168,6 +169,11 @@ def introduction(comparison: Comparison) -> str:
     return (
         f"{comparison.headline()}\nmethods × seeds: {methods} × {seeds} = {methods * seeds} runs in {comparison.folder}"
     )
+
+
+def console_for_tables() -> Console:
+    """Return the terminal; elsewhere a console wide enough for tables."""
+    return Console(width=None if Console().is_terminal else 120)
 
 
 def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

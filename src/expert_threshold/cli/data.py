@@ -24,7 +24,7 @@ from ..install import et
 from ..option import Count, did_you_mean
 from ..runs.files import replacing
 from ..runs.lock import exclusive
-from ..train.log import Display, clock
+from ..train.log import Display, clock, say
 from . import overview
 from .options import HELP_FLAGS, Command, Option, parse
 
@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> None:
     console = Console(stderr=True)
     with Display(console) as display:
         text = entry.run(values, display)
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    say(Console(), text)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from ..analysis.material import NotShownError
 from ..analysis.plain import Data
 from ..analysis.sentences import pool_size
 from ..option import Count
+from ..train.log import say
 from .analyze import TRACING, open_material
 from .evaluate import Progress
 from .options import Command, Option, parse_all
@@ -52,8 +53,8 @@ def run(arguments: Sequence[str]) -> None:
     data = closed_form(model)
     save(STUDY["leakage_bounds"], data, out)
     console.print(bounds_table(data))
-    console.print(summary(data), markup=False, highlight=False, soft_wrap=True)
-    console.print(construction(), markup=False, highlight=False, soft_wrap=True)
+    say(console, summary(data))
+    say(console, construction())
     console.print(search_table())
     if material is not None:
         try:

@@ -17,7 +17,7 @@ from ..option import Bounds, Count, Positive
 from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
-from ..train.log import clock
+from ..train.log import clock, say
 from .options import Option
 from .run_options import parse_run, resolve_run, start_of
 
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
         for table in tables(costs):
             Console().print(table)
         if costs["kernels_off"] is not None:
-            Console().print(costs["kernels_off"], markup=False, highlight=False, soft_wrap=True)
+            say(Console(), costs["kernels_off"])
 
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import rule_to_dict
 from ..runs.files import damage_told, read_json, replace_json
-from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna, say
+from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna
 from ..train.device import keep_freed_memory
-from ..train.log import clock
-from .compare import chosen_methods, configure, decided, leaves_open
+from ..train.log import clock, say
+from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
 from .options import Command, Option, parse, parse_value
 from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, run_groups, start_of
 
@@ -100,7 +100,7 @@ def run(arguments: Sequence[str]) -> None:
     space = read_space(default_space(first) if texts is None else texts, given, names)
     methods = {name: tuned(given, name, configs[name], space) for name in names}
     keep_freed_memory()
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = console_for_tables()
     own = {"space": " ".join(f"{name}={entry.text}" for name, entry in space.items()), "seeds": seeds}
     with opened(out, SWEEP) as folder:
         record = read_record(folder, SWEEP, start_of(given), configs, own)
@@ -389,7 +389,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
         ]
     if not laws:
         raise ValueError(reasons[0] if reasons else "no folder has a finished trial with a logarithmic option")
-    console = Console(width=None if Console().is_terminal else 120)
+    console = console_for_tables()
     for found_law in laws:
         say(console, told(found_law))
     for warning in warnings:

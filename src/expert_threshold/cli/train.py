@@ -30,7 +30,7 @@ from ..runs import RunFolder
 from ..train import TrainResult
 from ..train.checks import FREE_ON_RESUME, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
-from ..train.log import clock
+from ..train.log import clock, say
 from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
@@ -138,7 +138,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
                     folder.path.rmdir()  # succeeds only if nothing was written yet
             raise
     if result.finished and is_main:
-        console.print(conclude(folder, result), markup=False, highlight=False, soft_wrap=True)
+        say(console, conclude(folder, result))
 
 
 def _is_started_anew(out: str, rendezvous: Rendezvous | None) -> bool:

@@ -16,6 +16,11 @@ Title = Callable[[float | None], str]
 """Return the start of a line, as which of several runs it is about; takes the seconds left, None if unknown."""
 
 
+def say(console: Console, text: str) -> None:
+    """Print a text as it is."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 class Display:
     """Shows a run's progress on `console`; with None it shows nothing."""
 
@@ -44,7 +49,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print one permanent line."""
         if self._console is not None:
-            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+            say(self._console, text)
 
     def task(self, what: str) -> Callable[[int, int], None]:
         """Return a function to call with the done and the total amount of a long task, which shows its progress."""
