@@ -283,7 +283,8 @@ class Run(NamedTuple):
 
         causal = measure(what, eval_tokens)
         self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
-        result = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes} | causal.losses()
+        result: dict[str, Any] = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes}
+        result |= causal.losses()
         if by_pools and len(tokens) > batch:
             pooled = measure(f"{what} by training pools", eval_tokens, batch_size=batch_size, training_pools=True)
             if causal.tokens != pooled.tokens:
