@@ -53,7 +53,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
-        return attention_backward(dy, *ctx.saved_tensors, window=ctx.window), None, None, None, None
+        projected, cos, sin, y, normaliser = ctx.saved_tensors
+        dx = attention_backward(dy, projected, cos, sin, y, normaliser, ctx.window)
+        return dx, None, None, None, None
 
 
 @operator()
