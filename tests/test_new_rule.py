@@ -56,7 +56,7 @@ def test_every_command_takes_a_rule_of_another_distribution(steps: list[str], si
     if steps == ["compiled"] and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
     told = run(site, str(ROOT / "tests" / "every_command.py"), str(tmp_path), *steps, cwd=tmp_path)
-    assert told.split() == steps
+    assert [line for line in told.splitlines() if line in steps] == steps  # ranks print what training tells
 
 
 @pytest.mark.timeout(600)
