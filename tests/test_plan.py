@@ -147,7 +147,7 @@ def test_so_is_that_of_wide_feed_forwards_by_kernels_and_by_torch(
 
 
 def test_so_is_that_of_windows(tmp_path: Path) -> None:
-    """In float32 their masks, which torch's attention keeps for backward, were left out: 4.7 of its 10.3 MB."""
+    """In float32 their masks, which torch's attention keeps for backward, were left out: 1.8 of 10.3 MB."""
     config = resolve("quickstart", "dense")
     sizes: dict[str, Any] = {"layers": 3, "d_model": 32, "heads": 1, "kv_heads": 1, "d_feed_forward": 32}
     model = replace(config.model, **sizes, vocab_size=64, context=768, windows="SSL", short_window=100)
