@@ -17,7 +17,7 @@ from cases import PIECES, RULES, small_model
 from expert_threshold.generate import kernel
 from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
-from expert_threshold.generate.engine import Sampler
+from expert_threshold.generate.engine import Sampler, sample
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
 from expert_threshold.model import GPT
@@ -199,7 +199,7 @@ def test_a_sample_is_the_same_token_as_by_operations(
     logits = 3 * torch.randn(vocab, generator=torch.Generator().manual_seed(seed))
     sampler = Sampler(temperature, top_k, torch.Generator().manual_seed(seed), top_p)
     number = float(torch.rand((), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)))
-    assert sampler(logits) == sampler._by_operations(logits, min(top_k or vocab, vocab), number)
+    assert sampler(logits) == sample(logits, temperature, min(top_k or vocab, vocab), top_p, number)
 
 
 @pytest.mark.usefixtures("by")

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..data import Tokenizer
+from ..kernels.cpu.decode import decoder_sample
 from ..model import GPT
-from . import decoder
+from . import decoder, kernel
 from .accelerator import Decoded, Peak
 from .decoder import Decoder
-from .kernel import sample
 
 Finish = Literal["stop", "length"]
 
@@ -91,40 +91,47 @@ class Request(NamedTuple):
             )
 
 
-class Sampler(NamedTuple):
+class Sampler:
     """Draws tokens on the CPU, so that a seed gives the same result on every device."""
 
-    temperature: float
-    top_k: int | None
-    generator: torch.Generator
-    top_p: float = 1.0
+    def __init__(self, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0) -> None:
+        self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
+        self._numbers = _uniform(generator)
+        self._draw = sample if kernel.library() is None else decoder_sample
 
     def __call__(self, logits: Tensor) -> int:
-        """Draw a token id from logits (vocab,) on the CPU. Raises ValueError if one is NaN."""
+        """Draw a token id from logits (vocab,), float32 on the CPU. Raises ValueError if one is NaN."""
         if self.temperature == 0:
             return int(logits.argmax())
         count = len(logits) if self.top_k is None else min(self.top_k, len(logits))
-        number = float(torch.rand((), dtype=torch.float64, generator=self.generator))
-        token = sample(logits, self.temperature, count, self.top_p, number)
-        if token is None:
-            token = self._by_operations(logits, count, number)
+        token = self._draw(logits, self.temperature, count, self.top_p, next(self._numbers))
         if token < 0:
             raise ValueError("logits contain NaN, so no token can be drawn; use another checkpoint of the model")
         return token
 
-    def _by_operations(self, logits: Tensor, count: int, number: float) -> int:
-        """Return the token at quantile `number` in [0, 1) of the distribution; -1 if a logit is NaN."""
-        likeliest, tokens = logits, None
-        if count < len(logits) or self.top_p < 1:
-            likeliest, tokens = logits.topk(count)
-        # In float64, with the maximum shifted to 0, even the smallest temperature does not overflow.
-        sums = ((likeliest.double() - likeliest.max()) / self.temperature).exp().cumsum(0)
-        if sums[-1].isnan():
-            return -1
-        if self.top_p < 1:  # the fewest tokens that reach top_p, the last one included
-            sums = sums[: int(torch.searchsorted(sums, self.top_p * sums[-1])) + 1]
-        place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
-        return place if tokens is None else int(tokens[place])
+
+def _uniform(generator: torch.Generator) -> Iterator[float]:
+    """Yield uniform numbers in [0, 1); 64 cost little more than one."""
+    while True:
+        yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
+
+
+def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
+    """Return the token at quantile `number` in [0, 1) of the `most` likeliest; -1 if a logit is NaN.
+
+    As `decoder_sample`, by PyTorch's operations.
+    """
+    likeliest, tokens = logits, None
+    if most < len(logits) or top_p < 1:
+        likeliest, tokens = logits.topk(most)
+    # In float64, with the maximum shifted to 0, even the smallest temperature does not overflow.
+    sums = ((likeliest.double() - likeliest.max()) / temperature).exp().cumsum(0)
+    if sums[-1].isnan():
+        return -1
+    if top_p < 1:  # the fewest tokens that reach top_p, the last one included
+        sums = sums[: int(torch.searchsorted(sums, top_p * sums[-1])) + 1]
+    place = min(int(torch.searchsorted(sums, number * sums[-1], right=True)), len(sums) - 1)
+    return place if tokens is None else int(tokens[place])
 
 
 class Text:
@@ -171,7 +178,7 @@ class Next(NamedTuple):
 
     def logprob(self, token: int) -> float:
         likeliest, highest, logsumexp = self.peak
-        return (highest if token == likeliest else float(self.logits[token])) - logsumexp
+        return (highest if token == likeliest else float(self.of_all[self.row, token])) - logsumexp
 
     def top(self, count: int) -> tuple[tuple[int, float], ...]:
         if not count:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import cpu, switched_off
-from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy, decoder_sample
+from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy
 from ..model import GPT, Cache
 from ..model.attention import rotary
 from ..model.gpt import Block
@@ -65,10 +65,11 @@ class Kernel:
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
             raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
         threads = torch.get_num_threads() if count * self._work >= SHARED else 1
-        logits, *peaks, scores, assignment, assigned = decoder_append(
+        logits, peaks, scores, assignment, assigned = decoder_append(
             self._decoder, list(tokens), list(rows), list(places), first, threads
         )
-        return Decoded(logits, list(map(Peak, *(peak.tolist() for peak in peaks))), scores, assignment, None, assigned)
+        found = [Peak(int(likeliest), highest, logsumexp) for likeliest, highest, logsumexp in peaks.tolist()]
+        return Decoded(logits, found, scores, assignment, None, assigned)
 
     def _add(self, block: nn.Module, residual: float, skip: float) -> None:
         assert isinstance(block, Block)
@@ -132,13 +133,6 @@ def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
 def _knows(router: Router) -> bool:
     decides = router.thresholds() is not None or router.rule.biased_top_k(router.state) is not None
     return router.rule.sigmoid_gates and decides
-
-
-def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int | None:
-    """Draw a token as `Sampler` does; returns -1 if a logit is NaN, None if the kernels are not available."""
-    if library() is None or not logits.is_cpu or logits.dtype != torch.float32:
-        return None
-    return decoder_sample(logits.contiguous(), temperature, most, top_p, number)
 
 
 def library() -> ctypes.CDLL | None:

@@ -71,8 +71,8 @@ struct Tokens {
 // count, experts); assigned: the total number of assigned pairs.
 struct Results {
   float* logits;
-  int64_t* likeliest;
-  float *highest, *logsumexp, *scores;
+  double* peaks;
+  float* scores;
   uint8_t* assignment;
   int64_t assigned;
 };
@@ -600,9 +600,8 @@ struct Pass {
       memcpy(part, logits + o, length * sizeof(float));
       sum += exponentials(part, length, highest);
     }
-    results.likeliest[r] = likeliest;
-    results.highest[r] = highest;
-    results.logsumexp[r] = highest + float(std::log(sum));
+    double* peak = results.peaks + 3 * r;
+    peak[0] = double(likeliest), peak[1] = highest, peak[2] = highest + float(std::log(sum));
   }
 };
 
@@ -738,9 +737,9 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
   decoder.model.layer = decoder.layers.data();
 }
 
-// Runs the model; the tokens' keys and values are written to the cache. Returns logits, likeliest, highest, logsumexp,
-// scores and assignment, and how many pairs are assigned, as in Results.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t> append(
+// Runs the model; the tokens' keys and values are written to the cache. Returns logits, peaks, scores and
+// assignment, and how many pairs are assigned, as in Results.
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
     int64_t handle, const std::vector<int64_t>& ids, const std::vector<int64_t>& rows,
     const std::vector<int64_t>& places, int64_t from, int64_t threads) {
   Decoder& decoder = decoder_at(handle);
@@ -751,15 +750,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t> append(
   Sizes size = sizes(model, count);
   if (decoder.scratch.numel() < size.total()) decoder.scratch = new_empty(decoder.scratch, {size.total()});
   const auto floats = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) { return new_empty(decoder.scratch, shape); };
-  const Tensor logits = floats({asked, model.vocab}), highest = floats({asked}), logsumexp = floats({asked});
-  const Tensor likeliest = new_empty(logits, {asked}, ScalarType::Long), scores = floats({routed, count, experts});
+  const Tensor logits = floats({asked, model.vocab}), scores = floats({routed, count, experts});
+  const Tensor peaks = new_empty(logits, {asked, 3}, ScalarType::Double);
   const Tensor assignment = new_empty(scores, scores.sizes(), ScalarType::Bool);
   const Tokens tokens{.count = count, .first = from, .ids = ids.data(), .rows = rows.data(), .places = places.data()};
   Results results{
       .logits = data<float>(logits),
-      .likeliest = data<int64_t>(likeliest),
-      .highest = data<float>(highest),
-      .logsumexp = data<float>(logsumexp),
+      .peaks = data<double>(peaks),
       .scores = data<float>(scores),
       .assignment = (uint8_t*)data<bool>(assignment),
       .assigned = 0,
@@ -769,7 +766,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int64_t> append(
     forward<bfloat16>(model, tokens, results, threads, scratch);
   else
     forward<float>(model, tokens, results, threads, scratch);
-  return {logits, likeliest, highest, logsumexp, scores, assignment, results.assigned};
+  return {logits, peaks, scores, assignment, results.assigned};
 }
 
 // Samples a token from logits (vocab) by top-k (`most`), then top-p: the candidates' weights e^(logit / temperature)

@@ -66,11 +66,11 @@ def decoder_add_layer(
 @operator()
 def decoder_append(
     decoder: int, tokens: list[int], rows: list[int], places: list[int], first: int, threads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
     """Append each token at its place in a row of the cache; results are for tokens from `first` on.
 
-    Returns logits (tokens - first, vocab), each row's argmax, maximum and log Σ exp; of all tokens scores and
-    assignment (MoE layers, tokens, experts); and the number of assigned pairs.
+    Returns logits (tokens - first, vocab); each row's argmax, maximum and log Σ exp, float64 (tokens - first, 3); of
+    all tokens scores and assignment (MoE layers, tokens, experts); and the number of assigned pairs.
     """
     raise NotImplementedError
 
