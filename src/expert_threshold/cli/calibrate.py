@@ -20,7 +20,8 @@ from ..install import et
 from ..model.calibrate import calibrate
 from ..option import Count, Whole
 from ..runs import RunFolder, load_model
-from ..runs.derive import derive, require_free
+from ..runs.derive import derive
+from ..runs.files import require_free
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from .evaluate import Progress, validation_text
 from .options import COMPUTE, STEP, Command, Option, parse

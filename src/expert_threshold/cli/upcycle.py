@@ -15,7 +15,8 @@ from ..model.upcycle import upcycle, upcycled_config
 from ..option import Whole
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
-from ..runs.derive import derive, require_free
+from ..runs.derive import derive
+from ..runs.files import require_free
 from .options import STEP, Command, Option, parse_all
 
 DESCRIPTION = (

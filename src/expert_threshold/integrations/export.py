@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -17,7 +14,7 @@ from torch import Tensor
 
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
-from ..runs.files import read_json, to_json, write_synced
+from ..runs.files import new_folder, read_json, require_free, to_json, write_synced
 from ..runs.folder import read_tokenizer
 from .card import model_card
 from .rule_source import rule_files
@@ -36,13 +33,10 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
     The folder appears complete or not at all. Raises ValueError if the run cannot be read or `to` is not empty.
     """
     run, to = RunFolder.open(path), Path(to)
-    _require_free(to, "--to")
+    require_free(to)
     step = run.load_checkpoint(step, parts=()).step
     model, tokenizer = load_model(path, step)
-    place = Path(os.path.realpath(to))  # a link cannot be replaced by a folder; its target can
-    place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
-    try:
+    with new_folder(to) as temporary:
         for name, content in {
             "config.json": _config(model.config, tokenizer.bos, _facts(run, step)),
             "generation_config.json": _ids(tokenizer.bos) | _cache(model.config),
@@ -58,10 +52,6 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
         _save(weights, temporary / "model.safetensors")
         for file in temporary.iterdir():
             file.chmod(0o644)
-        temporary.chmod(0o755)
-        os.replace(temporary, place)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return to
 
 
@@ -99,11 +89,6 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     tokenizer.save(run.tokenizer_path)
     run.save_checkpoint(int(facts.get("step", 0)), {"model": model.state_dict()}, {})
     return run
-
-
-def _require_free(path: Path, option: str) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{option} {path}: already exists; name another folder")
 
 
 def _outside(name: str) -> str:

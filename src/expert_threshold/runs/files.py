@@ -1,9 +1,11 @@
-"""Atomic files: written beside their place, flushed to disk, then renamed."""
+"""Atomic files and folders: written beside their place, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +77,28 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def require_free(to: str | Path) -> None:
+    """Raise ValueError if the folder exists and is not empty: no folder is ever overwritten."""
+    path = Path(to)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"--to {to}: already exists; name another folder")
+
+
+@contextmanager
+def new_folder(to: str | Path) -> Iterator[Path]:
+    """Yield a folder to fill that becomes `to` unless an error occurs. Raises ValueError as `require_free` does."""
+    require_free(to)
+    place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o755)
+        os.replace(temporary, place)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:
