@@ -16,7 +16,7 @@ from ..analysis.material import STREAMS, Material, Streams
 from ..analysis.methods import find_runs, select_runs
 from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
-from .evaluate import Progress
+from ..train.log import Display
 from .options import COMPUTE, Command, Option, parse_all, parse_names
 
 # Options of every command that traces runs.
@@ -48,20 +48,19 @@ def run(arguments: Sequence[str]) -> None:
     studies = chosen_studies(options["figures"])
     given = options["out"] != OPTIONS[1].default
     out = Path(options["out"]) if given else Path(options["run"][0]) / "analysis"
-    progress = Progress(Console(stderr=True), "et analyze")
-    material = open_material(options, out, progress)
-    report = write_atlas(material, out, studies, progress.say)
+    with Display(Console(stderr=True), name="et analyze") as display:
+        report = write_atlas(open_material(options, out, display), out, studies, display.say)
     print(f"report: {report}")
 
 
-def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> Material:
+def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Material:
     """Open the runs that `options` name; traces are kept in `out`. Raises ValueError if they cannot be traced."""
     domains = named_domains(options)
     selection = select_runs(find_runs(options["run"]))
     for path, reason in selection.left_out.items():
-        progress.say(f"run left out: {path}: {reason}")
+        display.say(f"run left out: {path}: {reason}")
     for path, how_far in selection.unfinished.items():
-        progress.say(f"{path}: {how_far}; shown up to there")
+        display.say(f"{path}: {how_far}; shown up to there")
     device = pick_device(options["device"])
     keep_freed_memory()
     return Material(
@@ -70,7 +69,7 @@ def open_material(options: Mapping[str, Any], out: Path, progress: Progress) -> 
         Streams(options["data"], options["tokens"], domains),
         device,
         pick_dtype(options["dtype"], device),
-        progress.task,
+        display.task,
     )
 
 

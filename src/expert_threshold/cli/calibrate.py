@@ -23,7 +23,8 @@ from ..runs import RunFolder, load_model
 from ..runs.derive import derive
 from ..runs.files import require_free
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
-from .evaluate import Progress, validation_text
+from ..train.log import Display
+from .evaluate import validation_text
 from .options import COMPUTE, STEP, Command, Option, parse
 from .rates import require_cutoffs
 
@@ -65,33 +66,33 @@ def run(arguments: Sequence[str]) -> None:
     assert rule is not None
     corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
 
-    shown = Progress(Console(stderr=True), options["run"])
-    held_out = pack(corpus, tokenizer, "validation", shown.task("tokenizing text for the loss"))
-    tokens = (
-        pack(corpus, tokenizer, "train", shown.task("tokenizing"))
-        if corpus.parts is None
-        else corpus.parts("train", tokenizer)
-    )
-    loader = Loader(tokens, options["batch_size"], model.config.context, options["seed"])
     batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
+    found: dict[str, Validation] = {}
+    with Display(Console(stderr=True), name=options["run"]) as display:
+        held_out = pack(corpus, tokenizer, "validation", display.task("tokenizing text for the loss"))
+        tokens = (
+            pack(corpus, tokenizer, "train", display.task("tokenizing"))
+            if corpus.parts is None
+            else corpus.parts("train", tokenizer)
+        )
+        loader = Loader(tokens, options["batch_size"], model.config.context, options["seed"])
 
-    def measure(what: str, **how: Any) -> Validation:
-        progress = shown.task(what)
-        return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
+        def measure(what: str, **how: Any) -> Validation:
+            progress = display.task(what)
+            return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
 
-    found = {}
-    pooled = source.section("train").get("batch_size", 1)
-    if trained.looks_ahead and len(held_out) > pooled * model.config.context:
-        found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
-    found["cutoffs before"] = measure("loss before")
-    counted = shown.task("calibrating")
-    calibrate(
-        model,
-        islice(loader, batches),
-        experts_per_token=rule.experts_per_token,
-        progress=lambda done: counted(done, batches),
-    )
-    found["cutoffs after"] = measure("loss after")
+        pooled = source.section("train").get("batch_size", 1)
+        if trained.looks_ahead and len(held_out) > pooled * model.config.context:
+            found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
+        found["cutoffs before"] = measure("loss before")
+        counted = display.task("calibrating")
+        calibrate(
+            model,
+            islice(loader, batches),
+            experts_per_token=rule.experts_per_token,
+            progress=lambda done: counted(done, batches),
+        )
+        found["cutoffs after"] = measure("loss after")
 
     new = {name: value.cpu() for name, value in model.state_dict().items() if ".router.state_" in name}
     results = {name: _numbers(validation) for name, validation in found.items()}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,7 +34,7 @@ from ..option import Count
 from ..runs import RunFolder, load_model
 from ..runs.files import damage_told
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
-from ..train.log import clock
+from ..train.log import Display
 from . import rates
 from .options import COMPUTE, STEP, Command, Option, parse, parse_names
 from .side_by_side import table
@@ -77,7 +76,6 @@ DESCRIPTION = (
     "data core has downloaded them or --bundle names them, and tasks of lm-evaluation-harness.\n\n"
     "Results are saved to evaluation.json in the run's folder after each task; saved results are not measured again."
 )
-INTERVALS = {True: 0.2, False: 10.0}  # seconds between lines of progress, on a terminal and elsewhere
 HINT = "CORE was not evaluated: et data core downloads its questions, --bundle names a folder that has them"
 
 
@@ -104,15 +102,16 @@ def run(arguments: Sequence[str]) -> None:
         model, tokenizer = load_model(path, step, device, dtype, options["rate"])
         folder = RunFolder.open(path)
         known = Results(folder.path, model, step, options["rate"])
-        evaluated = Run(folder, model, tokenizer, known, Progress(Console(stderr=True), path))
-        if options["validation"]:
-            evaluated.validate(options["eval_tokens"])
-        for source, corpus in corpora.items():
-            evaluated.measure_on(source, corpus, options["eval_tokens"])
-        if tasks:
-            evaluated.ask(tasks, options["max_per_task"], options["baselines"], whole=options["tasks"] == "all")
-        if harness is not None:
-            evaluated.ask_harness(harness, options["max_per_task"])
+        with Display(Console(stderr=True), name=path) as display:
+            evaluated = Run(folder, model, tokenizer, known, display)
+            if options["validation"]:
+                evaluated.validate(options["eval_tokens"])
+            for source, corpus in corpora.items():
+                evaluated.measure_on(source, corpus, options["eval_tokens"])
+            if tasks:
+                evaluated.ask(tasks, options["max_per_task"], options["baselines"], whole=options["tasks"] == "all")
+            if harness is not None:
+                evaluated.ask_harness(harness, options["max_per_task"])
         results[path] = known.read()
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
@@ -142,13 +141,13 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     for path, folder in folders.items():
         step = folder.load_checkpoint(options["step"], parts=()).step
         model, tokenizer = load_model(path, step, device, dtype)
-        shown = Progress(Console(stderr=True), path)
         corpus = validation_text(folder)
         enough = None if options["eval_tokens"] is None else options["eval_tokens"] + model.config.context
-        tokens = pack(corpus, tokenizer, "validation", shown.task("validation, tokenizing"), max_tokens=enough)
-        points = measure_rates(
-            model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=shown.task("rates")
-        )
+        with Display(Console(stderr=True), name=path) as display:
+            tokens = pack(corpus, tokenizer, "validation", display.task("validation, tokenizing"), max_tokens=enough)
+            points = measure_rates(
+                model, tokens, tokenizer, asked, max_tokens=options["eval_tokens"], progress=display.task("rates")
+            )
         rule = model.config.rule
         assert rule is not None
         results[path] = rates.record(folder, step, rule, points)
@@ -213,35 +212,6 @@ def _harness(options: Mapping[str, Any]) -> Harness | None:
     return Harness(parse_names("--harness", options["harness"]), options["harness_path"])
 
 
-class Progress(NamedTuple):
-    """Prints lines about a run on stderr."""
-
-    console: Console
-    run: str
-
-    def say(self, text: str, end: str = "\n") -> None:
-        """Print a line; with another `end`, the next line overwrites it."""
-        line = f"{self.run}: {text}"
-        if self.console.is_terminal:  # pad, to overwrite the line before
-            line = line[: self.console.width - 1].ljust(self.console.width - 1)
-        self.console.print(line, end=end, markup=False, highlight=False, soft_wrap=True)
-
-    def task(self, what: str) -> Callable[[int, int], None]:
-        """Return a callback that takes how much is done and the total."""
-        live = self.console.is_terminal
-        start = shown = time.monotonic()
-
-        def progress(done: int, total: int) -> None:
-            nonlocal shown
-            now = time.monotonic()
-            if now - shown >= INTERVALS[live]:
-                shown = now
-                left = clock((now - start) * (total - done) / done)
-                self.say(f"{what} {done / total:.0%}, {left} left", end="\r" if live else "\n")
-
-        return progress
-
-
 class Run(NamedTuple):
     """A trained model with its results."""
 
@@ -249,7 +219,7 @@ class Run(NamedTuple):
     model: GPT
     tokenizer: Tokenizer
     results: Results
-    progress: Progress
+    display: Display
 
     def validate(self, eval_tokens: int | None) -> None:
         """Measure the loss on the run's own validation text. Raises ValueError if it is gone or has changed."""
@@ -274,15 +244,15 @@ class Run(NamedTuple):
         batch = batch_size * self.model.config.context
         # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
-        progress = self.progress.task(f"{what}, tokenizing")
+        progress = self.display.task(f"{what}, tokenizing")
         tokens = pack(corpus, self.tokenizer, "validation", progress, max_tokens=enough)
 
         def measure(what: str, max_tokens: int | None, **options: Any) -> Validation:
-            progress = self.progress.task(what)
+            progress = self.display.task(what)
             return evaluate(self.model, tokens, self.tokenizer, max_tokens=max_tokens, progress=progress, **options)
 
         causal = measure(what, eval_tokens)
-        self.progress.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
+        self.display.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
         result: dict[str, Any] = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes}
         result |= causal.losses()
         if by_pools and len(tokens) > batch:
@@ -292,7 +262,7 @@ class Run(NamedTuple):
             same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
             result["training_pools"] = {"batch_size": batch_size} | pooled.losses() | same
         elif by_pools:
-            self.progress.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
+            self.display.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
 
     def ask(self, tasks: Sequence[Task], max_per_task: int | None, baselines: Baselines, whole: bool) -> None:
@@ -301,18 +271,18 @@ class Run(NamedTuple):
             self.results,
             tasks,
             ModelScorer(self.model, self.tokenizer),
-            self.progress.task,
+            self.display.task,
             max_per_task=max_per_task,
             baselines=baselines,
             whole=whole,
-            say=self.progress.say,
+            say=self.display.say,
         )
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> None:
         """Evaluate every task anew: the origin of its questions is unknown, so saved results cannot be trusted."""
         self.results.write("harness", {})
-        for name, found in harness.ask(self.model, self.tokenizer, self.progress.task, max_per_task):
-            self.progress.say(f"{name}: done")
+        for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):
+            self.display.say(f"{name}: done")
             self.results.write("harness", self.results.read()["harness"] | found)
 
 

@@ -18,9 +18,8 @@ from ..analysis.material import NotShownError
 from ..analysis.plain import Data
 from ..analysis.sentences import pool_size
 from ..option import Count
-from ..train.log import say
+from ..train.log import Display, say
 from .analyze import TRACING, open_material
-from .evaluate import Progress
 from .options import Command, Option, parse_all
 
 OPTIONS = [
@@ -46,8 +45,8 @@ def run(arguments: Sequence[str]) -> None:
     options = parse_all(Command("et leakage", DESCRIPTION, {"leakage": OPTIONS}), arguments)
     model = layers_of(options["num_experts"], options["experts_per_token"], options["layers"])
     out, console = Path(options["out"]), Console()
-    progress = Progress(Console(stderr=True), "et leakage")
-    material = open_material(options, out, progress) if options["run"] else None
+    display = Display(Console(stderr=True), name="et leakage")
+    material = open_material(options, out, display) if options["run"] else None
     with style():
         out.mkdir(parents=True, exist_ok=True)
     data = closed_form(model)
@@ -58,7 +57,8 @@ def run(arguments: Sequence[str]) -> None:
     console.print(search_table())
     if material is not None:
         try:
-            found = leakage_probe(material)
+            with display:
+                found = leakage_probe(material)
         except NotShownError as reason:
             raise ValueError(f"leakage cannot be measured in these runs: {reason}") from None
         save(STUDY["leakage_probe"], found, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from rich import box
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..option import Bounds, Count, Positive
+from ..option import Count, NotNegative, Positive, Share
 from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
@@ -22,14 +22,13 @@ from .options import Option
 from .run_options import parse_run, resolve_run, start_of
 
 DEFAULTS = Machine()
-Share, Price = Annotated[float, Bounds(above=0, most=1)], Annotated[float, Bounds(least=0)]
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
     Option("gpus", Count, DEFAULTS.gpus, "GPUs that share the batch."),
     Option("micro_batch", Count | None, None, "Sequences per GPU at a time; none splits --batch-size."),
     Option("utilisation", Share, DEFAULTS.utilisation, "Model FLOPs of a GPU as a share of its peak."),
     Option("peak_tflops", Positive, DEFAULTS.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
-    Option("price_per_gpu_hour", Price, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
+    Option("price_per_gpu_hour", NotNegative, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"

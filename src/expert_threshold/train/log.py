@@ -22,10 +22,14 @@ def say(console: Console, text: str) -> None:
 
 
 class Display:
-    """Shows a run's progress on `console`; with None it shows nothing."""
+    """Shows the progress of a run or of other long work on `console`; with None it shows nothing.
 
-    def __init__(self, console: Console | None, title: Title = lambda left: "") -> None:
+    name: begins every line but those about steps, which begin with the title.
+    """
+
+    def __init__(self, console: Console | None, title: Title = lambda left: "", name: str = "") -> None:
         self._console = console
+        self._prefix = f"{name}: " if name else ""
         self._title = title
         self._live: Progress | None = None
         self._task: TaskID | None = None
@@ -49,7 +53,7 @@ class Display:
     def say(self, text: str) -> None:
         """Print one permanent line."""
         if self._console is not None:
-            say(self._console, text)
+            say(self._console, self._prefix + text)
 
     def task(self, what: str) -> Callable[[int, int], None]:
         """Return a function to call with the done and the total amount of a long task, which shows its progress."""
@@ -63,7 +67,7 @@ class Display:
             made, spent = done - first[0], now - first[1]
             text = f"{what}: {done / total:.0%}" + (f", {clock(spent * (total - done) / made)} left" if made else "")
             if self._live is not None:
-                self._draw(text, done, total)
+                self._draw(self._prefix + text, done, total)
             elif self._is_time(PLAIN_INTERVAL):
                 self.say(text)
 
