@@ -6,9 +6,10 @@ import csv
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
+
+from ..option import did_you_mean
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 Baselines = Literal["nanochat", "dclm"]
@@ -56,9 +57,7 @@ def read_bundle(
     entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
     for label in labels or ():
         if label not in entries:
-            near = get_close_matches(label, entries, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ValueError(f"--tasks {label}: unknown task; {hint}there are {', '.join(entries)}")
+            raise ValueError(f"--tasks {label}: unknown task; {did_you_mean(label, entries)}")
     chance = _chance(path / "eval_meta_data.csv") | (DCLM_BASELINES if baselines == "dclm" else {})
     tasks = []
     for label, entry in entries.items():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from ..evaluation import Progress
 from ..generate.engine import Engine, Request
 from ..model import GPT, Continuation, crop, score
 from ..model.score import TOKENS_AT_ONCE
+from ..option import did_you_mean
 from ..runs import load_model
 
 REQUESTS_AT_ONCE = 256  # between two reports of progress
@@ -203,9 +203,9 @@ class Harness:
             self._manager = TaskManager(include_path=None if folder is None else str(folder))
         for name in names:
             if name not in self._manager.all_tasks:
-                near = get_close_matches(name, self._manager.all_tasks, 1)
-                hint = f"did you mean {near[0]}?" if near else "lm-eval ls tasks lists all, --harness-path adds more"
-                raise ValueError(f"--harness {name}: unknown task; {hint}")
+                otherwise = "lm-eval ls tasks lists all, --harness-path adds more"
+                remedy = did_you_mean(name, self._manager.all_tasks, otherwise)
+                raise ValueError(f"--harness {name}: unknown task; {remedy}")
 
     def ask(
         self, model: GPT, tokenizer: Tokenizer, progress: Progress, max_per_task: int | None = None
