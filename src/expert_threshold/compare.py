@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ class Findings(NamedTuple):
             {"method": labels.get(method, method), "kind": method, "points": points}
             for method, points in curves(self.results).items()
         ]
-        save_figure(draw_loss_by_method({"methods": methods}), folder / "loss_by_method")
+        save_figure(partial(draw_loss_by_method, {"methods": methods}), folder / "loss_by_method")
         text = comparison_page(self.headline, self.results, self.judged(), self.baseline, self.margin, self.costs)
         replace_file(folder / "compare.html", text.encode())
 

@@ -151,7 +151,7 @@ def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_p
     study = next(study for study in FIGURES if study.name == name)
     data = json.loads((out / f"{name}.json").read_text())
     width = 9.0 if study.wide else 4.4
-    save_figure(study.draw(data, width), tmp_path / name)
+    save_figure(lambda: study.draw(data, width), tmp_path / name)
     assert (tmp_path / f"{name}.svg").read_bytes() == (out / f"{name}.svg").read_bytes()
 
 

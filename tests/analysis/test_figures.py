@@ -16,7 +16,7 @@ from matplotlib.text import Text
 
 from expert_threshold.analysis.figures import FIGURES, learning, training
 from expert_threshold.analysis.figures.leakage import closed_form
-from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours
+from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, style
 from expert_threshold.analysis.leakage import MoELayers
 from expert_threshold.analysis.material import DOMAINS
 from expert_threshold.analysis.page import CSS
@@ -120,6 +120,13 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
         passages = [{"name": "GSM8K", "tokens": words, "values": whole}]
         return {**tags[0], "layers": every, "experts": EXPERTS, "passages": passages}
     return found | extra.get(name, {})
+
+
+@pytest.fixture(scope="module", autouse=True)
+def styled() -> Iterator[None]:
+    """Figures are drawn as pages draw them."""
+    with style():
+        yield
 
 
 DRAW = {study.name: study.draw for study in FIGURES}

@@ -19,10 +19,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from expert_threshold.analysis.figures import training
 from expert_threshold.analysis.figures.axes import LONGEST, smooth, spread, thin
 from expert_threshold.analysis.figures.learning import draw_loss_by_method
+from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, series
 from expert_threshold.analysis.report import duration, write_report
@@ -299,10 +301,15 @@ def test_without_matplotlib_the_remedy_is_reported(
     assert not folder.report.exists()
 
 
+def styled(draw: Callable[..., Figure], *arguments: Any) -> Figure:
+    with style():
+        return draw(*arguments)
+
+
 def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> None:
     records = run().metrics.read()
     train, validation = ([r for r in records if r["split"] == split] for split in ("train", "validation"))
-    raw, smoothed, measured = training.draw_loss(train, validation).axes[0].lines
+    raw, smoothed, measured = styled(training.draw_loss, train, validation).axes[0].lines
     assert raw.get_xydata().tolist() == [[r["step"], r["cross_entropy"]] for r in train]
     assert len(smoothed.get_xydata()) == len(train)
     assert measured.get_xydata().tolist() == [[r["step"], r["loss"]] for r in validation]
@@ -310,11 +317,11 @@ def test_the_loss_figure_shows_the_records(run: Callable[..., RunFolder]) -> Non
 
 def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -> None:
     train = [r for r in run().metrics.read() if r["split"] == "train"]
-    first, second = training.draw_layers(train, "saturation").axes[0].lines
+    first, second = styled(training.draw_layers, train, "saturation").axes[0].lines
     for line, layer in ((first, "1"), (second, "2")):
         expected = [[r["step"], 100 * np.mean(r["layers"][layer]["saturation"])] for r in train]
         np.testing.assert_allclose(line.get_xydata(), expected)
-    panels = training.draw_cutoffs(train, 2).axes
+    panels = styled(training.draw_cutoffs, train, 2).axes
     assert [panel.get_title(loc="left") for panel in panels[:2]] == ["layer 1, score", "layer 2, score"]
     batch_cutoffs, means = panels[1].lines[:4], panels[1].lines[4:8]
     for expert in range(4):
@@ -339,14 +346,14 @@ def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run
 
 
 def test_the_fanout_figure_shows_shares_of_the_tokens() -> None:
-    bars = training.draw_fanout({1: [50, 30, 20, 0, 0]}).axes[0].patches
+    bars = styled(training.draw_fanout, {1: [50, 30, 20, 0, 0]}).axes[0].patches
     assert [bar.get_height() for bar in bars] == pytest.approx([50, 30, 20, 0, 0])
 
 
 def test_usage_is_drawn_for_the_nearest_record() -> None:
     steps = [1, 2, 3, 4, 100]
     train = [{"step": s, "layers": {"1": {"usage": [0.5, 1.0 if s == 100 else 0.25]}}} for s in steps]
-    (image,) = training.draw_usage(train, 0.5).axes[0].images
+    (image,) = styled(training.draw_usage, train, 0.5).axes[0].images
     colours = np.asarray(image.get_array())
     assert colours.shape == (2, 5, 4)
     assert colours[0, :, 3].tolist() == [0] * 5
@@ -366,13 +373,13 @@ def test_deviations_are_coloured_by_side_and_size() -> None:
 def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
     methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
-    axes = draw_loss_by_method({"methods": methods}).axes[0]
+    axes = styled(draw_loss_by_method, {"methods": methods}).axes[0]
     assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
-    element = svg(training.draw_bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
+    element = svg(lambda: training.draw_bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
     assert ">1.250</text>" in element

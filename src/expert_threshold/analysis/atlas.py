@@ -57,7 +57,7 @@ def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut
     data = json.loads(text)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
     draw = cache(partial(study.draw, data))
-    save_figure(draw(WIDE if study.wide else NARROW), out / study.name)
+    save_figure(partial(draw, WIDE if study.wide else NARROW), out / study.name)
     reasons: dict[str, list[str]] = {}
     for method, reason in data.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(method)

@@ -11,7 +11,7 @@ from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, summarise
 from .figures.axes import single
 from .figures.learning import draw_loss_by_method, draw_loss_by_seconds
-from .figures.style import GRID, INK, NARROW, strokes, style
+from .figures.style import GRID, INK, NARROW, strokes
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .page import SORT, Exhibit, exhibits, page, table
 from .plain import Data
@@ -78,16 +78,15 @@ def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
     colours = [stroke["color"] for stroke in strokes([{"kind": method} for method, _ in rows])]
-    with style():
-        figure, axes = single(width, 0.24 * len(rows) + 0.2, left=0.075 * max(len(method) for method, _ in rows) + 0.2)
-        axes.axvspan(-margin, margin, color=GRID, linewidth=0)
-        axes.axvline(0, color=INK, linewidth=0.7)
-        for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
-            if difference.low is not None and difference.high is not None:
-                axes.plot([difference.low, difference.high], [place, place], color=colour)
-            axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
-        axes.set_yticks(range(len(rows)), [method for method, _ in rows])
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.grid(visible=False)
-        axes.set_xlabel("difference of validation loss (nats per token)", loc="right")
+    figure, axes = single(width, 0.24 * len(rows) + 0.2, left=0.075 * max(len(method) for method, _ in rows) + 0.2)
+    axes.axvspan(-margin, margin, color=GRID, linewidth=0)
+    axes.axvline(0, color=INK, linewidth=0.7)
+    for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
+        if difference.low is not None and difference.high is not None:
+            axes.plot([difference.low, difference.high], [place, place], color=colour)
+        axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
+    axes.set_yticks(range(len(rows)), [method for method, _ in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(visible=False)
+    axes.set_xlabel("difference of validation loss (nats per token)", loc="right")
     return figure

@@ -6,6 +6,7 @@ import io
 import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Exhibit(NamedTuple):
-    """A figure with its caption. draw: width in inches -> figure."""
+    """A figure with its caption. draw: width in inches -> figure; called with `STYLE` active."""
 
     title: str
     sentence: str
@@ -169,11 +170,11 @@ def _figure(name: str, exhibit: Exhibit) -> str:
     alt = f"Chart: {exhibit.title}"  # the caption describes it
     if exhibit.wide:
         drawn = [
-            svg(exhibit.draw(WIDE), prefix, alt, "broad"),
-            svg(exhibit.draw(NARROW), f"{prefix}-narrow", alt, "narrow"),
+            svg(partial(exhibit.draw, WIDE), prefix, alt, "broad"),
+            svg(partial(exhibit.draw, NARROW), f"{prefix}-narrow", alt, "narrow"),
         ]
     else:
-        drawn = [svg(exhibit.draw(NARROW), prefix, alt, "broad")]
+        drawn = [svg(partial(exhibit.draw, NARROW), prefix, alt, "broad")]
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
         + f'<div class="chart">{"".join(drawn)}</div>'
@@ -189,26 +190,27 @@ def _links(files: str | None) -> str:
     return f' <span class="files">{links}</span>' if files else ""
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write path.png and path.svg atomically, on white."""
-    for kind in ("png", "svg"):
-        image = io.BytesIO()
-        with style():
+def save_figure(draw: Callable[[], Figure], path: Path) -> None:
+    """Draw a figure, and write path.png and path.svg atomically, on white."""
+    with style():
+        figure = draw()
+        for kind in ("png", "svg"):
+            image = io.BytesIO()
             figure.savefig(image, format=kind, dpi=DPI, facecolor="white", metadata=_UNDATED[kind])
-        replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
+            replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
 
 
 _UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identical files
 
 
-def svg(figure: Figure, prefix: str, alt: str, kind: str) -> str:
-    """Return the figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
+def svg(draw: Callable[[], Figure], prefix: str, alt: str, kind: str) -> str:
+    """Draw a figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
 
     prefix: of all ids, unique on the page. alt: the text for screen readers.
     """
     file = io.StringIO()
     with style():
-        figure.savefig(file, format="svg")
+        draw().savefig(file, format="svg")
     root = ElementTree.fromstring(file.getvalue())
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', file.getvalue()))
     for element in list(root.iter()):

@@ -16,7 +16,7 @@ from ..plain import Data, array
 from ..sentences import listed, percent
 from .axes import method_panels, outer_labels, panels, whole_ticks
 from .study import Study
-from .style import INK, ONE_LAYER, WIDE, strokes, style
+from .style import INK, ONE_LAYER, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,17 +50,16 @@ def draw_fanout_by_position(data: Data, width: float = WIDE) -> Figure:
     """Draw mean fanout over the position in the window, logarithmic."""
     from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
-    with style():
-        figure, every = _by_layer(data, width, shift=1)
-        last = array(data["methods"][0]["x"])[-1]
-        ticks = [4.0**power for power in range(9) if 4**power <= last + 1]
-        for axes in every:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_locator(FixedLocator(ticks))
-            axes.xaxis.set_minor_locator(FixedLocator([]))
-            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-            axes.set_ylim(bottom=0)
-        outer_labels(every, "position in the window", FANOUT)
+    figure, every = _by_layer(data, width, shift=1)
+    last = array(data["methods"][0]["x"])[-1]
+    ticks = [4.0**power for power in range(9) if 4**power <= last + 1]
+    for axes in every:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator(ticks))
+        axes.xaxis.set_minor_locator(FixedLocator([]))
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        axes.set_ylim(bottom=0)
+    outer_labels(every, "position in the window", FANOUT)
     return figure
 
 
@@ -89,11 +88,10 @@ def fanout_by_loss(material: Material) -> Data:
 
 def draw_fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
     """Draw mean fanout over the mean loss of each bin."""
-    with style():
-        figure, every = _by_layer(data, width)
-        for axes in every:
-            axes.set_ylim(bottom=0)
-        outer_labels(every, "loss (nats)", FANOUT)
+    figure, every = _by_layer(data, width)
+    for axes in every:
+        axes.set_ylim(bottom=0)
+    outer_labels(every, "loss (nats)", FANOUT)
     return figure
 
 
@@ -131,11 +129,10 @@ def loss_by_fanout(material: Material) -> Data:
 
 def draw_loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
     """Draw mean loss over fanout."""
-    with style():
-        figure, every = _by_layer(data, width)
-        for axes in every:
-            whole_ticks(axes.xaxis, 6)
-        outer_labels(every, FANOUT, "loss (nats)")
+    figure, every = _by_layer(data, width)
+    for axes in every:
+        whole_ticks(axes.xaxis, 6)
+    outer_labels(every, FANOUT, "loss (nats)")
     return figure
 
 
@@ -166,20 +163,19 @@ def fanout_distribution(material: Material) -> Data:
 def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
     """Draw the share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
-    with style():
-        names = [entry["method"] for entry in methods]
-        figure, every = panels(width, len(methods), height=1.2, left=0.62, titles=names)
-        seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
-        for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
-            share = 100 * array(entry["share"])
-            axes.bar(np.arange(len(share)), share, width=0.82, color=stroke["color"])
-            axes.set_title(entry["method"], color=stroke["color"])
-            mean = f"{entry['mean']:.2f} ± {entry['std']:.2f}"
-            axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-            whole_ticks(axes.xaxis, 6)
-        most = max(100 * array(entry["share"]).max() for entry in methods)
-        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # shared; leaves room for the mean
-        outer_labels(every, FANOUT, "% of tokens")
+    names = [entry["method"] for entry in methods]
+    figure, every = panels(width, len(methods), height=1.2, left=0.62, titles=names)
+    seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
+    for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
+        share = 100 * array(entry["share"])
+        axes.bar(np.arange(len(share)), share, width=0.82, color=stroke["color"])
+        axes.set_title(entry["method"], color=stroke["color"])
+        mean = f"{entry['mean']:.2f} ± {entry['std']:.2f}"
+        axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
+        whole_ticks(axes.xaxis, 6)
+    most = max(100 * array(entry["share"]).max() for entry in methods)
+    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # shared; leaves room for the mean
+    outer_labels(every, FANOUT, "% of tokens")
     return figure
 
 

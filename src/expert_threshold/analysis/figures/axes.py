@@ -12,7 +12,7 @@ import numpy as np
 from ..plain import array
 from ..records import Points, finite
 from ..sentences import SUPERSCRIPTS
-from .style import INK, MUTED, SMALL, WARMUP, expert_colours, layer_colours, strokes, style
+from .style import INK, MUTED, SMALL, WARMUP, expert_colours, layer_colours, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -342,30 +342,29 @@ def by_layer(
     """
     methods = data["methods"]
     alone = len({layer for entry in methods for layer in entry["layers"]}) == 1
-    with style():
-        if alone:
-            names = [entry["method"] for entry in methods]
-            left = max(map(len, names)) * CHARACTER + 0.15
-            figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left)
-            for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
-                axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
-            axes.set_yticks(range(len(methods)), names, color=INK)
-            axes.set_ylim(len(methods) - 0.5, -0.5)
-            right = axes.get_xlim()[1]
-            axes.set_xlim(floor - 0.02 * (right - floor), right)
-            axes.grid(False)
-            axes.grid(axis="x")
-            axes.set_title(f"{title}, layer {methods[0]['layers'][0]}")
-            return figure
-        points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]
-        lines = named_lines(methods, points)
-        figure, axes = single(width, 2, top=room_for_names(width, lines))
-        for each in lines:
-            axes.plot(*array(each.points).T, **each.stroke, marker="o")
-        axes.set_title(title)
-        layer_axis(axes, [layer for entry in methods for layer in entry["layers"]])
-        scale(axes)
-        name_lines(axes, lines)
+    if alone:
+        names = [entry["method"] for entry in methods]
+        left = max(map(len, names)) * CHARACTER + 0.15
+        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left)
+        for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
+            axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
+        axes.set_yticks(range(len(methods)), names, color=INK)
+        axes.set_ylim(len(methods) - 0.5, -0.5)
+        right = axes.get_xlim()[1]
+        axes.set_xlim(floor - 0.02 * (right - floor), right)
+        axes.grid(False)
+        axes.grid(axis="x")
+        axes.set_title(f"{title}, layer {methods[0]['layers'][0]}")
+        return figure
+    points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]
+    lines = named_lines(methods, points)
+    figure, axes = single(width, 2, top=room_for_names(width, lines))
+    for each in lines:
+        axes.plot(*array(each.points).T, **each.stroke, marker="o")
+    axes.set_title(title)
+    layer_axis(axes, [layer for entry in methods for layer in entry["layers"]])
+    scale(axes)
+    name_lines(axes, lines)
     return figure
 
 

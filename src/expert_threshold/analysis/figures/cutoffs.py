@@ -15,7 +15,7 @@ from ..records import Record, expert_series, layer_series
 from ..sentences import listed, percent
 from .axes import expert_key, mark_warmup, marker, method_strokes, outer_labels, panels, step_axis, thin
 from .study import Study
-from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, expert_colours, strokes, style
+from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, expert_colours, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,29 +102,28 @@ def draw_cutoff_stability(data: Data, width: float = WIDE) -> Figure:
     }
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
-    with style():
-        key = method_strokes(methods)
-        figure, every = panels(width, len(titles), height=1.3, left=0.62, columns=1, share=False, key=key)
-        for axes, (name, (title, unit)) in zip(every, titles.items(), strict=True):
-            late = []
-            for entry, stroke in zip(methods, strokes(methods), strict=True):
-                if entry[name] is None:
-                    continue
-                steps, values = array(entry["steps"]), unit * np.atleast_2d(array(entry[name]))
-                known = np.isfinite(values).any(axis=0)
-                low, high = (edge(values[:, known], axis=0) for edge in (np.nanmin, np.nanmax))
-                if len(values) > 1:
-                    axes.fill_between(steps[known], low, high, color=stroke["color"], alpha=0.2, linewidth=0)
-                axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
-                settled = steps[known] > 0.25 * steps[-1]
-                late += [*low[settled], *high[settled]]
-            axes.set_title(title)
-            _frame(axes, late, bottom=0 if name == "bound" else None)
-            ends = [array(entry["steps"])[place] for entry in methods for place in (0, -1)]
-            axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
-            step_axis(axes)
-            mark_warmup(axes, max(entry["warmup"] for entry in methods), labelled=axes is every[0])
-        every[1].axhline(100, **TARGET)
+    key = method_strokes(methods)
+    figure, every = panels(width, len(titles), height=1.3, left=0.62, columns=1, share=False, key=key)
+    for axes, (name, (title, unit)) in zip(every, titles.items(), strict=True):
+        late = []
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
+            if entry[name] is None:
+                continue
+            steps, values = array(entry["steps"]), unit * np.atleast_2d(array(entry[name]))
+            known = np.isfinite(values).any(axis=0)
+            low, high = (edge(values[:, known], axis=0) for edge in (np.nanmin, np.nanmax))
+            if len(values) > 1:
+                axes.fill_between(steps[known], low, high, color=stroke["color"], alpha=0.2, linewidth=0)
+            axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
+            settled = steps[known] > 0.25 * steps[-1]
+            late += [*low[settled], *high[settled]]
+        axes.set_title(title)
+        _frame(axes, late, bottom=0 if name == "bound" else None)
+        ends = [array(entry["steps"])[place] for entry in methods for place in (0, -1)]
+        axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
+        step_axis(axes)
+        mark_warmup(axes, max(entry["warmup"] for entry in methods), labelled=axes is every[0])
+    every[1].axhline(100, **TARGET)
     return figure
 
 
@@ -213,21 +212,20 @@ def draw_warmup(data: Data, width: float = WIDE) -> Figure:
     ]
     if data["other_layer"] != data["layer"]:
         shown.append(("other_cutoff", f"(f) layer {data['other_layer']}, cutoff (score)", 1))
-    with style():
-        figure, every = panels(width, len(shown), height=1.3, columns=3 if width > 6 else 2, share=False, key=key)
-        for axes, (name, title, unit) in zip(every, shown, strict=True):
-            for entry, stroke in zip(methods, strokes(methods), strict=True):
-                points = array(entry[name]).reshape(-1, 2)
-                if name == "cutoff":
-                    batch = array(entry["batch_cutoff"])
-                    axes.plot(*batch.T, **(faint | {"color": stroke["color"]}))
-                axes.plot(points[:, 0], unit * points[:, 1], **stroke, linewidth=1.3)
-            axes.set_title(title)
-            step_axis(axes)
-            if unit == 100:
-                axes.set_ylim(bottom=0)
-            axes.axvline(data["warmup"], **WARMUP)
-        every[1].axhline(100 * data["target"], **TARGET)
+    figure, every = panels(width, len(shown), height=1.3, columns=3 if width > 6 else 2, share=False, key=key)
+    for axes, (name, title, unit) in zip(every, shown, strict=True):
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
+            points = array(entry[name]).reshape(-1, 2)
+            if name == "cutoff":
+                batch = array(entry["batch_cutoff"])
+                axes.plot(*batch.T, **(faint | {"color": stroke["color"]}))
+            axes.plot(points[:, 0], unit * points[:, 1], **stroke, linewidth=1.3)
+        axes.set_title(title)
+        step_axis(axes)
+        if unit == 100:
+            axes.set_ylim(bottom=0)
+        axes.axvline(data["warmup"], **WARMUP)
+    every[1].axhline(100 * data["target"], **TARGET)
     return figure
 
 
@@ -285,20 +283,19 @@ def draw_capacity(data: Data, width: float = WIDE) -> Figure:
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     key = {**({"one layer": ONE_LAYER} if several else {}), **method_strokes(methods), "target": TARGET}
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
-    with style():
-        figure, every = panels(width, 3, height=1.5, columns=3 if width > 6 else 1, share=False, key=key)
-        for axes, (name, title) in zip(every, titles.items(), strict=True):
-            for entry, stroke in zip(methods, strokes(methods), strict=True):
-                layers = [array(points) for points in entry[name].values()]
-                faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
-                for points in layers if several else []:
-                    axes.plot(points[:, 0], 100 * points[:, 1], **faint)
-                steps = layers[0][:, 0]
-                axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
-            axes.set_title(title)
-            axes.set_ylim(bottom=0)
-            step_axis(axes)
-        every[0].axhline(100 * methods[0]["target"], **TARGET)
+    figure, every = panels(width, 3, height=1.5, columns=3 if width > 6 else 1, share=False, key=key)
+    for axes, (name, title) in zip(every, titles.items(), strict=True):
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
+            layers = [array(points) for points in entry[name].values()]
+            faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
+            for points in layers if several else []:
+                axes.plot(points[:, 0], 100 * points[:, 1], **faint)
+            steps = layers[0][:, 0]
+            axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
+        axes.set_title(title)
+        axes.set_ylim(bottom=0)
+        step_axis(axes)
+    every[0].axhline(100 * methods[0]["target"], **TARGET)
     return figure
 
 
@@ -343,18 +340,17 @@ def cutoffs_and_biases(material: Material) -> Data:
 def draw_cutoffs_and_biases(data: Data, width: float = WIDE) -> Figure:
     """Draw the cutoff or negated bias of each expert over steps, a panel for each method, a colour for each expert."""
     methods = data["methods"]
-    with style():
-        titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
-        figure, every = panels(width, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
-        for axes, entry, title, stroke in zip(every, methods, titles, strokes(methods), strict=True):
-            steps, values = array(entry["steps"]), array(entry["values"])
-            for expert, colour in zip(values, expert_colours(len(values)), strict=True):
-                axes.plot(steps, expert, color=colour, linewidth=0.9, **marker(len(steps)))
-            axes.set_title(title, color=stroke["color"])
-            step_axis(axes)
-            axes.set_xlabel("")
-        outer_labels(every, "step", f"score, layer {data['layer']}")
-        expert_key(figure, max(len(entry["values"]) for entry in methods))
+    titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
+    figure, every = panels(width, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
+    for axes, entry, title, stroke in zip(every, methods, titles, strokes(methods), strict=True):
+        steps, values = array(entry["steps"]), array(entry["values"])
+        for expert, colour in zip(values, expert_colours(len(values)), strict=True):
+            axes.plot(steps, expert, color=colour, linewidth=0.9, **marker(len(steps)))
+        axes.set_title(title, color=stroke["color"])
+        step_axis(axes)
+        axes.set_xlabel("")
+    outer_labels(every, "step", f"score, layer {data['layer']}")
+    expert_key(figure, max(len(entry["values"]) for entry in methods))
     return figure
 
 

@@ -18,7 +18,7 @@ from ..plain import Data, array
 from ..sentences import counted, listed, pool_size, two_digits
 from .axes import method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
-from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes, style
+from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -88,30 +88,29 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
         "if_superlinear": ("if N·log₂ N", {"color": MUTED, "linewidth": 1}),
     }
     tokens = data["tokens"]
-    with style():
-        columns = 3 if width > 6 else 1
-        figure, every = panels(width, 3, height=1.9, left=0.5, columns=columns, share=False, key=dict(lines.values()))
-        for name, (_, stroke) in lines.items():
-            values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
-            every[0].plot(tokens, values, **stroke)
-        every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # every named line is in view
-        every[0].set_title(f"bits per token, {data['layers']} layers")
-        for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
-            every[1].plot(tokens, array(values), color=ACCENT)
-            middle = len(tokens) // 2
-            every[1].annotate(
-                f"{bits} bits", (tokens[middle], values[middle]), (shift, shift), textcoords="offset points",
-                color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
-            )  # fmt: skip
-        every[1].axhline(data["limit"], **lines["limit"][1])
-        every[1].set_title("with cutoffs of finite precision")
-        every[1].set_yscale("log")
-        plain_ticks(every[1].yaxis, 7)
-        for axes in every[:2]:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(tokens[::2], [_short(tick) for tick in tokens[::2]])
-            axes.set_xlabel("tokens in the pool", loc="right")
-        _binary_search(every[2], data["example"])
+    columns = 3 if width > 6 else 1
+    figure, every = panels(width, 3, height=1.9, left=0.5, columns=columns, share=False, key=dict(lines.values()))
+    for name, (_, stroke) in lines.items():
+        values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
+        every[0].plot(tokens, values, **stroke)
+    every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # every named line is in view
+    every[0].set_title(f"bits per token, {data['layers']} layers")
+    for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
+        every[1].plot(tokens, array(values), color=ACCENT)
+        middle = len(tokens) // 2
+        every[1].annotate(
+            f"{bits} bits", (tokens[middle], values[middle]), (shift, shift), textcoords="offset points",
+            color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
+        )  # fmt: skip
+    every[1].axhline(data["limit"], **lines["limit"][1])
+    every[1].set_title("with cutoffs of finite precision")
+    every[1].set_yscale("log")
+    plain_ticks(every[1].yaxis, 7)
+    for axes in every[:2]:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(tokens[::2], [_short(tick) for tick in tokens[::2]])
+        axes.set_xlabel("tokens in the pool", loc="right")
+    _binary_search(every[2], data["example"])
     return figure
 
 
@@ -172,23 +171,22 @@ def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
     key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
-    with style():
-        figure, every = panels(width, 3, height=1.9, left=0.75, columns=3 if width > 6 else 1, key=key)
-        ticks = sorted({size for entry in methods for size in entry["tokens"]})
-        for axes, (name, title) in zip(every, titles.items(), strict=True):
-            for entry, stroke in zip(methods, strokes(methods), strict=True):
-                bits = array(entry[name])
-                shown = np.where(bits > LEAST, bits, np.nan)
-                axes.plot(entry["tokens"], shown, **stroke, marker="o", markersize=2)
-                if entry["own"] in entry["tokens"]:
-                    own = entry["tokens"].index(entry["own"])
-                    axes.plot(entry["own"], shown[own], "o", color=stroke["color"], markersize=6)
-            axes.set_title(title)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-        every[0].set_xticks(ticks[:: -(-len(ticks) // 5)], [pool_size(tick) for tick in ticks[:: -(-len(ticks) // 5)]])
-        plain_ticks(every[0].yaxis, 8)
-        outer_labels(every, "tokens in the pool", "bits per token, all layers")
+    figure, every = panels(width, 3, height=1.9, left=0.75, columns=3 if width > 6 else 1, key=key)
+    ticks = sorted({size for entry in methods for size in entry["tokens"]})
+    for axes, (name, title) in zip(every, titles.items(), strict=True):
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
+            bits = array(entry[name])
+            shown = np.where(bits > LEAST, bits, np.nan)
+            axes.plot(entry["tokens"], shown, **stroke, marker="o", markersize=2)
+            if entry["own"] in entry["tokens"]:
+                own = entry["tokens"].index(entry["own"])
+                axes.plot(entry["own"], shown[own], "o", color=stroke["color"], markersize=6)
+        axes.set_title(title)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+    every[0].set_xticks(ticks[:: -(-len(ticks) // 5)], [pool_size(tick) for tick in ticks[:: -(-len(ticks) // 5)]])
+    plain_ticks(every[0].yaxis, 8)
+    outer_labels(every, "tokens in the pool", "bits per token, all layers")
     return figure
 
 

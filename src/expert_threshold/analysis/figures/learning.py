@@ -29,7 +29,7 @@ from .axes import (
     tokens_axis,
 )
 from .study import Study
-from .style import INK, MUTED, NARROW, WIDE, strokes, style
+from .style import INK, MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -151,9 +151,8 @@ def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
     """Draw the tokens that the reference needs for a loss over those that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
     figure = _curves(data, "{:.2f}", title, width, 2)
-    with style():
-        figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
-        figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
+    figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
+    figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
 
 
@@ -207,28 +206,27 @@ def batch_size_scaling(material: Material) -> Data:
 
 def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
     """Draw losses over the tokens of the pool, as horizontal lines for methods without pools; CORE below."""
-    with style():
-        choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
-        threshold = [entry for entry in data["methods"] if entry["pool"] is None]
-        measured = any(entry["core"] is not None for entry in data["methods"])
-        pools = array([entry["pool"] for entry in choice])
-        train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
-        lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
-        key = {"training, by pool": train, "validation, by pool": held_out} | lines
-        figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, key=key)
-        for field, stroke in (("train", train), ("validation", held_out)):
-            every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
-        if measured:
-            every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
-            every[1].set_ylabel("CORE (%)")
-        for entry, line in zip(threshold, lines.values(), strict=True):
-            every[0].axhline(entry["validation"], **line)
-            if entry["core"] is not None:
-                every[1].axhline(100 * entry["core"], **line)
-        every[0].set_ylabel("nats per token")
-        every[0].set_xscale("log", base=2)
-        every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
-        every[-1].set_xlabel("tokens of the pool in training", loc="right")
+    choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
+    threshold = [entry for entry in data["methods"] if entry["pool"] is None]
+    measured = any(entry["core"] is not None for entry in data["methods"])
+    pools = array([entry["pool"] for entry in choice])
+    train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
+    lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
+    key = {"training, by pool": train, "validation, by pool": held_out} | lines
+    figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, key=key)
+    for field, stroke in (("train", train), ("validation", held_out)):
+        every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
+    if measured:
+        every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
+        every[1].set_ylabel("CORE (%)")
+    for entry, line in zip(threshold, lines.values(), strict=True):
+        every[0].axhline(entry["validation"], **line)
+        if entry["core"] is not None:
+            every[1].axhline(100 * entry["core"], **line)
+    every[0].set_ylabel("nats per token")
+    every[0].set_xscale("log", base=2)
+    every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
+    every[-1].set_xlabel("tokens of the pool in training", loc="right")
     return figure
 
 
@@ -284,27 +282,26 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in methods):
         key["validation, routed by the pools of training"] = pools
-    with style():
-        figure, every = method_panels(width, methods, 1.4, key)
-        low, high = [], []
-        for axes, entry, stroke in zip(every, methods, drawn, strict=True):
-            train, validation = array(entry["train"]), array(entry["validation"])
-            axes.plot(*train.T, **stroke, **marker(len(train)))
-            axes.plot(*validation.T, **causal)
-            if entry["pools_gap"] is not None:
-                pooled = validation[-1, 1] - entry["pools_gap"]
-                axes.plot(validation[-1, 0], pooled, **pools)
-            axes.set_title(entry["method"], color=stroke["color"])
-            seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
-            low.append(np.nanmin(seen))
-            high.append(np.nanmax(seen))
-        room = 0.06 * (max(high) - min(low))
-        every[0].set_ylim(min(low) - room, max(high) + room)
-        for axes in every:
-            tokens_axis(axes)
-            axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
-            axes.set_xlabel("")
-        outer_labels(every, "tokens trained on", "nats per token")
+    figure, every = method_panels(width, methods, 1.4, key)
+    low, high = [], []
+    for axes, entry, stroke in zip(every, methods, drawn, strict=True):
+        train, validation = array(entry["train"]), array(entry["validation"])
+        axes.plot(*train.T, **stroke, **marker(len(train)))
+        axes.plot(*validation.T, **causal)
+        if entry["pools_gap"] is not None:
+            pooled = validation[-1, 1] - entry["pools_gap"]
+            axes.plot(validation[-1, 0], pooled, **pools)
+        axes.set_title(entry["method"], color=stroke["color"])
+        seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
+        low.append(np.nanmin(seen))
+        high.append(np.nanmax(seen))
+    room = 0.06 * (max(high) - min(low))
+    every[0].set_ylim(min(low) - room, max(high) + room)
+    for axes in every:
+        tokens_axis(axes)
+        axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
+        axes.set_xlabel("")
+    outer_labels(every, "tokens trained on", "nats per token")
     return figure
 
 
@@ -363,18 +360,17 @@ def _curves(
     """Draw a line for each method, named with its last number."""
     methods = data["methods"]
     every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
-    with style():
-        lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
-        figure, axes = single(width, height, top=room_for_names(width, lines))
-        for entry, points, line in zip(methods, every, lines, strict=True):
-            axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
-            if any(entry.get("std", [])):
-                low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
-                axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
-        axes.set_title(title)
-        scale(axes)
-        _trim(axes, every)
-        name_lines(axes, lines)
+    lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
+    figure, axes = single(width, height, top=room_for_names(width, lines))
+    for entry, points, line in zip(methods, every, lines, strict=True):
+        axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
+        if any(entry.get("std", [])):
+            low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
+            axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
+    axes.set_title(title)
+    scale(axes)
+    _trim(axes, every)
+    name_lines(axes, lines)
     return figure
 
 

@@ -21,7 +21,7 @@ from ..plain import Data, array
 from ..sentences import listed, percent, pool_size
 from .axes import CHARACTER, by_layer, method_strokes, panels, ratio_axis, single
 from .study import Study
-from .style import INK, MUTED, NARROW, WIDE, strokes, style
+from .style import INK, MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,17 +106,16 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
     drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
     key = {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()}
     labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
-    with style():
-        left = max(map(len, labels)) * CHARACTER + 0.15
-        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, key=key)
-        for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
-            for name, (_, mark) in drawn.items():
-                if entry.get(name) is not None:
-                    axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
-        axes.set_yticks(np.arange(len(methods)), labels, color=INK)
-        axes.set_ylim(len(methods) - 0.5, -0.5)
-        axes.grid(axis="x")
-        figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
+    left = max(map(len, labels)) * CHARACTER + 0.15
+    figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, key=key)
+    for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
+        for name, (_, mark) in drawn.items():
+            if entry.get(name) is not None:
+                axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
+    axes.set_yticks(np.arange(len(methods)), labels, color=INK)
+    axes.set_ylim(len(methods) - 0.5, -0.5)
+    axes.grid(axis="x")
+    figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
     return figure
 
 
@@ -200,32 +199,31 @@ def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     most, tokens, devices = data["experts"][-1], data["tokens_per_expert"], data["devices"]
-    with style():
-        key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
-        figure, every = panels(width, 3, height=1.8, columns=3 if width > 6 else 1, share=False, key=key)
-        for entry, stroke in zip(methods, strokes(methods), strict=True):
-            colour = {"color": stroke["color"]}
-            experts, device = entry["by_tokens"], entry["by_devices"]
-            every[0].plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
-            every[0].plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
-            every[1].plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
-            every[1].plot(devices, array(device["resampled"]), **(dots | colour))
-            wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
-            every[2].plot(devices, wait, **stroke, marker="o", linewidth=1)
-        at = pool_size(data["at"])
-        titles = (
-            f"{pool_size(most)} experts: busiest / mean",
-            f"with {at} tokens: busiest device",
-            f"a step of {data['reference']} waits (%)",
-        )
-        labels = ("tokens per expert", "devices", "devices")
-        for axes, title, label in zip(every, titles, labels, strict=True):
-            axes.set_title(title)
-            axes.set_xlabel(label, loc="right")
-            axes.set_xscale("log", base=2)
-            ticks = tokens if label.startswith("tokens") else devices
-            axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
-            axes.set_ylim(bottom=0 if axes is every[2] else 1)
+    key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
+    figure, every = panels(width, 3, height=1.8, columns=3 if width > 6 else 1, share=False, key=key)
+    for entry, stroke in zip(methods, strokes(methods), strict=True):
+        colour = {"color": stroke["color"]}
+        experts, device = entry["by_tokens"], entry["by_devices"]
+        every[0].plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
+        every[0].plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
+        every[1].plot(devices, array(device["closed_form"]), **stroke, linewidth=1)
+        every[1].plot(devices, array(device["resampled"]), **(dots | colour))
+        wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
+        every[2].plot(devices, wait, **stroke, marker="o", linewidth=1)
+    at = pool_size(data["at"])
+    titles = (
+        f"{pool_size(most)} experts: busiest / mean",
+        f"with {at} tokens: busiest device",
+        f"a step of {data['reference']} waits (%)",
+    )
+    labels = ("tokens per expert", "devices", "devices")
+    for axes, title, label in zip(every, titles, labels, strict=True):
+        axes.set_title(title)
+        axes.set_xlabel(label, loc="right")
+        axes.set_xscale("log", base=2)
+        ticks = tokens if label.startswith("tokens") else devices
+        axes.set_xticks(ticks[::2], [pool_size(tick) for tick in ticks[::2]])
+        axes.set_ylim(bottom=0 if axes is every[2] else 1)
     return figure
 
 

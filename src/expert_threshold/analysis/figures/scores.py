@@ -16,7 +16,7 @@ from ..plain import Data, array
 from ..sentences import listed, signed
 from .axes import marker, method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
-from .style import GRID, INK, MUTED, SMALL, WIDE, strokes, style
+from .style import GRID, INK, MUTED, SMALL, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,28 +93,27 @@ def draw_rules_overview(data: Data, width: float = WIDE) -> Figure:
     low = min(scores.min(), *(line.min() for line in cutoffs))
     high = max(scores.max(), *(line.max() for line in cutoffs))
     floor = low - 0.05 * (high - low)
-    with style():
-        dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
-        key = {"cutoff that scores are compared with": dashed}
-        columns = 4 if width > 6 else 2
-        figure, every = panels(width, len(data["rules"]), height=1.7, left=0.62, columns=columns, key=key)
-        for axes, rule, line, stroke in zip(every, data["rules"], cutoffs, strokes(data["rules"]), strict=True):
-            taken = np.array(rule["taken"]).ravel()
-            for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
-                axes.bar(place[chosen], scores.ravel()[chosen] - floor, bottom=floor, width=0.9, color=colour)
-            for row in range(sequences):
-                span = place[row * tokens : (row + 1) * tokens]
-                edges = np.append(span - 0.5, span[-1] + 0.5)
-                axes.stairs(line[row], edges, baseline=None, **dashed)
-                count = f"{int(np.sum(rule['taken'][row]))}"
-                axes.text(span.mean(), high + 0.03 * (high - low), count, ha="center", color=MUTED, fontsize=SMALL)
-            axes.set_title(rule["method"], color=stroke["color"])
-            axes.set_xticks([place[row * tokens : (row + 1) * tokens].mean() for row in range(sequences)])
-            axes.set_xticklabels([f"seq. {row + 1}" for row in range(sequences)])
-            axes.tick_params(axis="x", length=0)
-            axes.grid(False)
-        every[0].set_ylim(floor, high + 0.12 * (high - low))
-        outer_labels(every, "tokens", f"score, layer {data['layer']} expert {data['expert']}")
+    dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
+    key = {"cutoff that scores are compared with": dashed}
+    columns = 4 if width > 6 else 2
+    figure, every = panels(width, len(data["rules"]), height=1.7, left=0.62, columns=columns, key=key)
+    for axes, rule, line, stroke in zip(every, data["rules"], cutoffs, strokes(data["rules"]), strict=True):
+        taken = np.array(rule["taken"]).ravel()
+        for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
+            axes.bar(place[chosen], scores.ravel()[chosen] - floor, bottom=floor, width=0.9, color=colour)
+        for row in range(sequences):
+            span = place[row * tokens : (row + 1) * tokens]
+            edges = np.append(span - 0.5, span[-1] + 0.5)
+            axes.stairs(line[row], edges, baseline=None, **dashed)
+            count = f"{int(np.sum(rule['taken'][row]))}"
+            axes.text(span.mean(), high + 0.03 * (high - low), count, ha="center", color=MUTED, fontsize=SMALL)
+        axes.set_title(rule["method"], color=stroke["color"])
+        axes.set_xticks([place[row * tokens : (row + 1) * tokens].mean() for row in range(sequences)])
+        axes.set_xticklabels([f"seq. {row + 1}" for row in range(sequences)])
+        axes.tick_params(axis="x", length=0)
+        axes.grid(False)
+    every[0].set_ylim(floor, high + 0.12 * (high - low))
+    outer_labels(every, "tokens", f"score, layer {data['layer']} expert {data['expert']}")
     return figure
 
 
@@ -166,26 +165,25 @@ def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
 
     methods = data["methods"]
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
-    with style():
-        key = {**method_strokes(methods), "law of 1/√N": law}
-        figure, every = panels(width, 2, height=2, left=0.8, key=key)
-        for axes, name, title in zip(
-            every, ("by_token", "by_text"), ("pools of single tokens", "pools of text, as in training"), strict=True
-        ):
-            for entry, stroke in zip(methods, strokes(methods), strict=True):
-                axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
-            expected = np.exp(np.mean([np.log(array(entry["law"])) for entry in methods], axis=0))
-            axes.plot(methods[0]["tokens"], expected, **law, **marker(len(expected)))
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.yaxis.set_minor_locator(NullLocator())
-            axes.set_title(title)
-        ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // (6 if width > 6 else 3))]
-        every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        low, high = every[0].get_ylim()
-        ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if low < tick < high]
-        every[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
+    key = {**method_strokes(methods), "law of 1/√N": law}
+    figure, every = panels(width, 2, height=2, left=0.8, key=key)
+    for axes, name, title in zip(
+        every, ("by_token", "by_text"), ("pools of single tokens", "pools of text, as in training"), strict=True
+    ):
+        for entry, stroke in zip(methods, strokes(methods), strict=True):
+            axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
+        expected = np.exp(np.mean([np.log(array(entry["law"])) for entry in methods], axis=0))
+        axes.plot(methods[0]["tokens"], expected, **law, **marker(len(expected)))
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_title(title)
+    ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // (6 if width > 6 else 3))]
+    every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    low, high = every[0].get_ylim()
+    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if low < tick < high]
+    every[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
     return figure
 
 
@@ -274,16 +272,15 @@ def draw_score_histograms(data: Data, width: float = WIDE) -> Figure:
     """Draw the share of tokens by score, logarithmic; filled: assigned tokens; dashed: the threshold."""
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
     drawn = [stroke for stroke in strokes(data["methods"]) for _ in range(2)]
-    with style():
-        names = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
-        figure, every = panels(width, len(shown), height=1.2, left=0.62, columns=4 if width > 6 else 2, titles=names)
-        for axes, (entry, each), name, stroke in zip(every, shown, names, drawn, strict=True):
-            _histogram(axes, each, entry["tokens"], stroke["color"])
-            axes.set_title(name, color=stroke["color"], fontsize=SMALL)
-        every[0].set_yscale("log")
-        plain_ticks(every[0].yaxis)
-        every[0].set_ylim(0.5 * 100 / data["methods"][0]["tokens"], None)
-        outer_labels(every, "score", "% of tokens")
+    names = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
+    figure, every = panels(width, len(shown), height=1.2, left=0.62, columns=4 if width > 6 else 2, titles=names)
+    for axes, (entry, each), name, stroke in zip(every, shown, names, drawn, strict=True):
+        _histogram(axes, each, entry["tokens"], stroke["color"])
+        axes.set_title(name, color=stroke["color"], fontsize=SMALL)
+    every[0].set_yscale("log")
+    plain_ticks(every[0].yaxis)
+    every[0].set_ylim(0.5 * 100 / data["methods"][0]["tokens"], None)
+    outer_labels(every, "score", "% of tokens")
     return figure
 
 

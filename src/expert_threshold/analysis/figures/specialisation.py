@@ -17,7 +17,7 @@ from ..plain import Data, array
 from ..sentences import counted, listed, percent
 from .axes import LEFT, PANEL, RIGHT, TOP, Strokes, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
 from .study import Study
-from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes, style
+from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,25 +59,24 @@ def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in data["domains"]]
     layers = max(len(entry["layers"]) for entry in data["methods"])
-    with style():
-        figure, every = panels(
-            width,
-            len(shown),
-            height=max(0.13 * layers, 0.6),
-            left=0.62,
-            right=0.75,
-            columns=4 if width > 6 else 2,
-            titles=[f"{entry['method']}\n{domain}" for entry, domain in shown],
-        )
-        for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
-            heat(axes, array(entry["ratios"][domain]) / most)
-            axes.set_title(f"{entry['method']}\n{domain}", color=colour)
-            axes.set_yticks(range(len(entry["layers"])), entry["layers"])
-            whole_ticks(axes.xaxis, 5)
-        if layers > 6:
-            whole_ticks(every[0].yaxis, 5)
-        outer_labels(every, "expert", "layer")
-        heat_key(figure, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
+    figure, every = panels(
+        width,
+        len(shown),
+        height=max(0.13 * layers, 0.6),
+        left=0.62,
+        right=0.75,
+        columns=4 if width > 6 else 2,
+        titles=[f"{entry['method']}\n{domain}" for entry, domain in shown],
+    )
+    for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
+        heat(axes, array(entry["ratios"][domain]) / most)
+        axes.set_title(f"{entry['method']}\n{domain}", color=colour)
+        axes.set_yticks(range(len(entry["layers"])), entry["layers"])
+        whole_ticks(axes.xaxis, 5)
+    if layers > 6:
+        whole_ticks(every[0].yaxis, 5)
+    outer_labels(every, "expert", "layer")
+    heat_key(figure, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
     return figure
 
 
@@ -110,23 +109,22 @@ def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
     colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
     shown = [(entry, place) for entry in methods for place in range(len(entry["layers"]))]
     key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
-    with style():
-        titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
-        most = max(len(entry["layers"]) for entry in methods)
-        columns = most if most * PANEL < width - LEFT else None
-        figure, every = panels(width, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
-        for axes, (entry, place), title in zip(every, shown, titles, strict=True):
-            shares = array(entry["shares"])[place]
-            shares = shares[:, np.argsort(-shares[0], kind="stable")]
-            bottom = np.zeros(shares.shape[1])
-            for name, share in zip(domains, shares, strict=True):
-                axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name])
-                bottom = bottom + share
-            axes.set_title(title)
-            axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
-            axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
-            axes.grid(False)
-        outer_labels(every, "experts, sorted", "tokens")
+    titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
+    most = max(len(entry["layers"]) for entry in methods)
+    columns = most if most * PANEL < width - LEFT else None
+    figure, every = panels(width, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
+    for axes, (entry, place), title in zip(every, shown, titles, strict=True):
+        shares = array(entry["shares"])[place]
+        shares = shares[:, np.argsort(-shares[0], kind="stable")]
+        bottom = np.zeros(shares.shape[1])
+        for name, share in zip(domains, shares, strict=True):
+            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name])
+            bottom = bottom + share
+        axes.set_title(title)
+        axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
+        axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
+        axes.grid(False)
+    outer_labels(every, "experts, sorted", "tokens")
     return figure
 
 
@@ -190,28 +188,27 @@ def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
     texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
     most = max(array(passage["values"]).max() for passage in data["passages"])
     (colour,) = (stroke["color"] for stroke in strokes([data]))
-    with style():
-        heights = [TOP + ROW * (placed[-1].line + 1) + 0.15 for placed in texts]
-        figure = Figure((width, sum(heights) + 0.3))
-        axes = figure.add_axes((0, 0, 1, 1))
-        axes.set(xlim=(0, width), ylim=(sum(heights) + 0.3, 0))
-        axes.axis("off")
-        _intensity_key(axes, most, colour)
-        top = 0.3
-        for passage, placed, height in zip(data["passages"], texts, heights, strict=True):
-            axes.text(RIGHT, top + 0.12, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
-            for token in placed:
-                value = passage["values"][token.token]
-                x, y = RIGHT + token.column * advance, top + TOP + token.line * ROW
-                box = (x, y), len(token.text) * advance, 0.92 * ROW
-                axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
-            for line in range(placed[-1].line + 1):
-                text = "".join(token.text for token in placed if token.line == line)
-                if text.strip():
-                    place = Affine2D().scale(1, -1).translate(RIGHT, top + TOP + (line + 0.7) * ROW)
-                    path = TextPath((0, 0), text, size=TEXT / 72, prop=font).transformed(place)
-                    axes.add_patch(PathPatch(path, color=INK, linewidth=0))
-            top += height
+    heights = [TOP + ROW * (placed[-1].line + 1) + 0.15 for placed in texts]
+    figure = Figure((width, sum(heights) + 0.3))
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(sum(heights) + 0.3, 0))
+    axes.axis("off")
+    _intensity_key(axes, most, colour)
+    top = 0.3
+    for passage, placed, height in zip(data["passages"], texts, heights, strict=True):
+        axes.text(RIGHT, top + 0.12, f"{passage['name']}, {data['method']}", color=MUTED, va="center")
+        for token in placed:
+            value = passage["values"][token.token]
+            x, y = RIGHT + token.column * advance, top + TOP + token.line * ROW
+            box = (x, y), len(token.text) * advance, 0.92 * ROW
+            axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
+        for line in range(placed[-1].line + 1):
+            text = "".join(token.text for token in placed if token.line == line)
+            if text.strip():
+                place = Affine2D().scale(1, -1).translate(RIGHT, top + TOP + (line + 0.7) * ROW)
+                path = TextPath((0, 0), text, size=TEXT / 72, prop=font).transformed(place)
+                axes.add_patch(PathPatch(path, color=INK, linewidth=0))
+        top += height
     return figure
 
 
@@ -313,26 +310,25 @@ def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.nd
     blocks = [(passage, start) for passage in data["passages"] for start in range(0, len(passage["tokens"]), columns)]
     letters = max(len(_short(token)) for passage in data["passages"] for token in passage["tokens"])
     room = height + letters * 0.072 + 0.2
-    with style():
-        total = sum(room + (TOP if start == 0 else 0) for _, start in blocks)
-        figure = Figure((width, total))
-        top = 0.0
-        for passage, start in blocks:
-            if start == 0:
-                figure.text(LEFT / width, 1 - (top + 0.15) / total, f"{passage['name']}, {data['method']}", color=MUTED)
-                top += TOP
-            tokens = passage["tokens"][start : start + columns]
-            values = array(passage["values"])[:, start : start + columns]
-            place = LEFT / width, 1 - (top + height) / total, CELL * len(tokens) / width, height / total
-            axes = figure.add_axes(place)
-            draw(axes, values)
-            axes.grid(False)
-            axes.spines[:].set_visible(True)
-            names = [_short(token) for token in tokens]
-            axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family="DejaVu Sans Mono")
-            axes.tick_params(length=0, pad=2)
-            axes.set_ylabel(label, fontsize=SMALL)
-            top += room
+    total = sum(room + (TOP if start == 0 else 0) for _, start in blocks)
+    figure = Figure((width, total))
+    top = 0.0
+    for passage, start in blocks:
+        if start == 0:
+            figure.text(LEFT / width, 1 - (top + 0.15) / total, f"{passage['name']}, {data['method']}", color=MUTED)
+            top += TOP
+        tokens = passage["tokens"][start : start + columns]
+        values = array(passage["values"])[:, start : start + columns]
+        place = LEFT / width, 1 - (top + height) / total, CELL * len(tokens) / width, height / total
+        axes = figure.add_axes(place)
+        draw(axes, values)
+        axes.grid(False)
+        axes.spines[:].set_visible(True)
+        names = [_short(token) for token in tokens]
+        axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family="DejaVu Sans Mono")
+        axes.tick_params(length=0, pad=2)
+        axes.set_ylabel(label, fontsize=SMALL)
+        top += room
     return figure
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..sweep import TOLERANCE
 from .axes import panels, plain_ticks, single, whole_ticks
-from .style import ACCENT, GRID, INK, MUTED, style
+from .style import ACCENT, GRID, INK, MUTED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,39 +30,37 @@ def draw_trials(study: Mapping[str, Any], width: float) -> Figure:
     """Draw the loss of each finished trial, and the best so far."""
     trials = finished(study)
     numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
-    with style():
-        figure, axes = single(width)
-        axes.plot(numbers, losses, linestyle="none", marker="o", color=MUTED)
-        axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
-        axes.set_title("loss (nats per token)")
-        axes.set_xlabel("trial", loc="right")
-        whole_ticks(axes.xaxis, 6)
-        _limit(axes, losses)
+    figure, axes = single(width)
+    axes.plot(numbers, losses, linestyle="none", marker="o", color=MUTED)
+    axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
+    axes.set_title("loss (nats per token)")
+    axes.set_xlabel("trial", loc="right")
+    whole_ticks(axes.xaxis, 6)
+    _limit(axes, losses)
     return figure
 
 
 def draw_curves(study: Mapping[str, Any], width: float) -> Figure:
     """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
     best = study["best"]["trial"]
-    with style():
-        figure, axes = single(width)
-        for trial in study["trials"]:
-            if trial["curve"]:
-                steps, losses = zip(*trial["curve"], strict=True)
-                is_best, stopped = trial["trial"] == best, trial["loss"] is None
-                axes.plot(
-                    steps,
-                    losses,
-                    color=ACCENT if is_best else MUTED,
-                    linewidth=1.8 if is_best else 0.7,
-                    linestyle=(0, (3, 1.5)) if stopped else "-",
-                    marker="o" if len(steps) == 1 or is_best else None,
-                    zorder=3 if is_best else 2,
-                )
-        axes.set_title("validation loss (nats per token)")
-        axes.set_xlabel("step", loc="right")
-        whole_ticks(axes.xaxis, 5)
-        _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
+    figure, axes = single(width)
+    for trial in study["trials"]:
+        if trial["curve"]:
+            steps, losses = zip(*trial["curve"], strict=True)
+            is_best, stopped = trial["trial"] == best, trial["loss"] is None
+            axes.plot(
+                steps,
+                losses,
+                color=ACCENT if is_best else MUTED,
+                linewidth=1.8 if is_best else 0.7,
+                linestyle=(0, (3, 1.5)) if stopped else "-",
+                marker="o" if len(steps) == 1 or is_best else None,
+                zorder=3 if is_best else 2,
+            )
+    axes.set_title("validation loss (nats per token)")
+    axes.set_xlabel("step", loc="right")
+    whole_ticks(axes.xaxis, 5)
+    _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
     return figure
 
 
@@ -71,16 +69,15 @@ def draw_options(study: Mapping[str, Any], width: float) -> Figure:
     options = study["options"]
     trials, best = finished(study), study["best"]
     losses = [trial["loss"] for trial in trials]
-    with style():
-        figure, every = panels(width, len(options), 1.5, share=False, titles=list(options))
-        for axes, (name, entry) in zip(every, options.items(), strict=True):
-            axes.set_title(name, color=INK)
-            if entry["scale"] is None:
-                _draw_choice(axes, name, trials)
-            else:
-                _draw_number(axes, name, entry, trials)
-            axes.plot([_place(axes, best["options"][name])], [best["loss"]], marker="o", markersize=6, color=ACCENT)
-            _limit(axes, losses, least=min((e["fit"]["loss"] for e in options.values() if e["fit"]), default=math.inf))
+    figure, every = panels(width, len(options), 1.5, share=False, titles=list(options))
+    for axes, (name, entry) in zip(every, options.items(), strict=True):
+        axes.set_title(name, color=INK)
+        if entry["scale"] is None:
+            _draw_choice(axes, name, trials)
+        else:
+            _draw_number(axes, name, entry, trials)
+        axes.plot([_place(axes, best["options"][name])], [best["loss"]], marker="o", markersize=6, color=ACCENT)
+        _limit(axes, losses, least=min((e["fit"]["loss"] for e in options.values() if e["fit"]), default=math.inf))
     return figure
 
 

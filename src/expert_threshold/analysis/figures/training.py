@@ -37,7 +37,7 @@ from .axes import (
     tokens_axis,
     whole_ticks,
 )
-from .style import ACCENT, INK, MUTED, NARROW, WIDE, expert_colours, layer_colours, style
+from .style import ACCENT, INK, MUTED, NARROW, WIDE, expert_colours, layer_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,16 +57,15 @@ TITLES = {
 
 def draw_loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
     """Draw cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
-    with style():
-        figure, axes = single(width, height=2)
-        raw, measured = series(train, "cross_entropy"), series(validation, "loss")
-        smoothed = smooth(raw)
-        line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
-        line(axes, smoothed, ACCENT)
-        line(axes, measured, INK, marker="o", linestyle="none", markersize=4)
-        label_ends(axes, {"training {:.3f}": (smoothed, ACCENT), "validation {:.3f}": (measured, INK)})
-        axes.set_title("cross-entropy (nats per token)")
-        step_axis(axes)
+    figure, axes = single(width, height=2)
+    raw, measured = series(train, "cross_entropy"), series(validation, "loss")
+    smoothed = smooth(raw)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
+    line(axes, smoothed, ACCENT)
+    line(axes, measured, INK, marker="o", linestyle="none", markersize=4)
+    label_ends(axes, {"training {:.3f}": (smoothed, ACCENT), "validation {:.3f}": (measured, INK)})
+    axes.set_title("cross-entropy (nats per token)")
+    step_axis(axes)
     return figure
 
 
@@ -88,12 +87,11 @@ def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
 
 def draw_bits_per_byte(points: Points, width: float = NARROW) -> Figure:
     """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
-    with style():
-        figure, axes = single(width)
-        line(axes, points, ACCENT, marker="o")
-        label_ends(axes, {"{:.3f}": (points, ACCENT)})
-        axes.set_title("validation, bits per byte")
-        tokens_axis(axes)
+    figure, axes = single(width)
+    line(axes, points, ACCENT, marker="o")
+    label_ends(axes, {"{:.3f}": (points, ACCENT)})
+    axes.set_title("validation, bits per byte")
+    tokens_axis(axes)
     return figure
 
 
@@ -108,24 +106,23 @@ def say_bits_per_byte(points: Points) -> str:
 
 def draw_usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure:
     """Draw the usage of every expert over steps, as a multiple of the target."""
-    with style():
-        shares = expert_series(train, "usage")
-        figure, every = panels(width, len(shares), height=1.5, right=0.85, least=1.4)
-        for axes, (layer, (steps, values)) in zip(every, shares.items(), strict=True):
-            first, last = steps[0], steps[-1]
-            columns = np.linspace(first, last, min(len(steps), LONGEST))
-            nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
-            colours = deviation_colours(values[nearest].T / target)
-            half = max((last - first) / max(len(columns) - 1, 1), 1) / 2
-            extent = (first - half, last + half, values.shape[1] - 0.5, -0.5)
-            axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
-            axes.set_title(f"layer {layer}, expert")
-            axes.spines[:].set_visible(True)  # an expert at its target is clear
-            axes.grid(False)
-            whole_ticks(axes.yaxis, 5)
-            step_axis(axes)
-        inner_labels_off(figure)
-        _deviation_key(figure)
+    shares = expert_series(train, "usage")
+    figure, every = panels(width, len(shares), height=1.5, right=0.85, least=1.4)
+    for axes, (layer, (steps, values)) in zip(every, shares.items(), strict=True):
+        first, last = steps[0], steps[-1]
+        columns = np.linspace(first, last, min(len(steps), LONGEST))
+        nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
+        colours = deviation_colours(values[nearest].T / target)
+        half = max((last - first) / max(len(columns) - 1, 1), 1) / 2
+        extent = (first - half, last + half, values.shape[1] - 0.5, -0.5)
+        axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
+        axes.set_title(f"layer {layer}, expert")
+        axes.spines[:].set_visible(True)  # an expert at its target is clear
+        axes.grid(False)
+        whole_ticks(axes.yaxis, 5)
+        step_axis(axes)
+    inner_labels_off(figure)
+    _deviation_key(figure)
     return figure
 
 
@@ -154,17 +151,16 @@ def draw_load_spread(
     train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0, width: float = WIDE
 ) -> Figure:
     """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
-    with style():
-        figure, axes = single(width)
-        dots = layer_series(validation, "load_spread")
-        for points, colour in zip(dots.values(), layer_colours(len(dots)), strict=True):
-            line(axes, points, colour, marker="o", linestyle="none", markersize=4)
-        lines = layer_series(train, "load_spread")
-        every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
-        layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
-        axes.set_title("largest load / mean load; dots: validation")
-        step_axis(axes)
-        mark_warmup(axes, warmup_steps)
+    figure, axes = single(width)
+    dots = layer_series(validation, "load_spread")
+    for points, colour in zip(dots.values(), layer_colours(len(dots)), strict=True):
+        line(axes, points, colour, marker="o", linestyle="none", markersize=4)
+    lines = layer_series(train, "load_spread")
+    every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
+    layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
+    axes.set_title("largest load / mean load; dots: validation")
+    step_axis(axes)
+    mark_warmup(axes, warmup_steps)
     return figure
 
 
@@ -184,22 +180,21 @@ def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> st
 
 def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
     """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
-    with style():
-        means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
-        figure, every = panels(width, len(means), height=1.7, right=0.9, least=1.4)
-        lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
-        for axes, layer in zip(every, means, strict=True):
-            if layer in batches:
-                steps, values = thin(*batches[layer], lines)
-                axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
-            steps, values = thin(*means[layer], lines)
-            for expert, colour in zip(values.T, expert_colours(values.shape[1]), strict=True):
-                axes.plot(steps, expert, color=colour, linewidth=1, **marker(len(steps)))
-            axes.set_title(f"layer {layer}, score")
-            step_axis(axes)
-            mark_warmup(axes, warmup_steps, labelled=axes is every[0])
-        inner_labels_off(figure)
-        expert_key(figure, max(values.shape[1] for _, values in means.values()))
+    means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
+    figure, every = panels(width, len(means), height=1.7, right=0.9, least=1.4)
+    lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
+    for axes, layer in zip(every, means, strict=True):
+        if layer in batches:
+            steps, values = thin(*batches[layer], lines)
+            axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
+        steps, values = thin(*means[layer], lines)
+        for expert, colour in zip(values.T, expert_colours(values.shape[1]), strict=True):
+            axes.plot(steps, expert, color=colour, linewidth=1, **marker(len(steps)))
+        axes.set_title(f"layer {layer}, score")
+        step_axis(axes)
+        mark_warmup(axes, warmup_steps, labelled=axes is every[0])
+    inner_labels_off(figure)
+    expert_key(figure, max(values.shape[1] for _, values in means.values()))
     return figure
 
 
@@ -222,20 +217,19 @@ def say_cutoffs(train: Sequence[Record]) -> str:
 
 def draw_fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
     """Draw the share of tokens by fanout, per layer. counts: layer -> tokens by fanout."""
-    with style():
-        shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
-        seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
-        figure, every = panels(width, len(shares), height=1.2)
-        for axes, (layer, share), colour in zip(every, shares.items(), layer_colours(len(shares)), strict=True):
-            axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
-            axes.set_title(f"layer {layer}, % of tokens")
-            mean = float(np.arange(len(share)) @ share)
-            axes.annotate(f"mean {mean:.2f}", (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-            axes.set_xlabel("routed experts of a token", loc="right")
-            whole_ticks(axes.xaxis, 8)
-        most = max(100 * share.max() for share in shares.values())
-        every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.2 * most))  # shared; leaves room for the mean
-        inner_labels_off(figure)
+    shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
+    seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
+    figure, every = panels(width, len(shares), height=1.2)
+    for axes, (layer, share), colour in zip(every, shares.items(), layer_colours(len(shares)), strict=True):
+        axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
+        axes.set_title(f"layer {layer}, % of tokens")
+        mean = float(np.arange(len(share)) @ share)
+        axes.annotate(f"mean {mean:.2f}", (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
+        axes.set_xlabel("routed experts of a token", loc="right")
+        whole_ticks(axes.xaxis, 8)
+    most = max(100 * share.max() for share in shares.values())
+    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.2 * most))  # shared; leaves room for the mean
+    inner_labels_off(figure)
     return figure
 
 
@@ -253,13 +247,12 @@ def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
 def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0, width: float = NARROW) -> Figure:
     """Draw a number of `TITLES` over steps, a line for each layer, averaged over experts."""
     title, unit = TITLES[key]
-    with style():
-        figure, axes = single(width)
-        values = layer_series(train, key)
-        layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
-        axes.set_title(title)
-        step_axis(axes)
-        mark_warmup(axes, warmup_steps)
+    figure, axes = single(width)
+    values = layer_series(train, key)
+    layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
+    axes.set_title(title)
+    step_axis(axes)
+    mark_warmup(axes, warmup_steps)
     return figure
 
 
@@ -298,17 +291,16 @@ def draw_speed(train: Sequence[Record], width: float = NARROW) -> Figure:
     """Draw tokens per second over steps, raw and smoothed."""
     from matplotlib.ticker import StrMethodFormatter
 
-    with style():
-        figure, axes = single(width)
-        raw = series(train, "tokens_per_second")
-        smoothed = smooth(raw)
-        line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
-        line(axes, smoothed, ACCENT)
-        axes.set_ylim(bottom=0)
-        label_ends(axes, {"{:,.0f}": (smoothed, ACCENT)})
-        axes.set_title("tokens per second")
-        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        step_axis(axes)
+    figure, axes = single(width)
+    raw = series(train, "tokens_per_second")
+    smoothed = smooth(raw)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
+    line(axes, smoothed, ACCENT)
+    axes.set_ylim(bottom=0)
+    label_ends(axes, {"{:,.0f}": (smoothed, ACCENT)})
+    axes.set_title("tokens per second")
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    step_axis(axes)
     return figure
 
 
