@@ -21,6 +21,7 @@ MODULES = sorted(SOURCE.rglob("*.py"))
 
 MAY_IMPORT: dict[str, set[str]] = {
     "__init__": {"routing", "moe", "model"},  # for the type checker alone
+    "files": set(),
     "glossary": set(),
     "install": set(),
     "option": set(),
@@ -28,17 +29,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "routing": {"option"},
     "optim": {"kernels", "option"},
-    "data": {"option"},
+    "data": {"files", "option"},
     "moe": {"install", "kernels", "option", "routing"},
-    "model": {"kernels", "moe", "option"},
-    "runs": {"model", "data"},
-    "evaluation": {"runs", "model", "data", "option"},
+    "model": {"files", "kernels", "moe", "option"},
+    "runs": {"files", "model", "data"},
+    "evaluation": {"files", "runs", "model", "data", "option"},
     "generate": {"kernels", "runs", "model", "moe", "data"},
     "serve": {"glossary", "generate", "runs", "model", "moe", "data", "option"},
     "distributed": {"data", "model", "moe", "optim"},
-    "train": {"install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option"},
-    "analysis": {"glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate"},
-    "integrations": {"runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
+    "train": {
+        "files", "install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option",
+    },
+    "analysis": {
+        "files", "glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate",
+    },
+    "integrations": {"files", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
     "plan": {"config", "kernels", "routing", "model", "optim"},
@@ -49,9 +54,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }  # fmt: skip
 MAY_IMPORT["full_run"] = {"errors", "config", "runs", "model", "data", "generate", "train", "analysis"}
-MAY_IMPORT["experiment"] = {"config", "routing", "runs", "data", "train"}
-MAY_IMPORT["compare"] = {"experiment", "full_run", "config", "plan", "routing", "runs", "data", "train", "analysis"}
-MAY_IMPORT["sweep"] = {"experiment", "install", "config", "plan", "runs", "data", "train", "analysis"}
+MAY_IMPORT["experiment"] = {"files", "config", "routing", "runs", "data", "train"}
+MAY_IMPORT["compare"] = MAY_IMPORT["experiment"] | {"experiment", "full_run", "plan", "analysis"}
+MAY_IMPORT["sweep"] = {"files", "experiment", "install", "config", "plan", "runs", "data", "train", "analysis"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 

@@ -31,11 +31,11 @@ from .analysis.traffic import bytes_sent
 from .config import RunConfig
 from .data import open_source
 from .experiment import VERSION, Kind, record_corpus, run_title
+from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE
 from .runs import RunFolder
-from .runs.files import damage_told, read_json, replace_file, replace_json
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
 ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of --join"

@@ -16,8 +16,8 @@ import torch
 from . import __version__
 from .config import RunConfig
 from .data import Corpus
+from .files import damage_told, read_json, to_json
 from .routing import rule_to_dict
-from .runs.files import damage_told, read_json, to_json
 from .runs.lock import LOCK, exclusive, is_vacant
 from .train.device import machine, pick_device
 from .train.log import Title, clock

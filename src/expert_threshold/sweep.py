@@ -20,10 +20,10 @@ from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
 from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
 from .experiment import OTHER_FOLDER, Kind, record_corpus
+from .files import damage_told, read_json, replace_file, replace_json
 from .install import install
 from .plan import costs
 from .runs import RunFolder
-from .runs.files import damage_told, read_json, replace_file, replace_json
 from .train import DivergedError, Text, read_text, train
 from .train.log import Display, clock, say
 from .train.pace import tokens_within

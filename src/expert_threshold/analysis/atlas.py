@@ -8,9 +8,9 @@ from functools import cache, partial
 from html import escape
 from pathlib import Path
 
+from ..files import replace_file, to_json
 from ..glossary import as_html
 from ..model import parameter_counts
-from ..runs.files import replace_file, to_json
 from .comparison import HEADERS, NOTES, cells, read_result, summarise
 from .figures import FIGURES
 from .figures.study import Study

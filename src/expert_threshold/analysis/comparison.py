@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..files import damage_told
 from ..model import GPTConfig, flops_per_token
 from ..runs import RunFolder
-from ..runs.files import damage_told
 from .sentences import fixed
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..files import damage_told
 from ..recipes import METHODS, method_named
 from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
-from ..runs.files import damage_told
 from .run import Run, read_run
 from .sentences import listed
 

@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..runs.files import replace_file
+from ..files import replace_file
 from .figures.style import NARROW, THEME, WIDE, style
 
 if TYPE_CHECKING:

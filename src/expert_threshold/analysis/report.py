@@ -8,10 +8,10 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
+from ..files import replace_file
 from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
-from ..runs.files import replace_file
 from .figures.training import learning, routing
 from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
 from .records import finite, series

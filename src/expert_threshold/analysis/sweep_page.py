@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..runs.files import replace_file
+from ..files import replace_file
 from .figures.sweep import draw_curves, draw_options, draw_trials
 from .page import Exhibit, exhibits, page, table
 from .sentences import counted, fixed

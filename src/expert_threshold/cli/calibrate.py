@@ -16,12 +16,12 @@ from rich.table import Table
 from ..analysis.sentences import fixed
 from ..data import Loader, open_source, pack
 from ..evaluation import Validation, evaluate
+from ..files import require_free
 from ..install import et
 from ..model.calibrate import calibrate
 from ..option import Count, Whole
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive
-from ..runs.files import require_free
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from .evaluate import validation_text

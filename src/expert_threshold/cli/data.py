@@ -20,9 +20,9 @@ from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
 from ..evaluation import read_bundle
+from ..files import replacing
 from ..install import et
 from ..option import Count, did_you_mean
-from ..runs.files import replacing
 from ..runs.lock import exclusive
 from ..train.log import Display, clock, say
 from . import overview

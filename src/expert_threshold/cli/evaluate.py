@@ -28,11 +28,11 @@ from ..evaluation import (
 )
 from ..evaluation.core import choose_rows
 from ..evaluation.results import RESULTS
+from ..files import damage_told
 from ..install import install
 from ..model import GPT
 from ..option import Count
 from ..runs import RunFolder, load_model
-from ..runs.files import damage_told
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from . import rates

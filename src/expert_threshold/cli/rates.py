@@ -13,9 +13,9 @@ from rich.text import Text
 from ..analysis.plain import plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
+from ..files import replace_json, replacing
 from ..routing import Rule, rule_from_dict
 from ..runs import RunFolder
-from ..runs.files import replace_json, replacing
 
 FILE, FIGURE = "rates.json", "rates.png"
 

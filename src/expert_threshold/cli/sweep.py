@@ -18,12 +18,12 @@ from ..analysis.sweep import Scale, fit_power_law
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
 from ..experiment import VERSION, opened, read_record
+from ..files import damage_told, read_json, replace_json
 from ..install import et
 from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import rule_to_dict
-from ..runs.files import damage_told, read_json, replace_json
 from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from ..config import DEFAULT_RULE, scaled_rule
+from ..files import require_free
 from ..install import et
 from ..model import parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
@@ -16,7 +17,6 @@ from ..option import Whole
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
 from ..runs.derive import derive
-from ..runs.files import require_free
 from .options import STEP, Command, Option, parse_all
 
 DESCRIPTION = (

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ..files import read_json, replace_json
 from .tokenizer import Tokenizer
 from .tokens import THREADS, Parts, Tokens, ahead, no_tokens
 
@@ -98,19 +99,19 @@ def write_tokens(
     }
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / MANIFEST).exists():
-        if _read_json(folder / MANIFEST) != manifest:
+        if read_json(folder / MANIFEST) != manifest:
             raise ValueError(f"--out {folder}: is complete, or of other text or another tokenizer; name another --out")
     elif any(folder.iterdir()):
         raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
     tokenizer.save(folder / TOKENIZER)
-    _replace(folder / MANIFEST, manifest)
+    replace_json(folder / MANIFEST, manifest)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
     for split, parts in splits.items():
         for size in _write_split(folder, split, parts, skip_damaged):
             done += size
             if progress is not None:
                 progress(done, total)
-    _replace(folder / MANIFEST, manifest | {"finished": True})
+    replace_json(folder / MANIFEST, manifest | {"finished": True})
     return [part.fault for split in splits for part in read_index(folder / f"{split}.jsonl") if part.fault]
 
 
@@ -177,26 +178,12 @@ def _whole(parts: list[Part], ids: Path, lengths: Path, dtype: np.dtype[np.unsig
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a finished token folder. Raises ValueError if it is not one."""
-    manifest = _read_json(folder / MANIFEST)
+    manifest = read_json(folder / MANIFEST)
     if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{folder} holds no tokens that this version can read: make them with et data tokenize")
     if not manifest["finished"]:
         raise ValueError(f"{folder} is not finished: resume with et data tokenize --out {folder}")
     return manifest
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _replace(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def _line(part: Part) -> bytes:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..files import read_json, replace_json
 from ..model import GPT
-from ..runs.files import read_json, replace_json
 from .bundle import Baselines, Task
 from .core import Scorer, centred, evaluate_task
 

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..files import new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
-from ..runs.files import new_folder, read_json, require_free, to_json, write_synced
 from ..runs.folder import read_tokenizer
 from .card import model_card
 from .rule_source import rule_files

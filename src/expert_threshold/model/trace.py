@@ -13,7 +13,6 @@ Gates are not stored: the rule recomputes them from the scores, to the last bit.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from ..files import replacing
 from ..moe import Rule, rule_from_dict, rule_to_dict
 from .gpt import GPT, Output
 
@@ -56,18 +56,20 @@ def record_trace(
         for layer, moe in model.moe_layers()
     }
     schema = _schema(header, model.config.rule)
-    temporary = path.with_name(f".tmp-{path.name}")
     was_training = model.training
     model.eval()
+    split = [field.name for field in schema if field.name.startswith("scores_")]
     try:
-        split = [field.name for field in schema if field.name.startswith("scores_")]
-        with pq.ParquetWriter(
-            temporary,
-            schema,
-            compression="zstd",
-            use_dictionary=["token", "target", "position"],
-            use_byte_stream_split=["loss", *(f"{name}.list.element" for name in split)],
-        ) as writer:
+        with (
+            replacing(path) as temporary,
+            pq.ParquetWriter(
+                temporary,
+                schema,
+                compression="zstd",
+                use_dictionary=["token", "target", "position"],
+                use_byte_stream_split=["loss", *(f"{name}.list.element" for name in split)],
+            ) as writer,
+        ):
             rows = max(ROWS // (windows.shape[1] - 1), 1)
             for start in range(0, len(windows), rows):
                 columns: list[dict[str, np.ndarray]] = []
@@ -77,10 +79,8 @@ def record_trace(
                         done = start + sum(len(part["token"]) for part in columns) // (windows.shape[1] - 1)
                         progress(done * (windows.shape[1] - 1), windows[:, 1:].numel())
                 writer.write_table(_table(columns, schema))
-        os.replace(temporary, path)
     finally:
         model.train(was_training)
-        temporary.unlink(missing_ok=True)
     return Trace(path)
 
 

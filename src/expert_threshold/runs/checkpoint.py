@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .files import read_json, sync_folder, to_json, write_synced
+from ..files import read_json, sync_folder, to_json, write_synced
 
 FORMAT = "expert-threshold checkpoint"
 VERSION = 1

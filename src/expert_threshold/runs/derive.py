@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .files import new_folder, replace_json
+from ..files import new_folder, replace_json
 from .folder import RunFolder
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ..data import Tokenizer
+from ..files import read_json, replace_json, replacing
 from . import checkpoint
 from .checkpoint import Checkpoint, Tensors
-from .files import read_json, replace_json, replacing
 from .lock import LOCK, exclusive, is_vacant
 from .metrics import Metrics
 

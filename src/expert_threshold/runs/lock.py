@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from .files import named
+from ..files import named
 
 LOCK = ".lock"
 """The lock file's name in the folder it locks. One that a killed process left locks nothing and is no content."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import named, replace_file, to_json
+from ..files import named, replace_file, to_json
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from ..data import Tokenizer
 from ..evaluation import ModelScorer, Results, ask_core, evaluate
+from ..files import replace_file
 from ..model import GPT
 from ..runs import RunFolder, load_model
-from ..runs.files import replace_file
 from .interrupt import Interrupt
 from .log import Display
 from .prepare import Prepared

@@ -20,10 +20,10 @@ from ..data.tokens import Parts
 from ..distributed import LocalBatch, Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
+from ..files import damage_told
 from ..model import GPT, TRUNKS, GPTConfig
 from ..optim import OptimConfig, make_optimizers
 from ..runs import Checkpoint, RunFolder
-from ..runs.files import damage_told
 from .budget import Budget
 from .checks import require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..evaluation import Validation
+from ..files import damage_told
 from ..runs import RunFolder
-from ..runs.files import damage_told
 from .budget import Decision
 from .config import TrackerName
 from .log import Display, clock

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map
 
 from ..data import Loader, Position
 from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status
+from ..files import damage_told
 from ..model import GPT, Output
 from ..optim import Optimizers
 from ..runs import Checkpoint, Part
-from ..runs.files import damage_told
 from .budget import Budget
 from .config import TrainConfig
 from .sums import Interval, Sums, Values, add_steps
