@@ -12,7 +12,6 @@ from ..files import replace_file, to_json
 from ..glossary import as_html
 from ..model import parameter_counts
 from .comparison import HEADERS, NOTES, cells, read_result, summarise
-from .figures import FIGURES
 from .figures.study import Study
 from .figures.style import NARROW, WIDE, style
 from .material import Material, NotShownError
@@ -22,9 +21,7 @@ from .plain import Data, plain
 from .sentences import counted, listed, short
 
 
-def write_atlas(
-    material: Material, out: Path, studies: Sequence[Study] = FIGURES, say: Callable[[str], None] = lambda line: None
-) -> Path:
+def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Callable[[str], None]) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 
     say: called with a line about each figure. Raises ValueError if a run is damaged or something to install is missing.

@@ -138,11 +138,18 @@ def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
     return center, (sum(count * (n - center) ** 2 for n, count in enumerate(counts)) / total) ** 0.5
 
 
+def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Return the runs of each method, in order of first occurrence."""
+    runs: dict[str, list[Result]] = {}
+    for result in results:
+        runs.setdefault(result.method, []).append(result)
+    return runs
+
+
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Return a row for each method, in order of first occurrence."""
     rows = []
-    for method in dict.fromkeys(result.method for result in results):
-        runs = [result for result in results if result.method == method]
+    for method, runs in runs_by_method(results).items():
         losses = [run.loss for run in runs]
         bits = [run.bits_per_byte for run in runs]
         rows.append(
@@ -165,10 +172,10 @@ def summarise(results: Sequence[Result]) -> list[Row]:
 def curves(results: Sequence[Result]) -> dict[str, list[tuple[int, float | None]]]:
     """Return (tokens, validation loss) by method, the mean over seeds, at the steps that all of them validated."""
     found = {}
-    for method in dict.fromkeys(result.method for result in results):
-        runs = [dict(result.curve) for result in results if result.method == method]
-        shared = [tokens for tokens in runs[0] if all(tokens in run for run in runs)]
-        found[method] = [(tokens, over_seeds(mean, [run[tokens] for run in runs])) for tokens in shared]
+    for method, runs in runs_by_method(results).items():
+        losses = [dict(run.curve) for run in runs]
+        shared = [tokens for tokens in losses[0] if all(tokens in each for each in losses)]
+        found[method] = [(tokens, over_seeds(mean, [each[tokens] for each in losses])) for tokens in shared]
     return found
 
 

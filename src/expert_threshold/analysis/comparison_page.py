@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
-from .comparison import NOTES, Result, cells, curves, summarise
+from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
 from .figures.axes import single
 from .figures.learning import draw_loss_by_method, draw_loss_by_seconds
 from .figures.style import GRID, INK, NARROW, strokes
@@ -65,10 +65,10 @@ def by_tokens(results: Sequence[Result]) -> Data:
 
 def by_seconds(results: Sequence[Result]) -> Data:
     """Return the same losses over the mean seconds at which they were measured."""
-    found = by_tokens(results)
+    found, runs = by_tokens(results), runs_by_method(results)
     for entry in found["methods"]:
-        runs = [result for result in results if result.method == entry["method"]]
-        clocks = [dict(zip((tokens for tokens, _ in run.curve), run.clock, strict=True)) for run in runs]
+        own = runs[entry["method"]]
+        clocks = [dict(zip((tokens for tokens, _ in run.curve), run.clock, strict=True)) for run in own]
         entry["points"] = [(fmean(clock[tokens] for clock in clocks), loss) for tokens, loss in entry["points"]]
     return found
 

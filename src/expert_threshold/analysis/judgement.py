@@ -8,7 +8,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from ..recipes import REFERENCE
-from .comparison import Result, over_seeds
+from .comparison import Result, over_seeds, runs_by_method
 from .paired import Difference, paired
 from .sentences import fixed, short, signed
 
@@ -61,9 +61,7 @@ def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
 
 def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:
     """Return each method that shares a seed with the baseline, in order of first occurrence."""
-    runs: dict[str, dict[int, Result]] = {}
-    for result in results:
-        runs.setdefault(result.method, {})[result.seed] = result
+    runs = {method: {run.seed: run for run in own} for method, own in runs_by_method(results).items()}
     rows = []
     for method, own in runs.items():
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
@@ -153,8 +151,7 @@ def shown(difference: Difference | None) -> str:
 def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return the cells below `LOADS`, means over seeds; costs: by method, as `Comparison.costs` has them."""
     lines = []
-    for method in dict.fromkeys(result.method for result in results):
-        runs = [result for result in results if result.method == method]
+    for method, runs in runs_by_method(results).items():
         spread, fanout, without, gap = (
             over_seeds(mean, [getattr(run, name) for run in runs])
             for name in ("load_spread_trained", "fanout_trained", "unrouted", "gap")

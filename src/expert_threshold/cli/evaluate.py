@@ -28,7 +28,7 @@ from ..evaluation import (
 )
 from ..evaluation.core import choose_rows
 from ..evaluation.results import RESULTS
-from ..files import damage_told
+from ..files import damage_told, replace_json
 from ..install import install
 from ..model import GPT
 from ..option import Count
@@ -151,7 +151,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
         rule = model.config.rule
         assert rule is not None
         results[path] = rates.record(folder, step, rule, points)
-        rates.save(folder, results[path])
+        replace_json(folder.path / rates.FILE, results[path])
     if options["json"]:
         print(json.dumps(list(results.values())))
     else:

@@ -13,7 +13,7 @@ from rich.text import Text
 from ..analysis.plain import plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
-from ..files import replace_json, replacing
+from ..files import replacing
 from ..routing import Rule, rule_from_dict
 from ..runs import RunFolder
 
@@ -63,11 +63,6 @@ def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) ->
         "experts_per_token": rule.experts_per_token,
         "points": [plain(point._asdict()) for point in points],
     }
-
-
-def save(folder: RunFolder, found: Mapping[str, Any]) -> None:
-    """Write the record into the run's folder."""
-    replace_json(folder.path / FILE, found)
 
 
 def table(results: Mapping[str, Mapping[str, Any]]) -> Table:

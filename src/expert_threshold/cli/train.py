@@ -199,7 +199,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     return replace(config, train=replace(config.train, **changes))
 
 
-def introduce(config: RunConfig, rendezvous: Rendezvous | None = None) -> str:
+def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
     """Return lines about the model and the training ahead. Raises ValueError if the device is absent."""
     ranks = "" if rendezvous is None else f", {counted(rendezvous.world_size, 'rank')}"
     cost = costs(config)

@@ -218,7 +218,8 @@ def read_object(body: bytes) -> dict[str, Any]:
     try:
         value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {_reason(error)}", code="invalid_json") from None
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
+        raise ApiError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not a JSON object", code="invalid_json")
     return value
@@ -226,10 +227,6 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not valid JSON")
-
-
-def _reason(error: Exception) -> str:
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
 
 
 def _not_a_prompt(value: object) -> ApiError:

@@ -90,12 +90,9 @@ def create_app(
     return app
 
 
-def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int = 10) -> None:
-    """Serve on bound sockets until SIGINT or SIGTERM.
-
-    Requests then have `grace` more seconds; a second signal ends them at once.
-    """
-    config = configure(app, grace=grace)
+def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
+    """Serve on bound sockets until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
+    config = configure(app)
     listen(sockets, config.backlog)
     print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
@@ -103,7 +100,10 @@ def run_server(app: Starlette, sockets: Sequence[socket.socket], *, grace: int =
 
 
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
-    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers."""
+    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers.
+
+    grace: seconds that requests in progress have after the first signal.
+    """
     here: Service = app.state.service
     return uvicorn.Config(
         app,

@@ -149,7 +149,8 @@ class Worker:
         news = []
         for writing in moved:
             work, index, read, written = self._sent[writing]
-            news.append((work, Update(index, *_since(writing, read, written), writing.finished)))
+            prompt, steps = tuple(writing.prompt[read:]), tuple(writing.steps[written:])
+            news.append((work, Update(index, prompt, steps, writing.finished)))
             self._sent[writing] = (work, index, len(writing.prompt), len(writing.steps))
             if writing.finished:
                 del self._sent[writing]
@@ -167,7 +168,3 @@ class Worker:
         self.failed = True
         for work in self._works:
             work.updates.put_nowait(None)
-
-
-def _since(writing: Writing, read: int, written: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    return tuple(writing.prompt[read:]), tuple(writing.steps[written:])

@@ -14,7 +14,7 @@ from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, array
 from ..sentences import listed, percent
-from .axes import method_panels, outer_labels, panels, whole_ticks
+from .axes import method_panels, outer_labels, whole_ticks
 from .study import Study
 from .style import INK, ONE_LAYER, WIDE, strokes
 
@@ -163,13 +163,11 @@ def fanout_distribution(material: Material) -> Data:
 def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
     """Draw the share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
-    names = [entry["method"] for entry in methods]
-    figure, every = panels(width, len(methods), height=1.2, left=0.62, titles=names)
+    figure, every = method_panels(width, methods, 1.2)
     seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         share = 100 * array(entry["share"])
         axes.bar(np.arange(len(share)), share, width=0.82, color=stroke["color"])
-        axes.set_title(entry["method"], color=stroke["color"])
         mean = f"{entry['mean']:.2f} ± {entry['std']:.2f}"
         axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
         whole_ticks(axes.xaxis, 6)
@@ -184,14 +182,13 @@ def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[
     methods = data["methods"]
     several = any(len(entry["layers"]) > 1 for entry in methods)
     key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
-    figure, every = method_panels(width, methods, 1.5, key)
+    figure, every = method_panels(width, methods, 1.5, key=key)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         x = array(entry["x"]) + shift
         if several:
             for values in entry["layers"].values():
                 axes.plot(x, array(values), **ONE_LAYER)
         axes.plot(x, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
-        axes.set_title(entry["method"], color=stroke["color"])
     return figure, every
 
 

@@ -122,10 +122,14 @@ def method_strokes(methods: Sequence[Mapping[str, Any]]) -> Strokes:
 
 
 def method_panels(
-    width: float, methods: Sequence[Mapping[str, Any]], height: float, key: Strokes
+    width: float, methods: Sequence[Mapping[str, Any]], height: float, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each method, with room for its title."""
-    return panels(width, len(methods), height, left=0.62, titles=[entry["method"] for entry in methods], key=key)
+    """Create a panel for each method, with its name in its colour above. options: as of `panels`."""
+    titles = [entry["method"] for entry in methods]
+    figure, every = panels(width, len(methods), height, left=0.62, titles=titles, **options)
+    for axes, title, stroke in zip(every, titles, strokes(methods), strict=True):
+        axes.set_title(title, color=stroke["color"])
+    return figure, every
 
 
 def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:

@@ -16,9 +16,9 @@ from ..measures import dice, jaccard, joint_jsd, total_variation, weighted_dice,
 from ..methods import Subject
 from ..plain import Data, array
 from ..sentences import listed
-from .axes import heat, heat_key, outer_labels, panels
+from .axes import heat, heat_key, method_panels, outer_labels
 from .study import Study
-from .style import INK, SMALL, WIDE, strokes
+from .style import INK, SMALL, WIDE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,22 +52,13 @@ def draw_matrices(measure: str, data: Data, width: float = WIDE) -> Figure:
     low, high = min(matrix.min() for matrix in matrices), max(matrix.max() for matrix in matrices)
     scale = max(high - low, 1e-9)
     alike = all(entry["steps"] == methods[0]["steps"] for entry in methods)
-    figure, every = panels(
-        width,
-        len(methods),
-        height=1.55,
-        left=0.62,
-        right=max(0.75, width - 0.62 - 2.6 * len(methods)),  # keeps cells from becoming bands
-        least=1.35,
-        share=alike,
-        titles=[entry["method"] for entry in methods],
-    )
-    for axes, entry, matrix, stroke in zip(every, methods, matrices, strokes(methods), strict=True):
+    right = max(0.75, width - 0.62 - 2.6 * len(methods))  # keeps cells from becoming bands
+    figure, every = method_panels(width, methods, 1.55, right=right, least=1.35, share=alike)
+    for axes, entry, matrix in zip(every, methods, matrices, strict=True):
         heat(axes, 0.05 + 0.75 * (matrix - low) / scale)  # the diagonal on the same scale as the rest
         for (i, j), value in np.ndenumerate(matrix):
             text = f"{value:g}" if i == j else f"{value:.2f}".removeprefix("0")
             axes.text(j, i, text, ha="center", va="center", fontsize=SMALL, color=INK)
-        axes.set_title(entry["method"], color=stroke["color"])
         names = [_step(step) for step in entry["steps"]]
         axes.set_xticks(range(len(matrix)), names, fontsize=SMALL, rotation=45)
         axes.set_yticks(range(len(matrix)), names, fontsize=SMALL)

@@ -108,7 +108,7 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
     plain_ticks(every[1].yaxis, 7)
     for axes in every[:2]:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens[::2], [_short(tick) for tick in tokens[::2]])
+        axes.set_xticks(tokens[::2], [pool_size(tick) for tick in tokens[::2]])
         axes.set_xlabel("tokens in the pool", loc="right")
     _binary_search(every[2], data["example"])
     return figure
@@ -184,7 +184,8 @@ def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
         axes.set_title(title)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-    every[0].set_xticks(ticks[:: -(-len(ticks) // 5)], [pool_size(tick) for tick in ticks[:: -(-len(ticks) // 5)]])
+    ticks = ticks[:: -(-len(ticks) // 5)]
+    every[0].set_xticks(ticks, [pool_size(tick) for tick in ticks])
     plain_ticks(every[0].yaxis, 8)
     outer_labels(every, "tokens in the pool", "bits per token, all layers")
     return figure
@@ -204,10 +205,6 @@ def _binary_search(axes: Axes, example: Data) -> None:
     axes.grid(False)
     axes.set_title("token: choice, told by one cutoff")
     axes.set_xlabel("score, cutoff", loc="right")
-
-
-def _short(tokens: int) -> str:
-    return f"{tokens // 2**20}M" if tokens % 2**20 == 0 else pool_size(tokens)
 
 
 def say_leakage_probe(data: Data) -> str:

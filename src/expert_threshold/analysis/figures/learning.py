@@ -282,7 +282,7 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in methods):
         key["validation, routed by the pools of training"] = pools
-    figure, every = method_panels(width, methods, 1.4, key)
+    figure, every = method_panels(width, methods, 1.4, key=key)
     low, high = [], []
     for axes, entry, stroke in zip(every, methods, drawn, strict=True):
         train, validation = array(entry["train"]), array(entry["validation"])
@@ -291,7 +291,6 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
         if entry["pools_gap"] is not None:
             pooled = validation[-1, 1] - entry["pools_gap"]
             axes.plot(validation[-1, 0], pooled, **pools)
-        axes.set_title(entry["method"], color=stroke["color"])
         seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
         low.append(np.nanmin(seen))
         high.append(np.nanmax(seen))
