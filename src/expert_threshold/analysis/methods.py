@@ -205,12 +205,9 @@ def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[
     """Return what distinguishes a run from the first of its kind, and in options outside the rule from all runs."""
     apart = [name for name in mine if mine[name] != first.get(name, mine[name])]
     apart += [name for name in sorted(differing) if (name, mine[name]) in _NAMES and name not in apart]
-    return [_name(name, mine) for name in apart if not _follows(name, mine, apart)]
-
-
-def _follows(name: str, mine: Mapping[str, Any], apart: Sequence[str]) -> bool:
-    """Return True for an option implied by another: two routed experts replace the shared one (Shared Expert)."""
-    return name == "rule.experts_per_token" and "shared_experts" in apart and mine["shared_experts"] == 0
+    if "shared_experts" in apart and mine["shared_experts"] == 0:  # two routed experts replace the shared one
+        apart = [name for name in apart if name != "rule.experts_per_token"]
+    return [_name(name, mine) for name in apart]
 
 
 def _name(name: str, mine: Mapping[str, Any]) -> str:

@@ -40,7 +40,8 @@ def table(
             if any(pooled):
                 add("  by training pools, gap", (_show_gap(each, key) for each in pooled))
     for label in labels:
-        add(label, (_show_task(result["core"]["tasks"][label]) for result in found))
+        tasks = [result["core"]["tasks"][label] for result in found]
+        add(label, (f"{task['accuracy']:.4f} {task['centred']:+.4f}" for task in tasks))
     if labels:
         asked = [[result["core"]["tasks"][label] for label in labels] for result in found]
         add("CORE", (fixed(result["core"]["metric"], 4) for result in found))
@@ -55,10 +56,6 @@ def _show_gap(pooled: Result, key: str) -> str:
     if pooled.get(key) is None:
         return "–"
     return f"{pooled[key]:.4f} {pooled[f'causal_{key}'] - pooled[key]:+.4f}"
-
-
-def _show_task(result: Result) -> str:
-    return f"{result['accuracy']:.4f} {result['centred']:+.4f}"
 
 
 def _show_metric(found: Result) -> str:

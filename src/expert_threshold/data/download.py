@@ -181,7 +181,8 @@ class _Job:
         expected = _read_note(note)
         have = part.stat().st_size if expected is not None and expected.can_resume and part.exists() else 0
         if expected is None or not have or have != expected.size:
-            with self.open(remote, have, expected) as (response, linked):
+            response, linked = self.open(remote, have, expected)
+            with response:
                 expected, have = _continue(response, linked, have, expected)
                 if have == 0:
                     note.write_text(json.dumps(asdict(expected)), encoding="utf-8")
@@ -198,8 +199,8 @@ class _Job:
         os.replace(part, remote.path)
         note.unlink()
 
-    def open(self, remote: Remote, have: int, expected: Identity | None) -> _Answer:
-        """Return the answer to a request for the bytes from `have` on."""
+    def open(self, remote: Remote, have: int, expected: Identity | None) -> tuple[http.client.HTTPResponse, str | None]:
+        """Return the response to a request for the bytes from `have` on, and the file's ETag from a redirect."""
         headers = {"User-Agent": "expert-threshold", "Accept-Encoding": "identity"}
         if have and expected is not None:
             headers["Range"] = f"bytes={have}-"
@@ -232,7 +233,7 @@ class _Job:
         except (OSError, http.client.HTTPException) as error:
             raise _PassingError(str(error) or type(error).__name__) from None
         self.answered = True
-        return _Answer(response, redirects.linked)
+        return response, redirects.linked
 
     def receive(self, remote: Remote, response: http.client.HTTPResponse, file: IO[bytes]) -> None:
         while True:
@@ -248,17 +249,6 @@ class _Job:
                 raise _StoppedError
         file.flush()
         os.fsync(file.fileno())
-
-
-class _Answer(NamedTuple):
-    response: http.client.HTTPResponse
-    linked: str | None  # the file's ETag from a redirect
-
-    def __enter__(self) -> _Answer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.response.close()
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -7,8 +7,6 @@ import shutil
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from .cache import VARIABLE, cache_folder, require_writable
@@ -82,30 +80,24 @@ def unzip(archive: Path, folder: Path, top: str) -> None:
     Raises ValueError for an archive that is damaged, lacks the folder, has links or names that lead elsewhere, or is
     too large.
     """
-    with _refused(archive), zipfile.ZipFile(archive) as file:
-        members = [member for member in file.infolist() if not member.is_dir()]
-        targets = {member: path for member in members if (path := _inside(member, top)) is not None}
-        if not targets:
-            raise ValueError(f"it has no folder {top}")
-        if len(targets) > MOST_FILES or sum(member.file_size for member in targets) > MOST_BYTES:
-            raise ValueError(f"it would unpack into more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
-        temporary = folder.with_name(f".part-{folder.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        for member, path in targets.items():
-            target = temporary / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with file.open(member) as source, target.open("wb") as out:
-                shutil.copyfileobj(source, out)
-    os.replace(temporary, folder)
-
-
-@contextmanager
-def _refused(archive: Path) -> Iterator[None]:
-    """Turn errors into a ValueError that names the archive, its fault and the remedy."""
+    temporary = folder.with_name(f".part-{folder.name}")
     try:
-        yield
+        with zipfile.ZipFile(archive) as file:
+            members = [member for member in file.infolist() if not member.is_dir()]
+            targets = {member: path for member in members if (path := _inside(member, top)) is not None}
+            if not targets:
+                raise ValueError(f"it has no folder {top}")
+            if len(targets) > MOST_FILES or sum(member.file_size for member in targets) > MOST_BYTES:
+                raise ValueError(f"it would unpack into more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB")
+            shutil.rmtree(temporary, ignore_errors=True)
+            for member, path in targets.items():
+                target = temporary / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with file.open(member) as source, target.open("wb") as out:
+                    shutil.copyfileobj(source, out)
     except (ValueError, RuntimeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{archive} cannot be unpacked ({error}): delete it and download it again") from None
+    os.replace(temporary, folder)
 
 
 def _inside(member: zipfile.ZipInfo, top: str) -> Path | None:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ..data import BOS
 from ..files import new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
@@ -163,12 +164,11 @@ def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, 
 
 
 def _tokenizer_config(context: int) -> dict[str, Any]:
-    bos = "<|bos|>"
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": bos,
-        "pad_token": bos,
+        "bos_token": BOS,
+        "eos_token": BOS,
+        "pad_token": BOS,
         "model_max_length": context,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,

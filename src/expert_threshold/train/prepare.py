@@ -142,7 +142,12 @@ def _open(data: DataConfig, display: Display) -> Corpus:
 
 
 def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display) -> Text:
-    validation = _validation(corpus, tokenizer, config, context, display)
+    validation: Tokens | None = None
+    if config.eval_every is not None:
+        # Only full windows are evaluated, and the last target needs one token more.
+        enough = None if config.eval_tokens is None else config.eval_tokens + context
+        progress = display.task("tokenizing text for validation")
+        validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
     train: Tokens | Parts
     if corpus.parts is not None:
         train = corpus.parts("train", tokenizer)
@@ -175,17 +180,6 @@ def _beginning(
     with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
-
-
-def _validation(
-    corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display
-) -> Tokens | None:
-    if config.eval_every is None:
-        return None
-    # Only full windows are evaluated, and the last target needs one token more.
-    enough = None if config.eval_tokens is None else config.eval_tokens + context
-    progress = display.task("tokenizing text for validation")
-    return pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
 
 
 def _loader(
