@@ -2,7 +2,7 @@
 
 from .domains import open_held_out
 from .loader import IGNORED, Batch, Loader, Position, pack, windows
-from .sources import Corpus, DataConfig, Size, Split, open_source
+from .sources import Corpus, DataConfig, open_source
 from .tokenizer import BOS, Tokenizer
 from .tokens import Tokens
 
@@ -14,8 +14,6 @@ __all__ = [
     "DataConfig",
     "Loader",
     "Position",
-    "Size",
-    "Split",
     "Tokenizer",
     "Tokens",
     "open_held_out",

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from .sources import Corpus, Split
 from .stream import Stream, Whole, shuffled
-from .tokenizer import Tokenizer
-from .tokens import THREADS, Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
+from .tokenizer import THREADS, Tokenizer
+from .tokens import Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
 IGNORED = -1
 """Marks a position without a target."""

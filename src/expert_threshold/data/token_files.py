@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from ..files import read_json, replace_json
-from .tokenizer import Tokenizer
-from .tokens import THREADS, Parts, Tokens, ahead, no_tokens
+from .tokenizer import THREADS, Tokenizer
+from .tokens import Parts, Tokens, ahead, no_tokens
 
 FORMAT, VERSION = "expert-threshold tokens", 1
 MANIFEST, TOKENIZER = "tokens.json", "tokenizer.json"

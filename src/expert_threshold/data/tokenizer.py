@@ -43,7 +43,8 @@ _WORD_ENDS = re.compile(r"(?<=[A-Za-z])(?=\W)")
 
 _FORMAT = "expert-threshold-tokenizer"
 _VERSION = 1
-_THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
+"""Threads that tokenize when nothing else needs the processor."""
 
 
 def require_vocab_size(vocab_size: int) -> None:
@@ -135,7 +136,7 @@ class Tokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Encode several texts in parallel threads."""
-        return self._encoding.encode_ordinary_batch(texts, num_threads=_THREADS)
+        return self._encoding.encode_ordinary_batch(texts, num_threads=THREADS)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are not UTF-8, as of a split character, become U+FFFD."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,9 +13,6 @@ import numpy.typing as npt
 
 from .shards import Shards
 from .tokenizer import Tokenizer
-
-THREADS = min(8, os.cpu_count() or 1)
-"""Threads that tokenize when nothing else needs the processor."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

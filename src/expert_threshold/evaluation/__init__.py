@@ -2,7 +2,7 @@
 
 from .bundle import Baselines, Task, read_bundle
 from .continuation import ModelScorer
-from .core import Answer, Question, Scorer, TaskResult, centred, evaluate_task
+from .core import Answer, Question, TaskResult, centred, evaluate_task
 from .dial import Point, measure_rates
 from .loss import Validation, evaluate
 from .results import Progress, Results, ask_core, read_results
@@ -15,7 +15,6 @@ __all__ = [
     "Progress",
     "Question",
     "Results",
-    "Scorer",
     "Task",
     "TaskResult",
     "Validation",

@@ -4,7 +4,7 @@ from ..moe import Observation, Routing, Rule
 from .attention import Cache
 from .gpt import GPT, GPTConfig, Output
 from .presets import PRESETS, TRUNKS, flops_per_token, parameter_counts
-from .score import Continuation, Score, common_prefix, crop, score
+from .score import Continuation, common_prefix, crop, score
 
 __all__ = [
     "GPT",
@@ -17,7 +17,6 @@ __all__ = [
     "Output",
     "Routing",
     "Rule",
-    "Score",
     "common_prefix",
     "crop",
     "flops_per_token",

@@ -2,7 +2,7 @@
 
 from .adamw import AdamW
 from .config import NANOCHAT, RELEASE, OptimConfig
-from .groups import Group, Optimizers, OptimizerState, make_optimizers, moves_matrices, reads_weights
+from .groups import Group, Optimizers, make_optimizers, moves_matrices, reads_weights
 from .muon import Muon, fast_dtype
 from .orthogonal import newton_schulz, polar_express
 
@@ -13,7 +13,6 @@ __all__ = [
     "Group",
     "Muon",
     "OptimConfig",
-    "OptimizerState",
     "Optimizers",
     "fast_dtype",
     "make_optimizers",
