@@ -16,7 +16,7 @@ from expert_threshold.analysis.material import NotShownError
 from expert_threshold.analysis.methods import Subject, legend
 from expert_threshold.analysis.page import LeftOut
 from expert_threshold.analysis.run import Run
-from expert_threshold.cli.rates import require_cutoffs, require_rates
+from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
 from expert_threshold.routing import (
     ExpertChoice,
@@ -87,9 +87,9 @@ def test_what_a_rule_cannot_do_is_refused_before_the_run_is_loaded(rule: Rule, t
 
     folder: Any = Folder()
     with pytest.raises(ValueError, match="has no cutoffs; name a run"):
-        require_cutoffs(folder)
+        require_cutoffs(folder, "calibrated")
     with pytest.raises(ValueError, match=r"--rate 1: .* has no cutoffs; name a run"):
-        require_rates(folder, "--rate 1: ")
+        require_cutoffs(folder, "at_rate", "--rate 1: ")
 
 
 def test_the_legend_is_about_the_rules_that_are_shown() -> None:

@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     given = parse(Command("et calibrate", DESCRIPTION, {"calibrate": OPTIONS}), arguments)
     options = {option.name: option.default for option in OPTIONS} | given
     source = RunFolder.open(options["run"])
-    require_cutoffs(source)
+    require_cutoffs(source, "calibrated")
     require_free(options["to"])
     device = pick_device(options["device"])
     keep_freed_memory()

@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> None:
         _dial(options, None if "figure" not in given else Path(given["figure"]))
         return
     for path in options["run"] if options["rate"] is not None else ():
-        rates.require_rates(RunFolder.open(path), f"--rate {options['rate']:g}: ")
+        rates.require_cutoffs(RunFolder.open(path), "at_rate", f"--rate {options['rate']:g}: ")
     tasks = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
@@ -109,7 +109,16 @@ def run(arguments: Sequence[str]) -> None:
             for source, corpus in corpora.items():
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
             if tasks:
-                evaluated.ask(tasks, options["max_per_task"], options["baselines"], whole=options["tasks"] == "all")
+                ask_core(
+                    known,
+                    tasks,
+                    ModelScorer(model, tokenizer),
+                    display.task,
+                    max_per_task=options["max_per_task"],
+                    baselines=options["baselines"],
+                    whole=options["tasks"] == "all",
+                    say=display.say,
+                )
             if harness is not None:
                 evaluated.ask_harness(harness, options["max_per_task"])
         results[path] = known.read()
@@ -133,7 +142,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     asked = rates.read_rates(options["rates"])
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
-        rates.require_rates(folder, f"--rates {options['rates']}: ")
+        rates.require_cutoffs(folder, "at_rate", f"--rates {options['rates']}: ")
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()
@@ -264,19 +273,6 @@ class Run(NamedTuple):
         elif by_pools:
             self.display.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
-
-    def ask(self, tasks: Sequence[Task], max_per_task: int | None, baselines: Baselines, whole: bool) -> None:
-        """Evaluate every task of CORE without a saved result. whole: these are all tasks of the bundle."""
-        ask_core(
-            self.results,
-            tasks,
-            ModelScorer(self.model, self.tokenizer),
-            self.display.task,
-            max_per_task=max_per_task,
-            baselines=baselines,
-            whole=whole,
-            say=self.display.say,
-        )
 
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> None:
         """Evaluate every task anew: the origin of its questions is unknown, so saved results cannot be trusted."""

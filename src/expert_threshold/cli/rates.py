@@ -34,20 +34,14 @@ def read_rates(text: str) -> list[float | None]:
     return [None, *rates]
 
 
-def require_cutoffs(folder: RunFolder) -> None:
-    """Raise ValueError unless the run's rule can be calibrated."""
-    _require(folder, "calibrated", "")
+def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
+    """Raise ValueError unless the run's rule has a method of its own of this name, `calibrated` or `at_rate`.
 
-
-def require_rates(folder: RunFolder, flag: str) -> None:
-    """Raise ValueError, which begins with the flag, unless the run's rule can aim at another rate."""
-    _require(folder, "at_rate", flag)
-
-
-def _require(folder: RunFolder, answer: str, flag: str) -> None:
+    flag: opens the message.
+    """
     record = folder.section("model")["rule"]
     rule = rule_from_dict(record)
-    if rule is None or getattr(type(rule), answer) is getattr(Rule, answer):
+    if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(
             f"{flag}{folder.path} is trained by {record['name']}, which has no cutoffs; name a run whose rule moves "
             "cutoffs, such as expert_choice or expert_threshold"

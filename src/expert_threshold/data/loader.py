@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .sources import Corpus, Split
 from .stream import Stream, Whole, shuffled
-from .tokenizer import THREADS, Tokenizer
+from .tokenizer import Tokenizer
 from .tokens import Parts, Tokens, ahead, id_type, join, no_tokens, tokenize
 
 IGNORED = -1
@@ -66,9 +66,9 @@ def pack(
 
 def _in_parts(corpus: Corpus, tokenizer: Tokenizer, split: Split) -> Iterator[Tokens]:
     if corpus.parts is None:
-        return ahead(partial(tokenize, tokenizer=tokenizer), _chunks(corpus.documents(split)), THREADS)
+        return ahead(partial(tokenize, tokenizer=tokenizer), _chunks(corpus.documents(split)))
     parts = corpus.parts(split, tokenizer)
-    return ahead(parts.read, range(len(parts.bytes)), THREADS)
+    return ahead(parts.read, range(len(parts.bytes)))
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..files import read_json, replace_json
-from .tokenizer import THREADS, Tokenizer
+from .tokenizer import Tokenizer
 from .tokens import Parts, Tokens, ahead, no_tokens
 
 FORMAT, VERSION = "expert-threshold tokens", 1
@@ -128,7 +128,7 @@ def _write_split(folder: Path, split: str, parts: Parts, skip_damaged: bool) -> 
         for file in (ids_file, lengths_file):
             file.seek(0, os.SEEK_END)
         read = partial(_read, parts, skip_damaged)
-        for tokens, fault in ahead(read, range(len(there), len(sizes)), THREADS):
+        for tokens, fault in ahead(read, range(len(there), len(sizes))):
             counts = np.diff(tokens.offsets).astype(LENGTH)
             ids_file.write(tokens.ids.tobytes())
             lengths_file.write(counts.tobytes())

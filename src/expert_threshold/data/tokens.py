@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .shards import Shards
-from .tokenizer import Tokenizer
+from .tokenizer import THREADS, Tokenizer
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -109,14 +109,14 @@ def join(parts: Sequence[Tokens]) -> Tokens:
     )
 
 
-def ahead(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+def ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """Yield `function(item)` for each item, in order; threads work a few items ahead of the consumer."""
     waiting: deque[Future[Result]] = deque()
-    pool = ThreadPoolExecutor(threads)
+    pool = ThreadPoolExecutor(THREADS)
     try:
         for item in items:
             waiting.append(pool.submit(function, item))
-            if len(waiting) > 2 * threads:
+            if len(waiting) > 2 * THREADS:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
