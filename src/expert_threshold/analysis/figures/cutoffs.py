@@ -31,8 +31,8 @@ def cutoff_stability(material: Material) -> Data:
     recorded. Over all layers: `bound`, the share of experts whose load a capacity bound changed at some step of a line
     of the log, and `bound_share`, its mean. Both are None without bounds, and `bound` is NaN during warmup.
     """
-    choices, thresholds = _by_cutoff(material)
-    shown = sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:] + thresholds[:1]
+    choice, thresholds = _by_cutoff(material)
+    shown = choice + thresholds[:1]
     if not shown:
         raise NotShownError("no run has cutoffs")
     methods = []
@@ -62,9 +62,12 @@ def cutoff_stability(material: Material) -> Data:
 
 
 def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
-    """Return the methods with cutoffs: those that look ahead in training, and those that train by the cutoffs."""
+    """Return the methods with cutoffs: of those that look ahead in training the one with the largest pool, if any, and
+    those that train by the cutoffs.
+    """
     found = [subject for subject in material.routed if subject.has_cutoffs]
-    return [s for s in found if s.rule.looks_ahead], [s for s in found if not s.rule.looks_ahead]
+    choices = sorted((s for s in found if s.rule.looks_ahead), key=lambda s: pool_tokens(s.run) or 0)
+    return choices[-1:], [s for s in found if not s.rule.looks_ahead]
 
 
 def _mean_distance(subject: Subject, layer: int) -> float | None:
@@ -170,12 +173,12 @@ def warmup(material: Material) -> Data:
 
     Starvation counts tokens filled in by the lower bound, which does not act during warmup.
     """
-    choices, thresholds = _by_cutoff(material)
+    choice, thresholds = _by_cutoff(material)
     if len({subject.run.warmup_steps > 0 for subject in thresholds}) < 2:
         raise NotShownError(
             "it needs a rule that trains by running means of cutoffs, with a warmup and with --warmup-steps 0"
         )
-    shown = thresholds + sorted(choices, key=lambda s: pool_tokens(s.run) or 0)[-1:]
+    shown = thresholds + choice
     ends = max(subject.run.warmup_steps for subject in thresholds)
     layers = shown[0].layers
     late, early = layers[3 * len(layers) // 4], layers[len(layers) // 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby, pairwise
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -327,12 +328,6 @@ def shared_expert(material: Material) -> Data:
     )
 
 
-def say_shared_expert(data: Data) -> str:
-    return (
-        f"Leaving out the shared expert changes the last validation loss, in nats per token, by {_differences(data)}."
-    )
-
-
 def fanout_norm(material: Material) -> Data:
     """Collect validation losses without and with the routed sum divided by the fanout (paper, Normalization)."""
     return _pairs(
@@ -385,13 +380,10 @@ def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
         axes.set_xlim(left - room, right + room)
 
 
-def say_fanout_norm(data: Data) -> str:
-    return f"The fanout norm changes the last validation loss, in nats per token, by {_differences(data)}."
-
-
-def _differences(data: Data) -> str:
-    pairs = [(first, second) for first, second in zip(data["methods"][::2], data["methods"][1::2], strict=True)]
-    return listed([f"{signed(b['points'][-1][1] - a['points'][-1][1])} ({a['method']})" for a, b in pairs])
+def say_pairs(cause: str, data: Data) -> str:
+    pairs = zip(data["methods"][::2], data["methods"][1::2], strict=True)
+    changes = [f"{signed(b['points'][-1][1] - a['points'][-1][1])} ({a['method']})" for a, b in pairs]
+    return f"{cause} changes the last validation loss, in nats per token, by {listed(changes)}."
 
 
 def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool], why_not: str) -> Data:
@@ -452,7 +444,7 @@ FIGURES = [
     Study("train_against_validation", "Learning", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
     Study("shared_expert", "Learning", "Shared expert on and off",
-          shared_expert, draw_pairs, say_shared_expert, wide=False),
+          shared_expert, draw_pairs, partial(say_pairs, "Leaving out the shared expert"), wide=False),
     Study("fanout_norm", "Learning", "With and without fanout norm",
-          fanout_norm, draw_pairs, say_fanout_norm, wide=False),
+          fanout_norm, draw_pairs, partial(say_pairs, "The fanout norm"), wide=False),
 ]  # fmt: skip
