@@ -25,7 +25,7 @@ class _Count(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            # Of a gather, outputs are listed before inputs; a rank sends its input alone.
+            # A gather lists its outputs before its inputs; a rank sends its input alone.
             sent = args[1] if "gather" in func.__name__ else args[0]
             self.bytes += sum(leaf.nbytes for leaf in tree_leaves(sent) if isinstance(leaf, Tensor))
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ LIVE_INTERVAL = 0.2  # seconds between updates of the live line
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
-"""Return the start of a line, as which of several runs it is about; takes the seconds left, None if unknown."""
+"""Returns the opening of a line, such as the name of the run; takes the seconds left, None if unknown."""
 
 
 def say(console: Console, text: str) -> None:
@@ -84,7 +84,7 @@ class Display:
     def step(self, step: int) -> None:
         """Show that a step was made."""
         left = self._left(step)
-        # What a narrow terminal cuts off comes last.
+        # A narrow terminal cuts off the end, so the least important numbers come last.
         line = f"step {step}/{self._steps}  {clock(left)} left  {self._summary}"
         self._draw("\n".join(filter(None, [self._title(left), line])), step, self._steps)
 

@@ -105,10 +105,10 @@ def train(
 
     init_from: a run whose weights, cutoffs or biases, and tokenizer to start from; with continue_warmup its steps also
     count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during the run, see
-    `budget`. sample: writes text every `sample_every` steps. text: the return
-    value of `read_text` for these options, so that several runs read it once. validated: takes the step and the loss of
-    each validation; the exceptions that it raises end the run. console: where progress is shown; None shows nothing.
-    title: the start of each line about steps. rendezvous: the ranks that train together, each of which makes this call.
+    `budget`. sample: writes text every `sample_every` steps. text: the return value of `read_text` for these options,
+    so that several runs read it once. validated: takes the step and the loss of each validation; the exceptions that it
+    raises end the run. console: where progress is shown; None shows nothing. title: the start of each line about steps.
+    rendezvous: the ranks that train together, each of which makes this call.
     SIGINT and SIGTERM finish the step, save and return. Raises ValueError for options that contradict each other, the
     run or the machine, and after ten skipped steps in a row; OSError if the disk is full. Earlier checkpoints survive.
     """

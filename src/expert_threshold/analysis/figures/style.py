@@ -25,7 +25,7 @@ THEME = {
     "muted": ("#66707b", "#9aa4ae"),
     "grid": ("#e3e7eb", "#2c3238"),
     "accent": ("#0b62b5", "#6cb2f5"),
-    # Of methods: Okabe and Ito's hues, which the colour-blind tell apart, as dark as a white page needs.
+    # Methods: Okabe and Ito's hues, which the colour-blind can tell apart, dark enough for a white page.
     "method-1": ("#2a2f36", "#d5dade"),
     "method-2": ("#c9720a", "#f0a030"),
     "method-3": ("#3b96cc", "#73c2f2"),
@@ -38,7 +38,7 @@ THEME = {
     "method-10": ("#8a5a2b", "#d3a275"),
     "method-11": ("#0f8a93", "#55cbd4"),
     "method-12": ("#5d7388", "#a3b7c9"),
-    # From the first layer to the last: the part of viridis that can be read on such a page.
+    # Layers, first to last: the part of viridis that is legible on such a page.
     "layer-1": ("#482475", "#287d8e"),
     "layer-2": ("#453581", "#24878e"),
     "layer-3": ("#404588", "#20928c"),
@@ -51,7 +51,7 @@ THEME = {
     "layer-10": ("#1fa287", "#84d44b"),
     "layer-11": ("#28ae80", "#a0da39"),
     "layer-12": ("#3bbb75", "#bddf26"),
-    # From the first expert to the last: once around the hues, neighbours a little lighter and darker.
+    # Experts, first to last: once around the hues, neighbours alternately lighter and darker.
     "expert-1": ("#2a5cda", "#81a9fd"),
     "expert-2": ("#0e81c3", "#7bc6ff"),
     "expert-3": ("#01758f", "#04bde6"),
