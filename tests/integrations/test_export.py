@@ -78,7 +78,7 @@ def test_export_writes_over_nothing_and_leaves_nothing_half_done(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("expert_threshold.integrations.export.save_file", full)
+    monkeypatch.setattr("expert_threshold.runs.checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space"):
         export_run(tmp_path / "run", tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "run"]

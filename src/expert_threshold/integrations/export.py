@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data import BOS
 from ..files import new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
+from ..runs.checkpoint import save_tensors
 from ..runs.folder import read_tokenizer
 from .card import model_card
 from .rule_source import rule_files
@@ -49,8 +50,8 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
         for name, text in {f"{MODELING}.py": modeling, **rule_files(model.config.rule)}.items():
             write_synced(temporary / name, text.encode())
         write_synced(temporary / "README.md", model_card(run, model.config, step, to.name).encode())
-        weights = {_outside(name): tensor.contiguous() for name, tensor in model.state_dict().items()}
-        _save(weights, temporary / "model.safetensors")
+        weights = {_outside(name): tensor for name, tensor in model.state_dict().items()}
+        save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
         for file in temporary.iterdir():
             file.chmod(0o644)
     return to
@@ -98,13 +99,6 @@ def _outside(name: str) -> str:
 
 def _inside(name: str) -> str:
     return HEAD[0] if name == HEAD[1] else name.removeprefix(PREFIX)
-
-
-def _save(weights: Mapping[str, Tensor], path: Path) -> None:
-    try:
-        save_file(dict(weights), path, metadata={"format": "pt"})
-    except SafetensorError as error:  # how safetensors reports a full disk
-        raise OSError(f"{path}: {error}") from error
 
 
 def _load(path: Path) -> dict[str, Tensor]:

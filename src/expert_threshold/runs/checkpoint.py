@@ -244,12 +244,13 @@ def _write_tensors(path: Path, named: Mapping[str, Tensor | Part]) -> None:
     parts = {name: part for name, part in named.items() if isinstance(part, Part)}
     tensors = {name: part.tensor if isinstance(part, Part) else part for name, part in named.items()}
     places = {name: [part.start, *part.shape] for name, part in parts.items()}
+    save_tensors(path, tensors, {_PLACES: json.dumps(places)} if places else None)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None) -> None:
+    """Write a safetensors file. Raises OSError if the disk is full."""
     try:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            path,
-            {_PLACES: json.dumps(places)} if places else None,
-        )
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         number = re.search(r"os error (\d+)", str(error))
         if number is None:
