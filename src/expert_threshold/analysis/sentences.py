@@ -20,7 +20,7 @@ def short(count: float) -> str:
 
 
 def pool_size(tokens: int) -> str:
-    """Return a pool size in the paper's notation: 2k is 2048, 2M its 1024-fold."""
+    """Return a pool size in the paper's notation: 2k is 2 · 1024, 2M is 2 · 1024²."""
     if tokens % 2**20 == 0:
         return f"{tokens // 2**20}M"
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
