@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Iterable, Mapping
@@ -65,6 +66,7 @@ def require_kind(name: str, value: Any, kind: Any) -> None:
         raise ValueError(f"{name}={value!r} must be {describe(kind)}")
 
 
+@functools.cache
 def kinds_of(record: type) -> dict[str, Any]:
     """Return the types of a record's fields, with their bounds."""
     return get_type_hints(record, include_extras=True)

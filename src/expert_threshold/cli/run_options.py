@@ -65,11 +65,12 @@ def _rule_options(config: RunConfig, chosen: Given) -> list[Option]:
     helps = {
         rule: {field.name: field.metadata.get("help") for field in fields(cast("Any", RULES[rule]))} for rule in RULES
     }
+    hints = {rule: get_type_hints(RULES[rule]) for rule in RULES}
     options = []
     for name in dict.fromkeys([*option_names(chosen["name"]), *having]):
         rules = sorted(having[name], key=lambda rule: rule != chosen["name"])
         defaults = chosen if name in chosen else rule_to_dict(scaled_rule(rules[0], config.train.steps))
-        kinds = dict.fromkeys(get_type_hints(RULES[rule])[name] for rule in rules)
+        kinds = dict.fromkeys(hints[rule][name] for rule in rules)
         # Rules may use one name with different types; an int is also a float.
         kind = float if kinds.keys() == {int, float} else Union[tuple(kinds)]  # noqa: UP007  made of a list
         text = _joined({rule: helps[rule][name] or "An option of the rule." for rule in rules})
