@@ -856,10 +856,11 @@ def test_the_module_is_the_command() -> None:
     assert result.stderr == "et: unknown command tarin; did you mean train?\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"]], ids=["print", "table"])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "expert_threshold", "--help"]
+    command = [sys.executable, "-m", "expert_threshold", *arguments]
     result = subprocess.run(command, timeout=120, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (result.returncode, result.stderr) == (141, "")

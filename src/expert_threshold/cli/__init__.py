@@ -99,7 +99,9 @@ def _run(arguments: Sequence[str]) -> int:
         raise ValueError(f"unknown command {name}; {did_you_mean(name, COMMANDS)}")
     try:
         importlib.import_module(f".{COMMANDS[name].module}", __name__).run(rest)
-    except SystemExit as stop:  # --help was shown
+    except SystemExit as stop:  # --help was shown, or rich met a closed pipe
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
         return int(stop.code or 0)
     return 0
 
