@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from expert_threshold.generate import kernel
+from expert_threshold.kernels import cpu
+from expert_threshold.kernels.cpu import build
 
 
 @pytest.fixture
@@ -19,4 +21,4 @@ def by(request: pytest.FixtureRequest) -> None:
     if request.param == "operations":
         request.getfixturevalue("by_operations")
     elif kernel.library() is None:
-        pytest.skip("no C++ compiler")
+        pytest.skip(str(build.why_not(cpu.DECODER)))

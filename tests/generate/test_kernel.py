@@ -19,12 +19,13 @@ from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.generate.engine import Sampler, sample
 from expert_threshold.kernels import cpu, off
+from expert_threshold.kernels.cpu import build
 from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
 from expert_threshold.model import GPT
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 from rounding import assert_rounded
 
-needs_kernel = pytest.mark.skipif(kernel.library() is None, reason="no C++ compiler")
+needs_kernel = pytest.mark.skipif(kernel.library() is None, reason=str(build.why_not(cpu.DECODER)))
 ODD = {"d_model": 44, "heads": 2, "kv_heads": 1, "d_expert": 19, "d_feed_forward": 51, "vocab_size": 271}
 OPTIONS: dict[str, dict[str, Any]] = {
     "odd": ODD,

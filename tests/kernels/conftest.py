@@ -31,5 +31,5 @@ def block_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Run a test with kernels, and say in its name which."""
     library = cpu.library if request.param == "native" else emulated
     if library() is None:
-        pytest.skip("no C++ compiler, or a processor without AVX-512")
+        pytest.skip(build.why_not(cpu.BLOCKS) or "a processor without AVX-512")
     monkeypatch.setattr(cpu, "library", library)

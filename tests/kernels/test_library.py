@@ -89,6 +89,19 @@ def test_what_does_not_compile_is_left_out_and_the_reason_told(source: Path, cap
 
 
 @NEEDS_COMPILER
+def test_a_compiler_that_takes_too_long_is_stopped_and_the_reason_told(
+    source: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Tests of kernels were skipped then with another reason: that there was no compiler."""
+    assert build.why_not(source) is None
+    monkeypatch.setattr(build, "SECONDS", 0)
+    assert build.load(source, [], build.FLAGS, []) is None
+    why = "they cannot be built: g++ was stopped after 0 seconds"
+    assert build.why_not(source) == why
+    assert f"kernels for this processor {why.removeprefix('they ')}; continuing" in capfd.readouterr().err
+
+
+@NEEDS_COMPILER
 def test_a_library_that_was_cut_off_is_built_again(source: Path) -> None:
     assert build.load(source, [], build.FLAGS, []) is not None
     (built,) = (source.parent / "extensions" / "expert_threshold").iterdir()
@@ -220,7 +233,7 @@ def test_the_reason_why_there_are_no_kernels_is_known(
     assert said.startswith(reason)
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="there are no kernels here")
+@pytest.mark.skipif(cpu.library() is None, reason=str(cpu.reason()))
 def test_available_kernels_give_no_reason_unless_switched_off() -> None:
     assert cpu.reason() is None
     with off():

@@ -15,7 +15,7 @@ import torch
 
 from .. import switched_off
 from ..operator import operator
-from .build import FLAGS, load, missing
+from .build import FLAGS, load, why_not
 
 FOLDER, TORCH = Path(__file__).parent, Path(torch.__file__).parent
 DECODER, BLOCKS, OPERATORS = FOLDER / "decode.cpp", FOLDER / "blocks.cpp", FOLDER / "operators.h"
@@ -73,10 +73,8 @@ def reason() -> str | None:
         return why
     if not _multiplies_bfloat16():
         return "this processor does not multiply bfloat16 (AVX-512 BF16 or AMX)"
-    if (why := missing()) is not None:
+    if (why := why_not(BLOCKS)) is not None:
         return why
-    if _built() is None:
-        return "they cannot be built; see the message above"
     return "this PyTorch has no bfloat16 block products on this processor; check ONEDNN_MAX_CPU_ISA, if it is set"
 
 

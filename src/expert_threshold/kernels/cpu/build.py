@@ -22,6 +22,7 @@ FLAGS = ["-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp"]
 # uninitialized reads in its own AVX-512 headers.
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SECONDS = 120  # the compiler's time limit
+_failures: dict[Path, str] = {}  # of builds in this process, by source
 
 
 def missing() -> str | None:
@@ -57,11 +58,20 @@ def load(source: Path, includes: list[Path], flags: list[str], libraries: list[s
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace")
         reason = next((line for line in said.splitlines() if "error" in line), str(error))
+        if isinstance(error, subprocess.TimeoutExpired):
+            reason = f"{compiler()[0]} was stopped after {SECONDS} seconds"
+        _failures[source] = reason
         print(
             f"kernels for this processor cannot be built: {reason}; continuing without them, as with {VARIABLE}=0",
             file=sys.stderr,
         )
         return None
+
+
+def why_not(source: Path) -> str | None:
+    """Return why `load` returned None for a source, with a remedy if there is one; None if it did not."""
+    failure = _failures.get(source)
+    return forbidden() or missing() or (None if failure is None else f"they cannot be built: {failure}")
 
 
 def _build(source: Path, includes: list[Path], flags: list[str], libraries: list[str]) -> Path:
