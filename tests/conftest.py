@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-import processes  # noqa: F401  which tells the server of forks, before it starts, what to import
+import processes  # which tells the server of forks, before it starts, what to import
 
 if TYPE_CHECKING:
     from expert_threshold.data import Tokenizer
@@ -41,6 +41,14 @@ def pytest_collection_finish() -> None:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # extension modules report what is never collected
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Stop a test's processes before the test's own time limit, which would lose what they wrote."""
+    marker, option = item.get_closest_marker("timeout"), item.config.getoption("timeout", None)
+    seconds = float(marker.args[0] if marker else item.config.getini("timeout") if option is None else option)
+    processes.limit = 0.9 * seconds or None
 
 
 @pytest.fixture(scope="session", autouse=True)

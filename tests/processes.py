@@ -22,6 +22,9 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "torch.distributed", "expert_threshold.cli.train"])
 
+limit: float | None = None
+"""Seconds that a process may take, a little less than the test; conftest.py sets it before each test."""
+
 
 class Python:
     """`python ARGUMENTS` with pipes; the arguments begin with a script, or with -m MODULE or -c PROGRAM.
@@ -46,10 +49,10 @@ class Python:
         for end in (stdin, stdout, stderr):
             os.close(end)
 
-    def communicate(self, text: str = "", timeout: float = 240) -> tuple[int, str, str]:
+    def communicate(self, text: str = "") -> tuple[int, str, str]:
         """Write the text, wait for the end, and return the exit code, minus a signal's number, and what it wrote.
 
-        Raises subprocess.TimeoutExpired, after killing it.
+        Raises subprocess.TimeoutExpired with what it wrote, after killing it, if it outlasts `limit`.
         """
         with ThreadPoolExecutor(2) as readers, self.stdin, self.stdout, self.stderr:
             read = [readers.submit(pipe.read) for pipe in (self.stdout, self.stderr)]
@@ -58,12 +61,12 @@ class Python:
                 self.stdin.close()
             except BrokenPipeError:
                 pass  # it ended without reading
-            self._process.join(timeout)
+            self._process.join(limit)
             late = self._process.exitcode is None
             self.kill()
             out, err = (each.result() for each in read)
         if late:
-            raise subprocess.TimeoutExpired("python", timeout, out, err)
+            raise subprocess.TimeoutExpired("python", limit or 0, out, err)
         assert self._process.exitcode is not None
         return self._process.exitcode, out, err
 

@@ -37,7 +37,7 @@ USUAL = "--steps 8 --batch-size 4 --accumulation 1 --checkpoint-every 3 --eval-e
 def torchrun(*script: str) -> subprocess.CompletedProcess[str]:
     """Two ranks of `python SCRIPT`; options of torchrun may come first."""
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *script]
-    return subprocess.CompletedProcess(command, *Python(*command).communicate(timeout=1200))
+    return subprocess.CompletedProcess(command, *Python(*command).communicate())
 
 
 def tiny_run(folder: Path) -> list[str]:
