@@ -1,11 +1,12 @@
-"""Helpers of all benchmarks: interleaved timing, the machine's name, the compute dtype."""
+"""Helpers of all benchmarks: interleaved timing, the machine's name, the compute dtype, the exit code."""
 
 from __future__ import annotations
 
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from bare import CPU, time_in_turn
@@ -34,6 +35,19 @@ def call(*arguments: object) -> None:
     code = et([str(argument) for argument in arguments])
     if code:
         sys.exit(code)
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Exit with the result of a benchmark's `main`: with 2 and one line for a ValueError, with 130 if interrupted."""
+    name = Path(sys.argv[0]).stem
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def over_seeds(values: list[float]) -> dict[str, float]:

@@ -17,12 +17,11 @@ import argparse
 import json
 import math
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 from bare import origin
-from common import call, machine
+from common import call, machine, run
 
 from expert_threshold.analysis.methods import find_runs, read_subjects
 from expert_threshold.analysis.plain import array
@@ -149,6 +148,10 @@ def main() -> None:
         mixture, sizes = arguments.out / MIXTURE, arguments.out / "mixture.json"
         if not sizes.exists():
             sizes.write_text(json.dumps(mix(domains, round(arguments.megabytes * 1e6), mixture)), encoding="utf-8")
+        mixed = json.loads(sizes.read_text(encoding="utf-8"))
+        if set(mixed) != set(domains):
+            known = ", ".join(mixed)
+            raise ValueError(f"--out {arguments.out}: its mixture is of {known}; name these, or another --out")
         runs = arguments.out / "runs"
         call("compare", "quickstart", "--data", mixture, "--validation-fraction", 0.05, "--rules", arguments.methods,
              "--seeds", arguments.seeds, "--sample-every", "none", "--out", runs, *arguments.options)  # fmt: skip
@@ -160,7 +163,7 @@ def main() -> None:
         result = {
             "machine": machine(),
             **origin(),
-            "domains": json.loads(sizes.read_text(encoding="utf-8")),
+            "domains": mixed,
             "tokens": per_step * first["train"]["steps"],
             "seeds": arguments.seeds,
             "most_bits": math.log2(len(domains)),
@@ -172,8 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"domains: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -16,14 +16,13 @@ import argparse
 import hashlib
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from bare import origin
-from common import machine
+from common import machine, run
 from speedrun import commit_of, nanochat_model, prepare_nanochat
 from torch import Tensor
 
@@ -158,14 +157,10 @@ def main() -> int:
     print(to_markdown(result))
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "trunk.json").write_text(json.dumps(result, indent=1) + "\n")
-        (given.out / "trunk.md").write_text(to_markdown(result))
+        (given.out / "trunk.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        (given.out / "trunk.md").write_text(to_markdown(result), encoding="utf-8")
     return int(not all(each["equal"] for each in found.values()))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except ValueError as error:
-        print(f"parity_trunk: {error}", file=sys.stderr)
-        sys.exit(2)
+    run(main)

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, over_seeds
+from common import call, compute_dtype, machine, over_seeds, run
 from rich.console import Console
 from rich.progress import Progress
 
@@ -391,11 +391,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        print(f"speedrun: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("speedrun: interrupted; the same command continues", file=sys.stderr)
-        sys.exit(130)
+    run(main)
