@@ -132,7 +132,7 @@ def test_a_histogram_of_equal_values_is_that_value() -> None:
 
 
 def test_over_ranks_prices_are_those_of_the_whole_batch() -> None:
-    """Those of other options are in test_contract.py."""
+    """test_contract.py compares the prices of other options over ranks."""
     exact, binned = (QuantileBalancing(6, 2, over="gates", estimator=e, decay=0.5) for e in ("exact", "histogram"))
     check_ranks([exact, binned])
 

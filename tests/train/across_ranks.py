@@ -55,7 +55,7 @@ def global_rules() -> dict[str, Rule | None]:
 
 
 def local_rules() -> dict[str, Rule]:
-    """Whose tokens compete with those of their micro-batch, which is one rank's."""
+    """Rules in which tokens compete only within their micro-batch, which is one rank's."""
     return {
         "aux": TokenChoice(4, 1, balance="aux"),
         "expert_choice_batch": ExpertChoice(4, 1, pool="batch"),
@@ -67,7 +67,7 @@ FEW = (
     "dense", "global_aux", "expert_choice", "expert_threshold", "aux", "expert_choice_batch", "whole_micro_batches",
     "sharded_experts_apart",
 )  # fmt: skip
-"""What two ranks train in `make test`: sums over ranks, pools over ranks, pools of a rank, all that can be split."""
+"""The runs of two ranks in `make test`: sums over ranks, pools over ranks and within one, every kind of sharding."""
 
 
 def text() -> str:
