@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import et, write_text
-from expert_threshold import compare
+from expert_threshold import __version__, compare
 from expert_threshold.analysis.comparison import (
     Result,
     Row,
@@ -668,7 +668,7 @@ def test_comparisons_join_into_one_table(
     assert "token_choice_aux" in (out / "compare.html").read_text()
     assert et("compare", "--join", finished, "--join", other, *options) == 0  # again, in its own folder
     capsys.readouterr()
-    refused(capsys, et("compare", "--join", finished, "--join", finished, *options), "is in another folder, too")
+    refused(capsys, et("compare", "--join", finished, "--join", finished, *options), "are not different folders")
     refused(capsys, et("compare", "--join", tmp_path / "none", *options), "has no compare.json")
     refused(capsys, et("compare", "--join", finished, "--steps", 8, *options), "leave out --steps")
     refused(capsys, et("compare", "--join", finished, "--out", other), "is not a joined comparison")
@@ -700,6 +700,29 @@ def test_joined_rows_name_their_number_of_experts_and_note_several_versions(
         assert "several versions of expert-threshold: 0.1.0 and 9.9" in (tmp_path / "out" / page).read_text()
 
 
+def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
+    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dense is the same run beside any number of experts, and could not be joined with itself."""
+    record = read(copy)
+    for rule in list(record["methods"].values())[1:]:
+        rule["num_experts"] = 64
+    (copy / "compare.json").write_text(json.dumps(record))
+    join = ["compare", "--join", finished, "--join", copy, "--out", tmp_path / "out"]
+    assert et(*join) == 0
+    told = (tmp_path / "out" / "compare.md").read_text()
+    assert f"{finished} (6 runs) and {copy} (6 runs, 2 of them in an earlier folder, too)" in told
+    assert told.count("\n| dense |") == 3
+    capsys.readouterr()
+    for section, option, value in (("optim", "matrix_lr", 0.5), ("train", "log_every", 9), ("model", "heads", 1)):
+        changed = record | {"options": record["options"] | {section: record["options"][section] | {option: value}}}
+        (copy / "compare.json").write_text(json.dumps(changed))
+        refused(capsys, et(*join), f"dense with seed 0 is in {finished}, too, with {option}=", f" instead of {value}")
+    record["machines"][0]["expert_threshold"] = "9.9"
+    (copy / "compare.json").write_text(json.dumps(record))
+    refused(capsys, et(*join), f"too, with expert_threshold='{__version__}' instead of '9.9'; leave one of the folders")
+
+
 def test_seconds_of_different_machines_are_not_compared(finished: Path, small: list[object], tmp_path: Path) -> None:
     other = tmp_path / "elsewhere"
     assert et("compare", *small, "--rules", "token_choice_aux", "--out", other) == 0
@@ -727,7 +750,9 @@ def test_joining_an_empty_or_damaged_folder_is_refused(
         ("runs", [], "has no finished run"),
         ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
         ("runs", [whole["runs"][0] | {"curve": [], "clock": [], "flops": []}], "damaged"),
-        ("runs", [whole["runs"][0] | {"flops": 1e9}], "predates FLOPs measured until each validation"),
+        ("runs", [whole["runs"][0] | {"flops": 1e9}], "written by another version of expert-threshold; repeat its et"),
+        ("version", 0, "written by another version of expert-threshold: format version 0, but this program reads 1"),
+        ("format", "another", "damaged, or not the record of a comparison"),
         ("costs", {}, "damaged"),
         ("machines", [{}], "damaged"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,7 +31,7 @@ from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
 from .config import RunConfig
 from .data import open_source
-from .experiment import VERSION, Kind, record_corpus, run_title
+from .experiment import Kind, record_corpus, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
@@ -171,7 +172,7 @@ class Comparison(NamedTuple):
         )
         return (
             f"{start} on {corpus}: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = "
-            f"{short(cost['tokens'])} tokens; {machines}{_versions(self.record['machines'])}"
+            f"{short(cost['tokens'])} tokens; {machines}{_several(_versions(self.record['machines']))}"
         )
 
     def draw(self) -> None:
@@ -189,10 +190,14 @@ def _are_one(machines: Sequence[Mapping[str, Any]]) -> bool:
     return len({(machine["cpu"], machine["gpu"], machine["threads"]) for machine in machines}) == 1
 
 
-def _versions(machines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a clause that names the versions of this package that made the runs, if they are several."""
-    found = list(dict.fromkeys(str(machine["expert_threshold"]) for machine in machines))
-    return f"; made by several versions of expert-threshold: {listed(found)}" if len(found) > 1 else ""
+def _versions(machines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the versions of this package that made the runs."""
+    return list(dict.fromkeys(str(machine["expert_threshold"]) for machine in machines))
+
+
+def _several(versions: Sequence[str]) -> str:
+    """Return a clause that names the versions, if they are several."""
+    return f"; made by several versions of expert-threshold: {listed(versions)}" if len(versions) > 1 else ""
 
 
 def routing_costs(config: RunConfig) -> dict[str, int | None]:
@@ -213,57 +218,91 @@ SHARED = {
 }
 
 
+class _Run(NamedTuple):
+    """A finished run of a comparison to join. options: those of the run, and the versions that made the comparison."""
+
+    folder: str
+    result: Result
+    num_experts: int | None
+    options: Mapping[str, Any]
+    costs: Mapping[str, Any]
+
+
+def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
+    """Return a comparison's budget, finished runs and machines. Raises ValueError if it is none or has no such run."""
+    path = Path(folder) / COMPARISON.file
+    if not path.is_file():
+        raise ValueError(f"--join {folder}: has no compare.json; name the folder of a comparison")
+    record = read_json(path)
+    require_format(record, COMPARISON, path, ELSEWHERE)
+    with damage_told(path, ELSEWHERE):
+        has_flops_of_steps = all(isinstance(run["flops"], list) for run in record["runs"])
+    if not has_flops_of_steps:
+        raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
+    with damage_told(path, ELSEWHERE):
+        options, machines = record["options"], record["machines"]
+        budget = {"text": record["corpus"]["hash"]} | {
+            name: options[section][name] for section, names in SHARED.items() for name in names
+        }
+        _are_one(machines)
+        shared = {"expert_threshold": listed(_versions(machines))} | options["train"] | options["model"]
+        runs = []
+        for result in map(result_from, record["runs"]):
+            rule, its_costs = record["methods"][result.method], record["costs"][result.method]
+            own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
+            runs.append(_Run(folder, result, rule.get("num_experts"), shared | options["optim"] | rule, own))
+    if not runs:
+        raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
+    return budget, runs, machines
+
+
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
     """Return the runs of several comparisons as one. baseline: None is the usual one.
 
-    If their numbers of experts differ, methods are named with them. Raises ValueError if one is no comparison, their
-    budgets or texts differ, or two have the same run.
+    If their numbers of experts differ, methods are named with them. A run that two folders have in common is taken from
+    the first. Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or if runs of
+    one method and seed differ in their options or versions.
     """
-    first: dict[str, Any] | None = None
-    rows: list[tuple[str, Result, int | None, dict[str, Any]]] = []  # folder, run, experts, costs
-    numbers: set[int | None] = set()
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
+    first: dict[str, Any] = {}
+    runs: list[_Run] = []
     machines: list[Any] = []
-    headlines = []
     for folder in folders:
-        path = Path(folder) / COMPARISON.file
-        if not path.is_file():
-            raise ValueError(f"--join {folder}: has no compare.json; name the folder of a comparison")
-        record = read_json(path)
-        if (record.get("format"), record.get("version")) != (COMPARISON.format, VERSION):
-            raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {ELSEWHERE}")
-        with damage_told(path, ELSEWHERE):
-            budget = {"text": record["corpus"]["hash"]} | {
-                name: record["options"][section][name] for section, names in SHARED.items() for name in names
-            }
-            runs = [result_from(run) for run in record["runs"]]
-            for run in runs:
-                costs = {name: record["costs"][run.method][name] for name in ("bytes_sent", "state_bytes")}
-                rows.append((folder, run, record["methods"][run.method].get("num_experts"), costs))
-                numbers |= {rows[-1][2]} - {None}
-            machines += record["machines"]
-            timed, versions = _are_one(machines), _versions(machines)
-        if not runs:
-            raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
+        budget, found, here = _runs_of(folder)
         first = first or budget
         for name, value in budget.items():
             if value != first[name]:
                 raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
-        headlines.append(f"{folder} ({counted(len(runs), 'run')})")
-    results: dict[tuple[str, int], Result] = {}
-    every_cost: dict[str, dict[str, Any]] = {}
-    for folder, run, experts, costs in rows:
-        name = run.method if experts is None or len(numbers) == 1 else f"{run.method} ({experts} experts)"
-        if (name, run.seed) in results:
-            raise ValueError(f"--join {folder}: {name} with seed {run.seed} is in another folder, too")
-        results[name, run.seed] = run._replace(method=name)
-        every_cost[name] = costs
+        runs += found
+        machines += here
+    numbers = {run.num_experts for run in runs} - {None}
+    kept: dict[tuple[str, int], _Run] = {}
+    repeated: Counter[str] = Counter()
+    for run in runs:
+        method, seed, experts = run.result.method, run.result.seed, run.num_experts
+        name = method if experts is None or len(numbers) == 1 else f"{method} ({experts} experts)"
+        before = kept.setdefault((name, seed), run)
+        repeated[run.folder] += before is not run
+        for option, value in run.options.items():
+            if value != before.options.get(option):
+                raise ValueError(
+                    f"--join {run.folder}: {name} with seed {seed} is in {before.folder}, too, with "
+                    f"{option}={before.options.get(option)!r} instead of {value!r}; leave one of the folders out"
+                )
+    headlines = []
+    for folder in folders:
+        count = counted(sum(run.folder == folder for run in runs), "run")
+        again = f", {repeated[folder]} of them in an earlier folder, too" if repeated[folder] else ""
+        headlines.append(f"{folder} ({count}{again})")
+    costs_of = {name: run.costs for (name, _), run in kept.items()}
     return Findings(
-        f"joined from {listed(headlines)}{versions}",
-        list(results.values()),
-        every_cost,
-        chosen_baseline(baseline, list(every_cost)),
+        f"joined from {listed(headlines)}{_several(_versions(machines))}",
+        [run.result._replace(method=name) for (name, _), run in kept.items()],
+        costs_of,
+        chosen_baseline(baseline, list(costs_of)),
         margin,
-        timed,
+        _are_one(machines),
     )
 
 

@@ -59,6 +59,17 @@ def opened(out: str, kind: Kind) -> Iterator[Path]:
                 folder.rmdir()  # succeeds only if nothing was written yet
 
 
+def require_format(record: Mapping[str, Any], kind: Kind, path: Path, remedy: str) -> None:
+    """Raise ValueError unless the record read from `path` is of this kind, in the version that this program reads."""
+    if record.get("format") != kind.format:
+        raise ValueError(f"{path}: damaged, or not the record of a {kind.name}; {remedy}")
+    if record.get("version") != VERSION:
+        raise ValueError(
+            f"{path}: written by another version of expert-threshold: format version {record.get('version')}, but this "
+            f"program reads {VERSION}; {remedy}"
+        )
+
+
 def read_record(
     out: Path,
     kind: Kind,
@@ -98,8 +109,7 @@ def read_record(
     if not path.exists():
         return now
     before = read_json(path)
-    if (before.get("format"), before.get("version")) != (kind.format, VERSION):
-        raise ValueError(f"{path}: not written by this version of expert-threshold, or damaged; {OTHER_FOLDER}")
+    require_format(before, kind, path, OTHER_FOLDER)
     with damage_told(path, OTHER_FOLDER):
         sections = before["options"] | before["methods"]
         machines = [{name: machine[name] for name in here} for machine in before["machines"]]

@@ -104,8 +104,6 @@ def result_from(record: Mapping[str, Any]) -> Result:
     """Return the result in a record of compare.json. Raises LookupError, TypeError or ValueError if it is damaged."""
     lists = ("curve", "clock", "flops")
     numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", *lists)}
-    if not isinstance(record["flops"], list):
-        raise ValueError("it predates FLOPs measured until each validation")
     curve = [(_number(tokens), _number(loss)) for tokens, loss in record["curve"]]
     clock, flops = ([float(value) for value in record[name]] for name in ("clock", "flops"))
     if not curve or not len(curve) == len(clock) == len(flops):
