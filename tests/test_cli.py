@@ -155,6 +155,30 @@ def test_nonsense_minutes_are_refused_and_leave_nothing(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("command", [["train", "--init-from"], ["sweep"], ["plan"]], ids=" ".join)
+def test_a_file_whose_section_is_no_object_is_refused(
+    command: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """et sweep and --init-from looked into the section first, and ended with a traceback."""
+    (tmp_path / "odd.json").write_text('{"model": 5, "train": 5}')
+    of_run = [run] if "--init-from" in command else []
+    assert et(*command, *of_run, "--config", tmp_path / "odd.json") == 2
+    told = f"et {command[0]}: section 'model' must be an object of options, not 5\n"
+    assert capsys.readouterr().err == told
+
+
+def test_minutes_beside_the_steps_of_a_file_are_refused_before_anything_is_measured(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line named tokens, which nobody had given."""
+    (tmp_path / "steps.json").write_text('{"train": {"steps": 9}}')
+    options = ["--config", tmp_path / "steps.json", "--minutes", 1, "--out", tmp_path / "runs" / "run"]
+    assert et("train", *small, *options) == 2
+    told = "et train: minutes=1.0 and steps=9 both say how long to train; give one of them\n"
+    assert capsys.readouterr() == ("", told)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_help_tells_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert et("--help") == 0
     text = capsys.readouterr().out

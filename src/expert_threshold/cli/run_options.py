@@ -9,7 +9,16 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Union, cast, get_type_hints
 
-from ..config import DEFAULT_PRESET, RUNS, SECTIONS, RunConfig, require_warmups_fit, resolve, scaled_rule
+from ..config import (
+    DEFAULT_PRESET,
+    RUNS,
+    SECTIONS,
+    RunConfig,
+    check_changes,
+    require_warmups_fit,
+    resolve,
+    scaled_rule,
+)
 from ..option import Count
 from ..recipes import RECIPES
 from ..routing import DENSE, RULES, option_names, rule_to_dict
@@ -143,7 +152,7 @@ def start_of(given: Given) -> dict[str, str]:
 
 
 def read_config_file(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ValueError if there is none."""
+    """Return the JSON object in a file. Raises ValueError if there is none, or for an invalid option."""
     remedy = "name a JSON file such as the config.json of a run"
     if not Path(path).is_file():
         raise ValueError(f"--config {path}: no such file; {remedy}")
@@ -153,6 +162,7 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"--config {path}: not an object of sections; {remedy}")
+    check_changes(value)
     return value
 
 

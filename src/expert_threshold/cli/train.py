@@ -35,7 +35,7 @@ from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
 from .options import Option
-from .run_options import RULE, parse_run, preset_of, resolve_run
+from .run_options import RULE, parse_run, preset_of, read_config_file, resolve_run
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; it must not exist."),
@@ -121,14 +121,18 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
         continues = given.get("continue_warmup", False)
+        minutes = given.get("minutes")
+        if minutes is not None:
+            _require_only_minutes(given, rendezvous)
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
         if rendezvous is not None:
             rendezvous.mark(_made(out))
         try:
-            minutes = given.get("minutes")
             if minutes is not None:
-                config = _within_minutes(given, config, console, rendezvous)
+                console.print("measuring the speed of this machine", highlight=False)
+                tokens = tokens_within(60 * minutes, config.model, config.optim, config.train)
+                config = resolve_run(given | {"tokens": tokens})
             console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
             begun = {"init_from": init_from, "continue_warmup": continues, "minutes": minutes}
             result = train_run(folder, config, console, rendezvous=rendezvous, **begun)
@@ -165,20 +169,17 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
         raise SystemExit(code)
 
 
-def _within_minutes(
-    given: dict[str, Any], config: RunConfig, console: Console, rendezvous: Rendezvous | None
-) -> RunConfig:
-    """Return the configuration with as many tokens as fit in the time. Raises ValueError for invalid options."""
+def _require_only_minutes(given: dict[str, Any], rendezvous: Rendezvous | None) -> None:
+    """Raise ValueError if there are several ranks, or steps or tokens in flags or a file."""
     minutes = given["minutes"]
     if rendezvous is not None:
         raise ValueError(f"minutes={minutes}: not supported with several ranks; give --steps")
+    said = (read_config_file(given["config"]).get("train", {}) if "config" in given else {}) | given
     for other in ("steps", "tokens"):
-        if given.get(other) is not None:
+        if said.get(other) is not None:
             raise ValueError(
-                f"minutes={minutes} and {other}={given[other]} both say how long to train; give one of them"
+                f"minutes={minutes} and {other}={said[other]} both say how long to train; give one of them"
             )
-    console.print("measuring the speed of this machine", highlight=False)
-    return resolve_run(given | {"tokens": tokens_within(60 * minutes, config.model, config.optim, config.train)})
 
 
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
