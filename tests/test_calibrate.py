@@ -132,6 +132,21 @@ def test_without_a_batch_there_is_nothing_to_measure() -> None:
     assert not model.training
 
 
+def test_a_run_without_a_layer_of_experts_is_refused(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was calibrated, and then the mean over no layers failed."""
+    run = Path(shutil.copytree(made / "expert_choice", tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["dense_layers"] = config["model"]["layers"]
+    (run / "config.json").write_text(json.dumps(config))
+    told = f"{run} has no experts: all its layers are dense; name another run\n"
+    assert et("calibrate", run, "--to", tmp_path / "new") == 2
+    assert capsys.readouterr().err == f"et calibrate: {told}"
+    assert et("evaluate", run, "--rates", 1) == 2
+    assert capsys.readouterr().err == f"et evaluate: --rates 1: {told}"
+
+
 def test_scores_that_are_not_finite_are_refused_by_layer_and_expert() -> None:
     """A cutoff of NaN sends no token to its expert, whatever it learns later."""
     model = small_model()

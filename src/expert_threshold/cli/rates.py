@@ -14,7 +14,8 @@ from ..analysis.plain import plain
 from ..analysis.sentences import fixed
 from ..evaluation import Point
 from ..files import replacing
-from ..routing import Rule, rule_from_dict
+from ..model import GPTConfig
+from ..routing import Rule, rule_name
 from ..runs import RunFolder
 
 FILE, FIGURE = "rates.json", "rates.png"
@@ -39,13 +40,15 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
 
     flag: opens the message.
     """
-    record = folder.section("model")["rule"]
-    rule = rule_from_dict(record)
+    model = GPTConfig.from_dict(folder.section("model"))
+    rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(
-            f"{flag}{folder.path} is trained by {record['name']}, which has no cutoffs; name a run whose rule moves "
+            f"{flag}{folder.path} is trained by {rule_name(rule)}, which has no cutoffs; name a run whose rule moves "
             "cutoffs, such as expert_choice or expert_threshold"
         )
+    if model.dense_layers == model.layers:
+        raise ValueError(f"{flag}{folder.path} has no experts: all its layers are dense; name another run")
 
 
 def record(folder: RunFolder, step: int, rule: Rule, points: Sequence[Point]) -> dict[str, Any]:
