@@ -15,7 +15,7 @@ from .setting import Row
 FORMAT = "expert-threshold gpu benchmark 1"
 FAILURES = ("failed", "timed out")
 DONE = ("measured", *FAILURES, "unavailable")
-"""The statuses of cases that a resumed run leaves alone; the fourth, "not run", is for lack of time."""
+"""The statuses of cases that a resumed run leaves alone; one more, "not run", is for lack of time."""
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -27,7 +27,7 @@ RULES: dict[str, Rule | None] = TRAINED | {
     "loss_free_proportional": TokenChoice(4, 2, balance="loss_free_proportional"),
 }
 FEW = ("dense", "token_choice_aux", "expert_choice_sequence", "expert_threshold", "unbounded")
-"""Whose models `make test` compiles; of all others it compiles the routing, in tests/routing/test_contract.py."""
+"""Rules whose models `make test` compiles; it compiles the routing of all others in tests/routing/test_contract.py."""
 OTHER_OPTIONS: dict[str, Any] = {"gate_norm": "fanout", "activation": "swiglu", "z_loss": 0.01, "softcap": None}
 
 

@@ -42,7 +42,7 @@ CONFIG = TrainConfig(
 
 
 def global_rules() -> dict[str, Rule | None]:
-    """Whose runs do not depend on how a batch is shared out."""
+    """Rules whose runs do not depend on how a batch is shared out."""
     return {
         "dense": None,
         "token_choice": TokenChoice(4, 1),
