@@ -163,8 +163,8 @@ def test_a_file_whose_section_is_no_object_is_refused(
     (tmp_path / "odd.json").write_text('{"model": 5, "train": 5}')
     of_run = [run] if "--init-from" in command else []
     assert et(*command, *of_run, "--config", tmp_path / "odd.json") == 2
-    told = f"et {command[0]}: section 'model' must be an object of options, not 5\n"
-    assert capsys.readouterr().err == told
+    told = f"--config {tmp_path / 'odd.json'}: section 'model' must be an object of options, not 5"
+    assert capsys.readouterr().err == f"et {command[0]}: {told}\n"
 
 
 def test_minutes_beside_the_steps_of_a_file_are_refused_before_anything_is_measured(

@@ -162,7 +162,10 @@ def read_config_file(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         raise ValueError(f"--config {path}: not an object of sections; {remedy}")
-    check_changes(value)
+    try:
+        check_changes(value)
+    except ValueError as error:
+        raise ValueError(f"--config {path}: {error}") from None
     return value
 
 
