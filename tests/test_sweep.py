@@ -252,7 +252,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--space", "schedule=linear..cosine"], ["expected linear or warmup_stable_decay, not cosine"]),
         (["--space", "head_lr=1..2", "--space", "head-lr=1..3"], ["head_lr is searched twice"]),
         (["--space", "head_lr=0.1..1", "--head-lr", 0.1], ["--head-lr 0.1", "leave one of them out"]),
-        (["--space", "balance=aux|none"], ["balance=aux|none", "expert_threshold leave open"]),
+        (["--space", "balance=aux|none"], ["balance=aux|none", "no open option of expert_threshold"]),
         (["--space", "router_lr=0.1..1", "--methods", "dense,relu"], ["no option of method dense", "leave dense out"]),
         (["--space", "warmup_steps=0..900"], ["--space warmup_steps=0..900", "beyond the run"]),
         (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
@@ -395,6 +395,15 @@ def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
     assert fit_parabolas([], {}).trials == 0
 
 
+def test_an_option_that_hardly_changes_the_loss_is_equally_good_in_its_whole_range() -> None:
+    """The ends of the flat range lay beyond the largest number, and the sweep ended with a traceback."""
+    values = {math.exp(place): 3 + 1e-12 * place**2 for place in np.linspace(-3, 3, 12)}
+    scales = {"a": Scale(math.exp(-3), math.exp(3), log=True)}
+    found = fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(values.items())], scales).parabolas["a"]
+    assert found is not None
+    assert (found.low, found.high) == (scales["a"].low, scales["a"].high)
+
+
 def test_the_best_trial_is_the_first_of_the_least_loss() -> None:
     assert best_of([trial(1, None), trial(2, 3.0), trial(3, 2.0), trial(4, 2.0)]) == trial(3, 2.0)
     assert best_of([trial(1, None)]) is None
@@ -470,6 +479,7 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     (folders[0] / "sweep.json").write_text(json.dumps(record | {"version": 2}))
     refused(capsys, et("sweep", "--fit", *folders), "format version 2, but this program reads 1", "sweep again")
     refused(capsys, et("sweep", "--fit", tmp_path), "not the folder of a sweep")
+    refused(capsys, et("sweep", "--fit", tmp_path, tmp_path), "are not different folders; name each once")
     refused(capsys, et("sweep", "--fit"), "FOLDER")
 
 

@@ -131,10 +131,12 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
         found[name] = None
         if sure:
             place, reach = middle - unit * slope / (2 * bend), unit * math.sqrt(TOLERANCE / bend)
-            optimum, low, high = (scale.from_axis(float(place + shift)) for shift in (0, -reach, reach))
-            if scale.low <= optimum <= scale.high:
-                inside = max(low, scale.low), min(high, scale.high)
-                found[name] = Parabola(optimum, *inside, float(least), float(bend / unit**2))
+            first, last = scale.to_axis(scale.low), scale.to_axis(scale.high)
+            if first <= place <= last:  # beyond, the exponential of a flat parabola's ends overflows
+                low = scale.low if place - reach < first else scale.from_axis(float(place - reach))
+                high = scale.high if place + reach > last else scale.from_axis(float(place + reach))
+                optimum = scale.from_axis(float(place))
+                found[name] = Parabola(optimum, low, high, float(least), float(bend / unit**2))
     return Fit(found, len(near), residual)
 
 

@@ -13,11 +13,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.sentences import counted, fixed
+from ..analysis.sentences import counted, fixed, listed
 from ..analysis.sweep import Scale, fit_power_law
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
-from ..experiment import VERSION, opened, read_record
+from ..experiment import opened, read_record, require_format
 from ..files import damage_told, read_json, replace_json
 from ..install import et
 from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
@@ -170,7 +170,7 @@ def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict
             flag = "--" + name.replace("_", "-")
             raise ValueError(f"{flag} {given[key]}: --space searches {name}; leave one of them out")
         if key.startswith(RULE) and not any(leaves_open(all_methods()[method], name) for method in names):
-            raise ValueError(f"--space {text}: not an option that {', '.join(names)} leave open; leave it out")
+            raise ValueError(f"--space {text}: {name} is no open option of {', '.join(names)}; leave it out")
         space[name] = read_entry(text, values.strip(), known[name])
     return space
 
@@ -349,16 +349,15 @@ class Best(NamedTuple):
 
 def fit(folders: Sequence[str], out: str | None) -> None:
     """Print the power laws of the best options over the sweeps' sizes. Raises ValueError if none can be fitted."""
+    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+        raise ValueError(f"--fit: {listed(folders)} are not different folders; name each once")
     found: dict[tuple[str, str], list[Best]] = {}
     for folder in folders:
         path = Path(folder) / SWEEP.file
         record = read_json(path) if path.is_file() else {}
         if record.get("format") != SWEEP.format:
             raise ValueError(f"{folder}: not the folder of a sweep; name the --out of an et sweep")
-        if record.get("version") != VERSION:
-            raise ValueError(
-                f"{path}: format version {record.get('version')}, but this program reads {VERSION}; {AGAIN}"
-            )
+        require_format(record, SWEEP, path, AGAIN)
         with damage_told(path, AGAIN):
             sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
             for method, study in record["studies"].items():
