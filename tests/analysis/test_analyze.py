@@ -16,10 +16,12 @@ import torch
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
 from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load, scores
+from expert_threshold.analysis.material import Domain
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
 from expert_threshold.analysis.plain import array, plain
 from expert_threshold.cli import main
+from expert_threshold.cli.analyze import named_domains
 from expert_threshold.data import DataConfig
 from expert_threshold.model import GPTConfig
 from expert_threshold.optim import OptimConfig
@@ -130,6 +132,18 @@ def test_every_figure_is_there_with_its_data_and_on_the_page(out: Path) -> None:
         assert re.fullmatch(r"[A-Z0-9].*\.", sentence), sentence
         assert "nan" not in sentence.replace("nano", "")
         assert re.search(r"\d", sentence), sentence
+
+
+def test_only_the_paper_s_question_sets_are_called_by_their_names(tmp_path: Path) -> None:
+    """Any text of the name code was called HumanEval."""
+    gsm8k = str(tmp_path)
+    assert named_domains({"gsm8k": gsm8k, "domain": ["code=embedded"]}) == {
+        "math": Domain(gsm8k, "GSM8K"),
+        "code": Domain("embedded"),
+    }
+    for name in ("math", "GSM8K", "start"):
+        with pytest.raises(ValueError, match=f"--domain {name}=a: the name {name} is taken; give it another"):
+            named_domains({"gsm8k": gsm8k, "domain": [f"{name}=a"]})
 
 
 def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
@@ -377,6 +391,11 @@ def test_what_cannot_be_analysed_is_reported_in_a_line(
     assert "step_000004, which is whole" in line
     assert "--figures x: unknown; there are loss_by_method" in refused(capsys, "analyze", runs / "et", "--figures", "x")
     assert "at least 2, not 1" in refused(capsys, "analyze", runs / "et", "--tokens", 1)
+    told = refused(capsys, "analyze", runs / "et", "--out", runs / "corpus.jsonl")
+    assert told.endswith("corpus.jsonl: File exists; name another path")
+    absent = ["--domain", f"a={tmp_path / 'absent'}", "--out", tmp_path / "out"]
+    assert "absent does not exist" in refused(capsys, "analyze", runs / "et", *absent)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_text_that_has_changed_is_not_traced(

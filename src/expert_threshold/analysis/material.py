@@ -28,7 +28,7 @@ from .methods import Selection, Subject, by_method
 Item = TypeVar("Item")
 
 DOMAINS = {"code": "HumanEval", "math": "GSM8K"}
-"""The paper's domains; a domain of another name is a text of the user's."""
+"""The paper's domains, and the question sets that stand for them."""
 STREAMS = ("validation", "start")
 """Streams of every run: its validation text and the first quarter of it."""
 PASSAGE = 384
@@ -39,12 +39,19 @@ class NotShownError(Exception):
     """A figure does not apply to these runs or lacks data. The message is the reason, without a full stop."""
 
 
+class Domain(NamedTuple):
+    """A text to compare experts on. known_as: the question set that it is; empty for a text of the user's."""
+
+    source: str
+    known_as: str = ""
+
+
 class Streams(NamedTuple):
-    """Sources of text. source: traces all runs; None is each run's own validation split. domains: source by name."""
+    """Sources of text. source: traces all runs; None is each run's own validation split. domains: by name."""
 
     source: str | None
     tokens: int
-    domains: Mapping[str, str]
+    domains: Mapping[str, Domain]
 
 
 class Material:
@@ -101,6 +108,11 @@ class Material:
             yield item
             progress(done, len(items))
 
+    def read_domains(self) -> None:
+        """Read the text of every domain, to refuse one before the work begins. Raises ValueError as `open_held_out`."""
+        for domain in self.streams.domains.values():
+            self._held_out(domain.source)
+
     def trace(self, subject: Subject, stream: str = "validation", step: int | None = None) -> Trace:
         """Return the trace of a checkpoint, the last by default, over a stream.
 
@@ -116,7 +128,7 @@ class Material:
 
         There is one document per available domain, or else one from the validation split. bos has no text.
         """
-        streams = {DOMAINS.get(name, name): name for name in self.streams.domains}
+        streams = {domain.known_as or name: name for name, domain in self.streams.domains.items()}
         return {
             name: self._passage(subject, stream)
             for name, stream in (streams or {"validation text": "validation"}).items()
@@ -145,17 +157,25 @@ class Material:
         return self._tokens[key]
 
     def _corpus(self, subject: Subject, stream: str) -> Corpus:
-        source = self.streams.domains.get(stream, self.streams.source)
+        domain = self.streams.domains.get(stream)
+        source = self.streams.source if domain is None else domain.source
+        if source is not None:
+            return self._held_out(source)
         data = DataConfig(**subject.folder.section("data"))
-        key = source or str(data)
+        key = str(data)
         if key not in self._corpora:
-            self._corpora[key] = open_held_out(source) if source else open_source(**asdict(data))
+            self._corpora[key] = open_source(**asdict(data))
         corpus = self._corpora[key]
-        if source is None and corpus.hash != subject.folder.section("corpus")["hash"]:
+        if corpus.hash != subject.folder.section("corpus")["hash"]:
             raise ValueError(
                 f"{corpus.name} has changed since {subject.folder.path} began; restore it, or name --data SOURCE"
             )
         return corpus
+
+    def _held_out(self, source: str) -> Corpus:
+        if source not in self._corpora:
+            self._corpora[source] = open_held_out(source)
+        return self._corpora[source]
 
     def _trace(self, subject: Subject, stream: str, windows: Tensor, step: int | None) -> Trace:
         folder = subject.folder

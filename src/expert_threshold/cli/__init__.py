@@ -46,6 +46,7 @@ REMEDIES = {
     errno.EACCES: "change its permissions, or name another path",
     errno.EPERM: "change its permissions, or name another path",
     errno.EROFS: "name a path on a writable disk",
+    errno.EEXIST: "name another path",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
     errno.EISDIR: "name a file",

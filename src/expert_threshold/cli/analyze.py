@@ -12,7 +12,7 @@ from rich.console import Console
 from ..analysis.atlas import write_atlas
 from ..analysis.figures import FIGURES
 from ..analysis.figures.study import Study
-from ..analysis.material import STREAMS, Material, Streams
+from ..analysis.material import DOMAINS, STREAMS, Domain, Material, Streams
 from ..analysis.methods import find_runs, select_runs
 from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
@@ -63,7 +63,7 @@ def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Ma
         display.say(f"{path}: {how_far}; shown up to there")
     device = pick_device(options["device"])
     keep_freed_memory()
-    return Material(
+    material = Material(
         selection,
         out / "traces",
         Streams(options["data"], options["tokens"], domains),
@@ -71,24 +71,26 @@ def open_material(options: Mapping[str, Any], out: Path, display: Display) -> Ma
         pick_dtype(options["dtype"], device),
         display.task,
     )
+    material.read_domains()
+    return material
 
 
-def named_domains(options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the source of each domain by name. Raises ValueError for a missing file, or a bad or repeated name."""
-    domains = {}
+def named_domains(options: Mapping[str, Any]) -> dict[str, Domain]:
+    """Return the domains by name. Raises ValueError for a missing file, or a bad or repeated name."""
+    domains: dict[str, Domain] = {}
     for flag, name in (("--human-eval", "code"), ("--gsm8k", "math")):
         source = options.get(flag[2:].replace("-", "_"))
         if source is not None:
-            domains[name] = source
+            domains[name] = Domain(source, DOMAINS[name])
             if not Path(source).expanduser().exists():
                 raise ValueError(f"{flag} {source}: does not exist; name its folder or .jsonl file")
     for text in options.get("domain") or ():
         name, equals, source = text.partition("=")
         if not (equals and source and re.fullmatch(r"[\w-]+", name)):
             raise ValueError(f"--domain {text}: expected NAME=SOURCE, such as novels=DATA/novels")
-        if name in (*domains, *STREAMS):
+        if name in (*domains, *DOMAINS.values(), *STREAMS):
             raise ValueError(f"--domain {text}: the name {name} is taken; give it another")
-        domains[name] = source
+        domains[name] = Domain(source)
     return domains
 
 

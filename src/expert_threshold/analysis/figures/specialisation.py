@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..material import DOMAINS, Material, NotShownError
+from ..material import Material, NotShownError
 from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, array
 from ..sentences import counted, listed, percent
@@ -37,7 +37,7 @@ def specialisation(material: Material) -> Data:
 
     bits: information of a routed token's expert about its domain, per layer, if all domains have equally many tokens.
     """
-    domains = {name: DOMAINS.get(name, "") for name in material.streams.domains}
+    domains = {name: domain.known_as for name, domain in material.streams.domains.items()}
     if len(domains) < 2:
         raise NotShownError(
             "it needs the text of two domains or more: --human-eval and --gsm8k, or --domain NAME=SOURCE"
