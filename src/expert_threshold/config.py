@@ -212,8 +212,8 @@ def resolve(
     if recipe is not None and recipe not in RECIPES:
         raise ValueError(f"recipe {recipe!r} is unknown; {did_you_mean(recipe, RECIPES)}")
     base = RUNS[preset]
-    runs = recipe or base.recipe
-    made_by = None if runs is None else RECIPES[runs]
+    chosen = recipe or base.recipe
+    made_by = None if chosen is None else RECIPES[chosen]
     layers = [file or {}, changes or {}]
     check_changes(layers[0])
     if made_by is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -169,9 +170,8 @@ def train(
                     saver.save(state.checkpoint())
             saver.finish()
             if not finished:
-                display.say(
-                    f"stopped at step {state.step} of {state.steps}; to go on: {et()} train --resume {folder.path}"
-                )
+                path = shlex.quote(str(folder.path))
+                display.say(f"stopped at step {state.step} of {state.steps}; to go on: {et()} train --resume {path}")
             loss, bits_per_byte = log.validations[max(log.validations)] if log.validations else (None, None)
             words = None if prepared.validation is None else opening(prepared.validation, prepared.tokenizer)
             return TrainResult(
