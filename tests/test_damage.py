@@ -46,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     corpus = write_text(folder / "corpus.jsonl", "a b c d e f g h i j k l m the cat and mat")
     sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--d-model", 32, "--heads", 2]
     intervals = ["--steps", 4, "--eval-every", 3, "--sample-every", 3, "--checkpoint-every", 3, "--log-every", 1]
+    intervals += ["--eval-tokens", 128]
     threads = torch.get_num_threads()
     with contextlib.redirect_stdout(io.StringIO()):
         options = ["tiny", "--data", corpus, *sizes, *intervals, "--threads", 1]

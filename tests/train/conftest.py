@@ -57,7 +57,8 @@ Start = Callable[..., TrainResult]
 @pytest.fixture
 def start(tmp_path: Path, corpus: Path) -> Start:
     """Trains the run `name`, for 8 steps of 2 micro-batches unless told otherwise."""
-    usual = TrainConfig(steps=8, batch_size=2, accumulation=2, log_every=3, eval_every=4, checkpoint_every=4, threads=1)
+    intervals = {"log_every": 3, "eval_every": 4, "eval_tokens": 64, "checkpoint_every": 4}
+    usual = TrainConfig(steps=8, batch_size=2, accumulation=2, threads=1, **intervals)
 
     def start(
         name: str = "run",

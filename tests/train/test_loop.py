@@ -199,7 +199,7 @@ def test_without_intervals_a_run_saves_at_its_end_and_does_not_validate(start: S
 def test_validation_does_not_depend_on_the_batch_size(start: Start, tmp_path: Path, corpus: Path) -> None:
     from expert_threshold.data import open_source, pack
 
-    result = start()
+    result = start(eval_tokens=None)
     model, tokenizer = load_model(tmp_path / "run")
     tokens = pack(open_source(str(corpus)), tokenizer, "validation")
     for batch_size in (1, 7):
