@@ -14,11 +14,13 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 from typing import Any
 from unittest import mock
 
@@ -34,7 +36,9 @@ from expert_threshold.runs import RunFolder, load_model
 FOLDER = Path(sys.argv[1])
 CORPUS = FOLDER / "corpus.jsonl"
 SIZES = "--layers 2 --d-model 32 --heads 2 --kv-heads 2 --d-expert 16 --vocab-size 270 --context 32 --num-experts 4"
-LOOP = "--batch-size 4 --eval-every none --sample-every none --log-every 2 --threads 1 --dtype float32"
+LOOP = (
+    "--eval-tokens 256 --batch-size 4 --eval-every none --sample-every none --log-every 2 --threads 1 --dtype float32"
+)
 WHAT = f"tiny {SIZES} --experts-per-token 1.5 {LOOP} --data {CORPUS}"
 MIN_P = f"{WHAT} --rule min_p"
 RUN = FOLDER / "run"
@@ -170,39 +174,44 @@ def generate() -> None:
 
 
 def serve() -> None:
-    command = [sys.executable, "-m", "expert_threshold", "serve", str(RUN), "--port", "0", "--threads", "1"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
-        try:
-            assert server.stdout is not None
-            lines: list[str] = []
-            while not (lines and re.search(r"http://\S+:\d+", lines[-1])):
-                lines.append(server.stdout.readline())
-                assert lines[-1], "".join(lines)
-            found = re.search(r"http://[\w.]+:\d+", lines[-1])
-            assert found is not None
-            url = found[0]
+    """Answers in a thread: tests/serve has a server that is a process."""
+    from expert_threshold.serve import server
+    from served import Running
 
-            def ask(path: str, body: dict[str, Any] | None = None) -> Any:
-                data = None if body is None else json.dumps(body).encode()
-                request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    return answer.read().decode()
+    running: list[tuple[Running, threading.Thread]] = []
 
-            assert ask("/health")
-            (run,) = json.loads(ask("/explorer/runs"))["runs"]
-            assert (run["rule"], run["experts"], run["experts_per_token"], run["dial"]) == ("min_p", 4, 1.5, None)
-            fields = {"model": "run", "prompt": "the", "max_tokens": 6, "temperature": 0}
-            served = json.loads(ask("/v1/completions", fields))["choices"][0]["text"]
-            alone = et(f"generate {RUN} --prompt the --max-tokens 6 --temperature 0").removesuffix("\n")
-            assert alone == "the" + served, (alone, served)
-            read = ask("/explorer/read", {"run": "run", "text": "the cat", "max_tokens": 2})
-            events = [json.loads(line.removeprefix("data: ")) for line in read.splitlines() if line]
-            assert events[-1] == {"done": True}, events[-1]
-            layer = events[1]["tokens"][0]["layers"][0]
-            assert len(layer["scores"]) == 4, layer
-            assert 0 < sum(layer["gates"]) <= 1.00001, layer
-        finally:
-            server.terminate()
+    def start(app: Any, sockets: list[socket]) -> None:
+        kept = [each.dup() for each in sockets]  # the command closes its own
+        running.append((ours := Running(app), threading.Thread(target=ours.run, args=(kept,))))
+        running[0][1].start()
+        assert ours.listening.wait(60)
+
+    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(running[0][0].url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+
+    try:
+        with mock.patch.object(server, "run_server", start):
+            et(f"serve {RUN} --port 0 --threads 1")
+        assert ask("/health")
+        (run,) = json.loads(ask("/explorer/runs"))["runs"]
+        assert (run["rule"], run["experts"], run["experts_per_token"], run["dial"]) == ("min_p", 4, 1.5, None)
+        fields = {"model": "run", "prompt": "the", "max_tokens": 6, "temperature": 0}
+        served = json.loads(ask("/v1/completions", fields))["choices"][0]["text"]
+        alone = et(f"generate {RUN} --prompt the --max-tokens 6 --temperature 0").removesuffix("\n")
+        assert alone == "the" + served, (alone, served)
+        read = ask("/explorer/read", {"run": "run", "text": "the cat", "max_tokens": 2})
+        events = [json.loads(line.removeprefix("data: ")) for line in read.splitlines() if line]
+        assert events[-1] == {"done": True}, events[-1]
+        layer = events[1]["tokens"][0]["layers"][0]
+        assert len(layer["scores"]) == 4, layer
+        assert 0 < sum(layer["gates"]) <= 1.00001, layer
+    finally:
+        for ours, thread in running:
+            ours.should_exit = True
+            thread.join(60)
 
 
 def export_and_import() -> None:

@@ -46,7 +46,8 @@ def run(site: Path, *arguments: str, cwd: Path) -> str:
     "steps",
     [
         pytest.param(COMMANDS, id="in one process"),
-        pytest.param(["ranks"], id="on two ranks"),
+        # Three more interpreters; what any rule is on ranks, its own tests check.
+        pytest.param(["ranks"], id="on two ranks", marks=pytest.mark.soak),
         # Minutes of a C++ compiler.
         pytest.param(["compiled"], id="compiled", marks=pytest.mark.soak),
         pytest.param(["train", "analyze_all"], id="every figure", marks=pytest.mark.soak),
