@@ -24,7 +24,7 @@ from .analysis.comparison import (
     to_markdown,
 )
 from .analysis.comparison_page import comparison_page
-from .analysis.figures.learning import draw_loss_by_method
+from .analysis.figures.learning import draw_losses
 from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
@@ -90,7 +90,7 @@ class Findings(NamedTuple):
             {"method": labels.get(method, method), "kind": method, "points": points}
             for method, points in curves(self.results).items()
         ]
-        save_figure(partial(draw_loss_by_method, {"methods": methods}), folder / "loss_by_method")
+        save_figure(partial(draw_losses, {"methods": methods}), folder / "loss_by_method")
         text = comparison_page(self.headline, self.results, self.judged(), self.baseline, self.margin, self.costs)
         replace_file(folder / "compare.html", text.encode())
 

@@ -263,7 +263,7 @@ def test_losses_fill_the_width_of_their_figure() -> None:
         data = {"methods": [{"method": "ET", "kind": "expert_threshold", "points": series()[:points], "std": []}]}
         if points == 3:
             data["methods"][0]["points"] = [[100, 6.0], [200, 4.0], [300, 3.0]]
-        axes = learning.draw_loss_by_method(data).axes[0]
+        axes = learning.draw_losses(data).axes[0]
         (low, high), (x, y) = axes.get_xlim(), axes.lines[0].get_data()
         seen = np.asarray(x)[np.asarray(y) <= axes.get_ylim()[1]]
         assert np.ptp(seen) >= 0.8 * (high - low)

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from expert_threshold.analysis.figures import training
 from expert_threshold.analysis.figures.axes import LONGEST, smooth, spread, thin
-from expert_threshold.analysis.figures.learning import draw_loss_by_method
+from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, series
@@ -389,7 +389,7 @@ def test_deviations_are_coloured_by_side_and_size() -> None:
 def test_losses_by_method_end_in_their_names() -> None:
     curves = {"dense": [(1e6, 3.0), (2e6, 2.5)], "expert {threshold} $x$": [(1e6, 2.9), (2e6, None)], "none": []}
     methods = [{"method": name, "kind": name, "points": points} for name, points in curves.items()]
-    axes = styled(draw_loss_by_method, {"methods": methods}).axes[0]
+    axes = styled(draw_losses, {"methods": methods}).axes[0]
     assert {text.get_text() for text in axes.texts} == {"dense  2.500", "expert {threshold} $x$  2.900"}
     assert axes.lines[0].get_xydata().tolist() == [[1e6, 3.0], [2e6, 2.5]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
 from .figures.axes import single
-from .figures.learning import draw_loss_by_method, draw_loss_by_seconds
-from .figures.style import GRID, INK, NARROW, strokes
+from .figures.learning import draw_losses, seconds_axis
+from .figures.style import GRID, INK, strokes
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .page import SORT, Exhibit, exhibits, page, table
 from .plain import Data
@@ -30,18 +31,14 @@ def comparison_page(
 ) -> str:
     """Return the page. costs: as in `load_cells`. Raises ValueError if matplotlib is missing."""
     rows = summarise(results)
-    shown = [
-        Exhibit("Loss by tokens", "Means over seeds.", lambda width: draw_loss_by_method(by_tokens(results), width)),
-    ]
-    if any(row.seconds is not None for row in judged):
-        draw = Exhibit(
-            "Loss by seconds", "Means over seeds.", lambda width: draw_loss_by_seconds(by_seconds(results), width)
-        )
-        shown.append(draw)
+    shown = []
     if any(row.difference is not None for row in judged):
         sentence = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
-        draw = Exhibit("Differences", sentence, lambda width: draw_differences(judged, margin, width), wide=True)
-        shown = [draw, *shown]
+        shown.append(Exhibit("Differences", sentence, partial(draw_differences, judged, margin), wide=True))
+    shown.append(Exhibit("Loss by tokens", "Means over seeds.", partial(draw_losses, by_tokens(results))))
+    if any(row.seconds is not None for row in judged):
+        draw = partial(draw_losses, by_seconds(results), scale=seconds_axis)
+        shown.append(Exhibit("Loss by seconds", "Means over seeds.", draw))
     body = [
         f"<h1>Comparison</h1><p>{escape(headline)}</p>",
         table(MEASURED, cells(rows, str), sortable=True),
@@ -73,7 +70,7 @@ def by_seconds(results: Sequence[Result]) -> Data:
     return found
 
 
-def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6 * NARROW) -> Figure:
+def draw_differences(judged: Sequence[Judged], margin: float, width: float) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin."""
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)

@@ -59,11 +59,10 @@ def run(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     saved = source.load_checkpoint(options["step"], parts=("model",))
     model, tokenizer = load_model(source.path, saved.step, device, pick_dtype(options["dtype"], device))
-    trained = rule = model.config.rule
-    assert trained is not None
-    if options["experts_per_token"] is not None:
-        rule = replace(trained, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
+    rule = model.config.rule
     assert rule is not None
+    if options["experts_per_token"] is not None:
+        rule = replace(rule, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
     corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
 
     batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
@@ -82,7 +81,7 @@ def run(arguments: Sequence[str]) -> None:
             return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
 
         pooled = source.section("train").get("batch_size", 1)
-        if trained.looks_ahead and len(held_out) > pooled * model.config.context:
+        if rule.looks_ahead and len(held_out) > pooled * model.config.context:
             found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
         found["cutoffs before"] = measure("loss before")
         counted = display.task("calibrating")

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 LATE = 0.9
 """Training losses are averaged over the steps after this share of the run."""
 
-LOSS = "validation loss (nats per token)"
-
 
 def loss_by_method(material: Material) -> Data:
     """Collect validation losses in nats per token over tokens, as mean and standard deviation over seeds."""
@@ -51,17 +49,15 @@ def loss_by_method(material: Material) -> Data:
     return {"methods": shown, "left_out": _without(found, shown, NOT_VALIDATED)}
 
 
-def draw_loss_by_method(data: Data, width: float = 1.6 * NARROW) -> Figure:
-    """Draw the validation loss of each method over tokens; bands are one standard deviation over seeds."""
-    return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4))
+def draw_losses(data: Data, width: float = 1.6 * NARROW, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
+    """Draw the validation loss of each method over tokens, or over what `scale` puts on the x axis.
+
+    Bands are one standard deviation over seeds.
+    """
+    return _curves(data, "{:.3f}", "validation loss (nats per token)", width, min(0.5 * width, 3.4), scale)
 
 
-def draw_loss_by_seconds(data: Data, width: float = 1.6 * NARROW) -> Figure:
-    """Draw the validation loss of each method over seconds of training."""
-    return _curves(data, "{:.3f}", LOSS, width, min(0.5 * width, 3.4), _seconds_axis)
-
-
-def _seconds_axis(axes: Axes) -> None:
+def seconds_axis(axes: Axes) -> None:
     axes.set_xlabel("seconds of training", loc="right")
     axes.set_xlim(left=0)
 
@@ -151,7 +147,7 @@ def token_multiple(material: Material) -> Data:
 def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
     """Draw the tokens that the reference needs for a loss over those that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
-    figure = _curves(data, "{:.2f}", title, width, 2)
+    figure = _curves(data, "{:.2f}", title, width, 2, tokens_axis)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
     figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
@@ -338,18 +334,13 @@ def fanout_norm(material: Material) -> Data:
     )
 
 
-def draw_pairs(data: Data, width: float = NARROW) -> Figure:
-    """Draw the validation losses of runs with and without an option."""
-    return _curves(data, "{:.3f}", LOSS, width, 2.2)
-
-
 def _curves(
     data: Data,
     number: str,
     title: str,
     width: float,
     height: float,
-    scale: Callable[[Axes], None] = tokens_axis,
+    scale: Callable[[Axes], None],
 ) -> Figure:
     """Draw a line for each method, named with its last number."""
     methods = data["methods"]
@@ -436,7 +427,7 @@ def _evaluated(subject: Subject) -> dict[str, Any]:
 
 FIGURES = [
     Study("loss_by_method", "Learning", "Validation loss by method",
-          loss_by_method, draw_loss_by_method, say_loss_by_method),
+          loss_by_method, draw_losses, say_loss_by_method),
     Study("token_multiple", "Learning", "Token multiple at equal loss",
           token_multiple, draw_token_multiple, say_token_multiple),
     Study("batch_size_scaling", "Learning", "Batch size scaling",
@@ -444,7 +435,7 @@ FIGURES = [
     Study("train_against_validation", "Learning", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
     Study("shared_expert", "Learning", "Shared expert on and off",
-          shared_expert, draw_pairs, partial(say_pairs, "Leaving out the shared expert"), wide=False),
+          shared_expert, draw_losses, partial(say_pairs, "Leaving out the shared expert"), wide=False),
     Study("fanout_norm", "Learning", "With and without fanout norm",
-          fanout_norm, draw_pairs, partial(say_pairs, "The fanout norm"), wide=False),
+          fanout_norm, draw_losses, partial(say_pairs, "The fanout norm"), wide=False),
 ]  # fmt: skip
