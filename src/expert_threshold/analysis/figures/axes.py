@@ -394,6 +394,16 @@ def plain_ticks(axis: Any, most: int = 8) -> None:
     axis.set_major_formatter(FuncFormatter(number))
 
 
+def few_ticks(axis: Any, low: float, high: float) -> None:
+    """Label a logarithmic axis that spans few powers of ten at 1, 2 and 5 times each, from low to high."""
+    from matplotlib.ticker import NullLocator
+
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
+    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(NullLocator())
+
+
 def whole_ticks(axis: Any, count: int) -> None:
     from matplotlib.ticker import MaxNLocator
 

@@ -14,7 +14,7 @@ from ...routing import kth_largest, take
 from ..material import Material, NotShownError
 from ..plain import Data, array
 from ..sentences import listed, signed
-from .axes import marker, method_strokes, outer_labels, panels, plain_ticks
+from .axes import few_ticks, marker, method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
 from .style import GRID, INK, MUTED, SMALL, WIDE, strokes
 
@@ -161,8 +161,6 @@ def cutoff_law(material: Material) -> Data:
 
 def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
     """Draw the spread of the k-th largest score over pool size, logarithmic; dashed: independent tokens."""
-    from matplotlib.ticker import NullLocator
-
     methods = data["methods"]
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
@@ -176,13 +174,10 @@ def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
         axes.plot(methods[0]["tokens"], expected, **law, **marker(len(expected)))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.yaxis.set_minor_locator(NullLocator())
         axes.set_title(title)
     ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // (6 if width > 6 else 3))]
     every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    low, high = every[0].get_ylim()
-    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1) if low < tick < high]
-    every[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    few_ticks(every[0].yaxis, *every[0].get_ylim())
     outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
     return figure
 

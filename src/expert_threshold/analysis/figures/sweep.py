@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..sweep import TOLERANCE
-from .axes import panels, plain_ticks, single, whole_ticks
+from .axes import few_ticks, panels, plain_ticks, single, whole_ticks
 from .style import ACCENT, GRID, INK, MUTED
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def _draw_number(axes: Axes, name: str, entry: Mapping[str, Any], trials: Sequen
         if high / low >= 30:
             plain_ticks(axes.xaxis, 4)
         else:
-            _few_ticks(axes, low, high)
+            few_ticks(axes.xaxis, low, high)
     axes.plot(
         [trial["options"][name] for trial in trials],
         [trial["loss"] for trial in trials],
@@ -104,16 +104,6 @@ def _draw_number(axes: Axes, name: str, entry: Mapping[str, Any], trials: Sequen
         axes.plot(x, fit["loss"] + fit["curvature"] * away**2, color=INK, linewidth=1)
     if scale["log"]:
         axes.set_xlim(low / 1.1, high * 1.1)
-
-
-def _few_ticks(axes: Axes, low: float, high: float) -> None:
-    """Label a logarithmic axis of less than two powers of ten at 1, 2 and 5."""
-    from matplotlib.ticker import NullLocator
-
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def _draw_choice(axes: Axes, name: str, trials: Sequence[Mapping[str, Any]]) -> None:
