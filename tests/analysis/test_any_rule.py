@@ -72,7 +72,7 @@ def reason(study: Any, *subjects: Subject) -> str:
 )
 def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
     subject = subject_of(rule)
-    assert subject.has_cutoffs == moves
+    assert subject.run.has_cutoffs == moves
     left_out = {e.titles: e.reason for e in training.routing(subject.run) if isinstance(e, LeftOut)}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
 

@@ -102,7 +102,7 @@ def test_shares_of_experts_at_a_bound_belong_to_their_steps_and_count_both_bound
     rule = SimpleNamespace(looks_ahead=False)
     run = SimpleNamespace(train=train, config={"train": {"log_every": 1}}, warmup_steps=100, target=0.25)
     subject = SimpleNamespace(run=run, rule=rule, layers=[0], tag={"method": "ET", "kind": "expert_threshold"})
-    subject.has_cutoffs = subject.has_bounds = True
+    run.has_cutoffs = subject.has_bounds = True
     data = cutoff_stability(SimpleNamespace(routed=[subject]))  # type: ignore[arg-type]
     (entry,) = data["methods"]
     assert len(entry["steps"]) == len(entry["bound"]) < 500

@@ -99,7 +99,7 @@ class Material:
     @property
     def focus(self) -> Subject:
         """The run for figures of a single run: preferably one with cutoffs, then one causal in training."""
-        return min(self.routed, key=lambda subject: (not subject.has_cutoffs, subject.rule.looks_ahead))
+        return min(self.routed, key=lambda subject: (not subject.run.has_cutoffs, subject.rule.looks_ahead))
 
     def each(self, what: str, items: Sequence[Item]) -> Iterator[Item]:
         """Yield the items and report progress after each."""

@@ -49,11 +49,6 @@ class Subject(NamedTuple):
         return self.run.model.rule
 
     @property
-    def has_cutoffs(self) -> bool:
-        """True if inference compares scores with cutoffs that training moves."""
-        return self.run.has_cutoffs
-
-    @property
     def has_bounds(self) -> bool:
         """True if training bounds loads that are not exact by definition."""
         return not self.rule.looks_ahead and self.rule.load_bounds(self.rule.num_experts**2) is not None
@@ -152,7 +147,7 @@ def legend(subjects: Sequence[Subject]) -> str:
             same = labels.setdefault(subject.run.rule["name"].replace("_", " "), [])
             if label not in same:
                 same.append(label)
-                pooled += [label] if subject.has_cutoffs and subject.rule.looks_ahead else []
+                pooled += [label] if subject.run.has_cutoffs and subject.rule.looks_ahead else []
     if not labels:
         return ""
     parts = [f"{listed(same)} {'is' if len(same) == 1 else 'are'} {name}" for name, same in labels.items()]

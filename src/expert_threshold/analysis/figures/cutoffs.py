@@ -65,7 +65,7 @@ def _by_cutoff(material: Material) -> tuple[list[Subject], list[Subject]]:
     """Return the methods with cutoffs: of those that look ahead in training the one with the largest pool, if any, and
     those that train by the cutoffs.
     """
-    found = [subject for subject in material.routed if subject.has_cutoffs]
+    found = [subject for subject in material.routed if subject.run.has_cutoffs]
     choices = sorted((s for s in found if s.rule.looks_ahead), key=lambda s: pool_tokens(s.run) or 0)
     return choices[-1:], [s for s in found if not s.rule.looks_ahead]
 
@@ -260,7 +260,7 @@ def capacity(material: Material) -> Data:
 
     `bounds`: the share of a pool's tokens that an expert gets at least and at most.
     """
-    shown = [subject for subject in material.routed if subject.has_bounds and subject.has_cutoffs]
+    shown = [subject for subject in material.routed if subject.has_bounds and subject.run.has_cutoffs]
     if not shown:
         raise NotShownError("no run has capacity bounds")
     begin = max(subject.run.warmup_steps for subject in shown)
@@ -325,7 +325,7 @@ def cutoffs_and_biases(material: Material) -> Data:
     """
     methods = []
     for subject in material.routed:
-        name = "cutoff" if subject.has_cutoffs else "bias"
+        name = "cutoff" if subject.run.has_cutoffs else "bias"
         found = expert_series(subject.run.train, name)
         if subject.layers[0] in found:
             steps, values = thin(*found[subject.layers[0]])

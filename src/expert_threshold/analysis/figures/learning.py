@@ -183,7 +183,7 @@ def batch_size_scaling(material: Material) -> Data:
             (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
         ]
         found = [(_late(train), validation[-1][1]) for train, validation in losses if train and validation]
-        if first.layers and first.has_cutoffs and found:
+        if first.layers and first.run.has_cutoffs and found:
             entries.append(
                 {
                     **first.tag,

@@ -37,7 +37,7 @@ def rules_overview(material: Material) -> Data:
     the sequence or of all sequences shown; expert threshold with the running mean. k is the expert's equal share.
     """
     subject = material.focus
-    if not subject.has_cutoffs:
+    if not subject.run.has_cutoffs:
         raise NotShownError("no run has cutoffs")
     trace = material.trace(subject)
     layer = trace.layers[len(trace.layers) // 2]
