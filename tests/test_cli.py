@@ -106,7 +106,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(text: Path) -> list[object]:
     """Options of a run that takes no time."""
-    return ["tiny", "--data", text, "--vocab-size", 280, "--batch-size", 2, "--context", 64, "--threads", 1]
+    sizes = ["--vocab-size", 280, "--batch-size", 2, "--context", 64]
+    return ["tiny", "--data", text, *sizes, "--eval-tokens", 128, "--threads", 1]
 
 
 @pytest.fixture(scope="module")

@@ -83,8 +83,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small(text: Path) -> list[object]:
     """Options of runs that take no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
     sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 3, "--num-experts", 4]
-    intervals = ["--steps", STEPS, "--eval-every", 2, "--log-every", 1, "--checkpoint-every", 2, "--threads", 1]
-    return ["tiny", "--data", text, "--d-model", 32, "--heads", 2, *sizes, *intervals]
+    intervals = ["--steps", STEPS, "--eval-every", 2, "--eval-tokens", 128, "--log-every", 1, "--checkpoint-every", 2]
+    return ["tiny", "--data", text, "--threads", 1, "--d-model", 32, "--heads", 2, *sizes, *intervals]
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     code = [{"prompt": f"def f{n}():\n", "canonical_solution": f"    return {n}\n"} for n in range(200)]
     write_lines(folder / "code.jsonl", code)
     write_lines(folder / "prose.jsonl", documents[:9])
+    intervals = {"log_every": 1, "eval_every": 2, "eval_tokens": 128, "checkpoint_every": 4}
     threads = torch.get_num_threads()
     for name, (rule, options, seed, _) in RUNS.items():
         sizes = {"d_model": 32, "heads": 2, "kv_heads": 2, "d_expert": 32, "d_feed_forward": 64, "layers": 3}
@@ -74,9 +75,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             GPTConfig.preset("tiny", rule=rule, vocab_size=280, context=16, **sizes, **options),
             DataConfig(source=str(folder / "corpus.jsonl"), validation_fraction=0.2),
             OptimConfig(),
-            TrainConfig(
-                steps=8, batch_size=4, log_every=1, eval_every=2, checkpoint_every=4, seed=seed, threads=1, device="cpu"
-            ),
+            TrainConfig(steps=8, batch_size=4, seed=seed, threads=1, device="cpu", **intervals),
         )
     torch.set_num_threads(threads)
     return folder
@@ -102,10 +101,11 @@ def analyze(*arguments: object) -> int:
 
 @pytest.fixture(scope="module")
 def out(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The analysis of all runs."""
-    folder = tmp_path_factory.mktemp("analysis")
+    """The analysis of all runs; on its page are only the narrow drawings that its files lack."""
+    folder, svg = tmp_path_factory.mktemp("analysis"), page.svg
     with pytest.MonkeyPatch.context() as patch:
         small.__wrapped__(patch)  # type: ignore[attr-defined]
+        patch.setattr(page, "svg", lambda *given: svg(*given) if given[-1] == "narrow" else "")
         paths = [runs / name for name in RUNS]
         domains = ["--gsm8k", runs / "math.jsonl", "--human-eval", runs / "code.jsonl"]
         domains += ["--domain", f"prose={runs / 'prose.jsonl'}"]
