@@ -8,7 +8,6 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch.distributed as dist
-from scipy import stats
 
 from expert_threshold.analysis.comparison import Result
 from expert_threshold.analysis.comparison_page import comparison_page
@@ -34,12 +33,16 @@ def result(
 @pytest.mark.parametrize("freedom", [1, 2, 3, 7, 40])
 @pytest.mark.parametrize("confidence", [0.9, 0.95])
 def test_students_quantiles_are_scipys(freedom: int, confidence: float) -> None:
+    from scipy import stats
+
     assert student(confidence, freedom) == pytest.approx(stats.t.ppf(0.5 + confidence / 2, freedom), rel=1e-8)
 
 
 def test_the_interval_is_that_of_a_paired_test() -> None:
     values = [0.01, 0.03, -0.005, 0.02]
     found = paired(values, 0.01)
+    from scipy import stats
+
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 
