@@ -149,6 +149,6 @@ def test_nonsense_is_refused_in_one_line_that_names_it(tokenizer: Tokenizer) -> 
             evaluate(model, tokens, tokenizer, **options)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(ranks, marks=pytest.mark.soak) for ranks in (1, 2)), 3])
 def test_the_number_of_ranks_changes_nothing(ranks: int, tmp_path: Path) -> None:
     run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)

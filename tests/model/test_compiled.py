@@ -96,7 +96,7 @@ def require_one_graph_and_the_same_numbers(rule: Rule | None, options: dict[str,
         )
 
 
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+@pytest.mark.parametrize("activation", [pytest.param("relu2", marks=pytest.mark.soak), "swiglu"])
 def test_without_gradients_it_is_one_graph_too(activation: str) -> None:
     model = tiny(RULES["expert_threshold"], activation=activation).eval()
     forward, counter = compiled(model)

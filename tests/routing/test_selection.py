@@ -195,6 +195,6 @@ def test_bounds_by_hand(arguments: tuple[int, float, int, float | None], expecte
 # Across ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
 def test_many_ranks_equal_one_and_send_no_more_for_more_tokens(ranks: int, tmp_path: Path) -> None:
     run_on_ranks(Path(__file__).with_name("across_ranks.py"), ranks, tmp_path)
