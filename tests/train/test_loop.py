@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ def assert_same_run(a: Path, b: Path) -> None:
     for part, tensors in one.tensors.items():
         assert tensors.keys() == other.tensors[part].keys()
         for name, tensor in tensors.items():
-            assert tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes(), f"{part} {name}"
+            same = tensor.numpy().tobytes() == other.tensors[part][name].numpy().tobytes()
+            assert same, f"{part} {name}"  # to show how bytes differ would take seconds
     assert metrics(a) == metrics(b)
 
 
@@ -559,12 +561,14 @@ LONG = {
 
 
 class Process:
-    """A run of 9 steps in a process of its own, which has made 6 of them and waits for a line."""
+    """A run of 9 steps in a process of its own, which has made 6 of them, saved after 5, and waits for a line."""
 
     def __init__(self, path: Path, corpus: Path) -> None:
         arguments = [str(path), str(corpus), repr(LONG), repr(tiny().to_dict())]
         self.process = Python("-c", textwrap.dedent(SCRIPT), *arguments)
         assert self.process.stdout.readline() == "waiting\n", self.process.communicate()
+        while not RunFolder.open(path).checkpoints():  # it saves in the background
+            time.sleep(0.01)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, and return once the run has said that it knows of it."""
