@@ -25,6 +25,7 @@ from common import call, machine, run
 
 from expert_threshold.analysis.methods import find_runs, read_subjects
 from expert_threshold.analysis.plain import array
+from expert_threshold.analysis.sentences import counted
 from expert_threshold.data import open_held_out, open_source
 from expert_threshold.runs import RunFolder
 
@@ -102,7 +103,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     here, domains = result["machine"], result["domains"]
     lines = [
         f"{', '.join(domains)}: {next(iter(domains.values())) / 1e6:.1f} MB of each; {result['tokens']:,} tokens, "
-        f"{result['seeds']} seeds; {here['cpu']}, torch {here['torch']}, {result['date']}, "
+        f"{counted(result['seeds'], 'seed')}; {here['cpu']}, torch {here['torch']}, {result['date']}, "
         f"commit {str(result['commit'])[:8]}",
         "",
         "| method | validation loss | bits | most of a layer | experts with a majority | max load / mean |",

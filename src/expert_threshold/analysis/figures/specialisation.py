@@ -118,7 +118,7 @@ def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
         shares = shares[:, np.argsort(-shares[0], kind="stable")]
         bottom = np.zeros(shares.shape[1])
         for name, share in zip(domains, shares, strict=True):
-            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name])
+            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name], edgecolor=colours[name])
             bottom = bottom + share
         axes.set_title(title)
         axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
