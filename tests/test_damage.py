@@ -92,7 +92,7 @@ def assert_told(run: Path, copy: Path, name: str, data: bytes | None, command: s
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_cut_replaced_or_lost(name: str, command: str, run: Path, tmp_path: Path) -> None:
     whole = (run / name).read_bytes()
-    for data in (None, b"", whole[: len(whole) // 2], b"{}\n{}\n", b"\xff\n", b"[" * 100_000):
+    for data in (None, b"", whole[: len(whole) // 2], b"{}\n{}\n", b"\xff\n", b"[" * 100_000 + b"\n"):
         assert_told(run, tmp_path / "run", name, data, command)
 
 
