@@ -272,7 +272,9 @@ def test_a_run_without_a_known_text_is_refused_with_the_remedy(runs: Path, capsy
     del config["corpus"], config["data"]  # as of an imported model
     (runs / "threshold" / "config.json").write_text(json.dumps(config))
     assert et("evaluate", runs / "threshold") == 2
-    assert "its validation text is unknown; use --no-validation with --data" in capsys.readouterr().err
+    assert "its validation text is unknown; use --no-validation, with --data" in capsys.readouterr().err
+    assert et("calibrate", runs / "threshold", "--to", runs / "calibrated") == 2
+    assert "its validation text is unknown; name a text with --data" in capsys.readouterr().err
 
 
 def test_text_that_has_changed_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

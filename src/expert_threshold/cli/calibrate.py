@@ -63,7 +63,11 @@ def run(arguments: Sequence[str]) -> None:
     assert rule is not None
     if options["experts_per_token"] is not None:
         rule = replace(rule, experts_per_token=options["experts_per_token"])  # type: ignore[type-var]
-    corpus = open_source(options["data"], options["text_field"]) if "data" in given else validation_text(source)
+    corpus = (
+        open_source(options["data"], options["text_field"])
+        if "data" in given
+        else validation_text(source, "name a text with --data")
+    )
 
     batches = math.ceil(options["tokens"] / (options["batch_size"] * model.config.context))
     found: dict[str, Validation] = {}

@@ -76,6 +76,7 @@ DESCRIPTION = (
     "data core has downloaded them or --bundle names them, and tasks of lm-evaluation-harness.\n\n"
     "Results are saved to evaluation.json in the run's folder after each task; saved results are not measured again."
 )
+NO_VALIDATION = "use --no-validation, with --data"
 HINT = "CORE was not evaluated: et data core downloads its questions, --bundle names a folder that has them"
 
 
@@ -150,7 +151,7 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     for path, folder in folders.items():
         step = folder.load_checkpoint(options["step"], parts=()).step
         model, tokenizer = load_model(path, step, device, dtype)
-        corpus = validation_text(folder)
+        corpus = validation_text(folder, "evaluate a run that has it")
         enough = None if options["eval_tokens"] is None else options["eval_tokens"] + model.config.context
         with Display(Console(stderr=True), name=path) as display:
             tokens = pack(corpus, tokenizer, "validation", display.task("validation, tokenizing"), max_tokens=enough)
@@ -233,8 +234,10 @@ class Run(NamedTuple):
     def validate(self, eval_tokens: int | None) -> None:
         """Measure the loss on the run's own validation text. Raises ValueError if it is gone or has changed."""
         known = self.results.read().get("validation", {})
-        if not _is_of(known, _validated_on(self.folder), eval_tokens):
-            self.results.write("validation", self.losses("validation", validation_text(self.folder), eval_tokens))
+        if not _is_of(known, _validated_on(self.folder, NO_VALIDATION), eval_tokens):
+            self.results.write(
+                "validation", self.losses("validation", validation_text(self.folder, NO_VALIDATION), eval_tokens)
+            )
 
     def measure_on(self, source: str, corpus: Corpus, eval_tokens: int | None) -> None:
         """Measure the loss on the held-out part of a source."""
@@ -282,22 +285,20 @@ class Run(NamedTuple):
             self.results.write("harness", self.results.read()["harness"] | found)
 
 
-def _validated_on(folder: RunFolder) -> str:
-    """Return the hash of the run's corpus. Raises ValueError if it is unknown."""
+def _validated_on(folder: RunFolder, remedy: str) -> str:
+    """Return the hash of the run's corpus. Raises ValueError, with the remedy, if it is unknown."""
     if not {"corpus", "data"} <= folder.config.keys():
-        raise ValueError(f"{folder.path}: its validation text is unknown; use --no-validation with --data")
+        raise ValueError(f"{folder.path}: its validation text is unknown; {remedy}")
     found: str = folder.section("corpus")["hash"]
     return found
 
 
-def validation_text(folder: RunFolder) -> Corpus:
-    """Return the corpus of the run. Raises ValueError if it is gone or has changed."""
-    before = _validated_on(folder)
+def validation_text(folder: RunFolder, remedy: str) -> Corpus:
+    """Return the corpus of the run. Raises ValueError, with the remedy, if it is gone or has changed."""
+    before = _validated_on(folder, remedy)
     corpus = open_source(**asdict(DataConfig(**folder.section("data"))))
     if corpus.hash != before:
-        raise ValueError(
-            f"{corpus.name} has changed since {folder.path} began; restore the text, or use --no-validation"
-        )
+        raise ValueError(f"{corpus.name} has changed since {folder.path} began; restore it, or {remedy}")
     return corpus
 
 
