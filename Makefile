@@ -2,8 +2,9 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what it imports; compiling everything would double the processor time of an installation.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+# pip compiles one file after the other. Some files of packages are no valid Python, which is nobody's loss.
+COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test soak lint clean
 .DELETE_ON_ERROR:
@@ -42,15 +43,18 @@ $(BIN)/python:
 $(VENV)/.installed-demo: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing the package and its dependencies (PyTorch is large: minutes on a slow network)"
 	@$(PIP_INSTALL) -e '.[viz]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing the package, its dependencies and the test tools (PyTorch is large: minutes on a slow network)"
 	@$(PIP_INSTALL) -e '.[dev,viz]'
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-soak: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) -e '.[soak]'
+	@$(COMPILE)
 	@touch $@
 
 clean:
