@@ -3,7 +3,8 @@
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-# pip compiles one file after the other. Some files of packages are no valid Python, which is nobody's loss.
+# pip compiles one file at a time, compileall on every core. Packages contain files that do not compile: its exit status
+# is ignored.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
 .PHONY: demo test soak lint clean

@@ -37,7 +37,7 @@ def call(*arguments: object) -> None:
         sys.exit(code)
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
+def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoReturn:
     """Exit with the result of a benchmark's `main`: with 2 and one line for a ValueError, with 130 if interrupted."""
     name = Path(sys.argv[0]).stem
     try:
@@ -46,7 +46,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         print(f"{name}: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted", file=sys.stderr)
+        print(f"{name}: {interrupted}", file=sys.stderr)
         sys.exit(130)
 
 

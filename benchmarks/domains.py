@@ -176,4 +176,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "interrupted; the same command continues")

@@ -174,7 +174,7 @@ def generate() -> None:
 
 
 def serve() -> None:
-    """Answers in a thread: tests/serve has a server that is a process."""
+    """Serve from a thread; tests/serve tests the server as a process."""
     from expert_threshold.serve import server
     from served import Running
 

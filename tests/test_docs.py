@@ -124,7 +124,7 @@ def small(config: RunConfig) -> RunConfig:
 
 
 def shallow(config: RunConfig) -> RunConfig:
-    """The same model with two layers, whose plan takes no time."""
+    """Return the same run with two layers, whose plan takes no time."""
     return replace(config, model=replace(config.model, layers=2))
 
 
@@ -191,7 +191,7 @@ class Reader:
 
     def do(self, block: Block) -> None:
         if block.language == "python":
-            # tests/moe/test_follow.py takes all steps.
+            # Two steps are enough here; tests/moe/test_follow.py takes all of them.
             text = re.sub(r"^STEPS = \d+$", "STEPS = 2", block.text, flags=re.MULTILINE)
             exec(compile(self.here(text), f"{self.page}:{block.line}", "exec"), self.names)
         elif block.language == "shell":

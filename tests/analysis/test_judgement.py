@@ -39,10 +39,10 @@ def test_students_quantiles_are_scipys(freedom: int, confidence: float) -> None:
 
 
 def test_the_interval_is_that_of_a_paired_test() -> None:
-    values = [0.01, 0.03, -0.005, 0.02]
-    found = paired(values, 0.01)
     from scipy import stats
 
+    values = [0.01, 0.03, -0.005, 0.02]
+    found = paired(values, 0.01)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((expected.low, expected.high))
 

@@ -31,7 +31,7 @@ from expert_threshold.routing import ExpertThreshold, TokenChoice
 from expert_threshold.runs import load_model
 from processes import run_python
 
-# Its classes are imported where they are first used, by the one worker that runs these tests: it takes seconds.
+# Its classes are imported on first use, which takes seconds, rather than by every worker that collects tests.
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 if find_spec("accelerate") is None:
     pytest.skip("needs accelerate: pip install -e '.[hf]'", allow_module_level=True)
@@ -153,7 +153,7 @@ def test_left_padding_changes_no_logits(folders: dict[str, Path], rule: str) -> 
 
 @torch.no_grad()
 def test_a_folder_loads_alone_with_its_own_code_as_its_card_says(folder: Path, tmp_path: Path) -> None:
-    """Runs the card's example as pasted, in a process where the package cannot be imported, and nobody answers."""
+    """The card's example runs as pasted where the package cannot be imported, and asks no question."""
     [(_, example)] = blocks((folder / "README.md").read_text())
     shutil.copytree(folder, tmp_path / folder.name)
     program = f"""

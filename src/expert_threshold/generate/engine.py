@@ -111,15 +111,15 @@ class Sampler:
 
 
 def _uniform(generator: torch.Generator) -> Iterator[float]:
-    """Yield uniform numbers in [0, 1); 64 cost little more than one."""
+    """Yield uniform numbers in [0, 1), drawn 64 at a time, which costs little more than one."""
     while True:
         yield from torch.rand(64, dtype=torch.float64, generator=generator).tolist()
 
 
 def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: float) -> int:
-    """Return the token at quantile `number` in [0, 1) of the `most` likeliest; -1 if a logit is NaN.
+    """Return the token at quantile `number` in [0, 1) of the `most` likeliest, reduced to the fewest that reach top_p.
 
-    As `decoder_sample`, by PyTorch's operations.
+    Returns -1 if a logit is NaN. The same as `decoder_sample`, by PyTorch's operations.
     """
     likeliest, tokens = logits, None
     if most < len(logits) or top_p < 1:
