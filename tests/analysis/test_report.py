@@ -92,16 +92,16 @@ def run(runs: Path, tmp_path: Path) -> Callable[..., RunFolder]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave drawings, which take most of the time, out of pages."""
     monkeypatch.setattr("expert_threshold.analysis.page.svg", lambda *_: "")
 
 
 @pytest.fixture(autouse=True)
-def drawn_for_expert_threshold_alone(request: pytest.FixtureRequest) -> None:
+def figures_for_expert_threshold_alone(request: pytest.FixtureRequest) -> None:
     """Draw figures only in the tests' cases of expert threshold, the rule that has them all."""
     if "name" in request.fixturenames and request.getfixturevalue("name") != "expert_threshold":
-        request.getfixturevalue("undrawn")
+        request.getfixturevalue("without_figures")
 
 
 class Page(HTMLParser):
@@ -156,7 +156,7 @@ def page_of(folder: RunFolder) -> Page:
     return Page(folder.report.read_text(encoding="utf-8"))
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_figures")
 @pytest.mark.parametrize("name", RULES)
 def test_a_report_has_the_figures_that_the_rule_has_numbers_for(name: str, run: Callable[..., RunFolder]) -> None:
     page = page_of(run(name))
@@ -286,7 +286,7 @@ def test_a_run_of_nothing_but_gaps_has_a_report(name: str, run: Callable[..., Ru
     assert set(page_of(run(name, all_null)).texts.get("h3", [])) <= {"Fanout"}
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_figures")
 def test_events_are_reported(run: Callable[..., RunFolder]) -> None:
     folder = run()
     folder.metrics.append({"step": 4, "split": "event", "event": "dead_expert", "layer": 2, "expert": 3})
@@ -344,7 +344,7 @@ def test_the_figures_of_layers_show_the_records(run: Callable[..., RunFolder]) -
         assert batch_cutoffs[expert].get_ydata().tolist() == [r["layers"]["2"]["batch_cutoff"][expert] for r in train]
 
 
-@pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("without_figures")
 def test_statements_about_after_warmup_skip_the_interval_that_warmup_ends_in(run: Callable[..., RunFolder]) -> None:
     """A line of the log tells of all steps since the line before, some of them of warmup."""
     folder = run()
