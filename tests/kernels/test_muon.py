@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,11 +17,18 @@ pytestmark = pytest.mark.usefixtures("block_kernels")
 SHAPES = [(64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544), (0, 64, 32)]
 
 
-def moved(dtype: torch.dtype, threads: int = 1, shapes: list[tuple[int, ...]] = SHAPES) -> list[Tensor]:
-    """Return the parameters and their momenta after three steps."""
+def moved(
+    dtype: torch.dtype,
+    threads: int = 1,
+    shapes: list[tuple[int, ...]] = SHAPES,
+    start: float = 0.0,
+    lr: float = 0.02,
+    **options: Any,
+) -> list[Tensor]:
+    """Return the parameters after three steps, and their state. start: the parameters' standard deviation before."""
     torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    muon = Muon(parameters, 0.02, 0.9, ns_dtype=dtype)
+    parameters = [nn.Parameter(start * torch.randn(shape)) for shape in shapes]
+    muon = Muon(parameters, lr, 0.9, ns_dtype=dtype, **options)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -29,7 +38,8 @@ def moved(dtype: torch.dtype, threads: int = 1, shapes: list[tuple[int, ...]] = 
             muon.step()
     finally:
         torch.set_num_threads(before)
-    return [*(parameter.detach() for parameter in parameters), *(state["momentum"] for state in muon.state.values())]
+    state = [each for of_one in muon.state.values() for each in of_one.values()]
+    return [*(parameter.detach() for parameter in parameters), *state]
 
 
 ROUNDINGS = 5  # one for each iteration
@@ -41,6 +51,64 @@ def test_matrices_of_all_shapes_move_as_in_float32_but_for_rounding() -> None:
         assert_rounded(f, e, ROUNDINGS)
     for f, e in zip(found[len(SHAPES) :], exact[len(SHAPES) :], strict=True):
         torch.testing.assert_close(f, e)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "polar express": {"orthogonalizer": "polar_express"},
+    "two steps of it": {"orthogonalizer": "polar_express", "ns_steps": 2},
+    "seven steps of it": {"orthogonalizer": "polar_express", "ns_steps": 7},
+    "equal rows": {"equilibrate": "rows"},
+    "equal columns": {"equilibrate": "columns"},
+    "renormalized rows": {"renormalize": "rows"},
+    "renormalized columns": {"renormalize": "columns"},
+    "renormalized matrix": {"renormalize": "matrix"},
+    "moments of rows": {"normuon": "rows"},
+    "moments of columns": {"normuon": "columns", "normuon_beta": 0.5},
+    "moments of the longer side": {"normuon": "longer", "normuon_beta": 0.9},
+    "weight decay": {"weight_decay": 5.0},
+    "all of nanochat's": {
+        "orthogonalizer": "polar_express",
+        "equilibrate": "rows",
+        "renormalize": "matrix",
+        "normuon": "longer",
+        "normuon_beta": 0.9,
+        "weight_decay": 5.0,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_every_option_moves_matrices_of_all_shapes_as_in_float32_but_for_rounding(options: dict[str, Any]) -> None:
+    """Where it changes something: the paper's update is further away."""
+    found, exact, plain = (
+        moved(dtype, start=0.05, **more)
+        for dtype, more in ((torch.bfloat16, options), (torch.float32, options), (torch.float32, {}))
+    )
+    start = moved(torch.float32, start=0.05, lr=0.0)
+    for f, e, p, s in zip(found[: len(SHAPES)], exact, plain, start, strict=False):
+        assert_rounded(f - s, e - s, 2 * ROUNDINGS)
+        assert not f.numel() or (f - p).norm() > 2 * (f - e).norm()
+    assert len(found) == len(exact)
+    for f, e in zip(found[len(SHAPES) :], exact[len(SHAPES) :], strict=True):
+        if 1 in f.shape[-2:]:  # second moments
+            assert_rounded(f, e, 2 * ROUNDINGS)
+        else:
+            torch.testing.assert_close(f, e)
+
+
+def test_cautious_weight_decay_spares_what_moves_away_from_zero() -> None:
+    torch.manual_seed(0)
+    start, gradient = torch.randn(64, 32), torch.randn(64, 32)
+    weights = []
+    for options in ({}, {"weight_decay": 0.3, "cautious": True}):
+        weight = nn.Parameter(start.clone())
+        weight.grad = gradient.clone()
+        Muon([weight], 0.1, 0.9, ns_dtype=torch.bfloat16, **options).step()
+        weights.append(weight.detach())
+    plain, cautious = weights
+    decays = (start - plain) * start >= 0
+    assert 0.4 < decays.float().mean() < 0.6
+    torch.testing.assert_close(cautious, plain - 0.1 * 0.3 * decays * start)
 
 
 def test_the_number_of_threads_and_the_company_change_no_bit() -> None:
@@ -63,7 +131,7 @@ def test_matrices_of_any_size_move_and_zeros_stay() -> None:
 
 def test_it_takes_what_it_can_and_leaves_the_rest() -> None:
     def applies(weight: Tensor, momentum: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return kernels.applies(weight, torch.zeros_like(weight) if momentum is None else momentum, dtype)
+        return kernels.applies(weight, [torch.zeros_like(weight) if momentum is None else momentum], dtype)
 
     weight = torch.zeros(2, 64, 32)
     assert applies(weight)

@@ -226,16 +226,25 @@ def test_batches_of_any_size_move_alike(options: dict[str, Any], monkeypatch: py
     torch.testing.assert_close(moved[1], moved[2])
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_the_kernel_is_asked_only_for_its_own_arithmetic(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_kernel_is_asked_only_with_nesterov_momentum(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(kernels, "applies", lambda *_: asked.append(1))
     weight = nn.Parameter(torch.ones(32, 32))
     weight.grad = torch.randn(32, 32)
-    Muon([weight], ns_dtype=torch.bfloat16, **options).step()
-    assert bool(asked) == (not options)
+    Muon([weight], nesterov=nesterov, ns_dtype=torch.bfloat16).step()
+    assert bool(asked) == nesterov
+
+
+def test_second_moments_rest_where_normuon_is_switched_off_later() -> None:
+    weight = torch.nn.Parameter(torch.randn(4, 3))
+    weight.grad = torch.ones(4, 3)
+    optimizer = Muon([weight], normuon="rows")
+    optimizer.step()
+    before = optimizer.state[weight]["second_moment"].clone()
+    optimizer.param_groups[0]["normuon"] = None
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["second_moment"], before)
 
 
 def test_a_state_saved_before_an_option_existed_has_its_default() -> None:

@@ -146,7 +146,7 @@ class Muon(Optimizer):
         if not state or (normuon and "second_moment" not in state):
             state.update(self.initial_state(weight) | state)
         shape = -1, *weight.shape[-2:]
-        second = state.get("second_moment")
+        second = state["second_moment"] if normuon else None
         return _Piece(
             weight.view(shape),
             weight.grad.reshape(shape),
@@ -184,22 +184,31 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
     rate = float(group["lr"]) * math.sqrt(max(1.0, rows / columns))
-    plain = _is_plain(group)
     native: list[_Piece] = []
     others: list[_Piece] = []
     for piece in pieces:
-        by_kernel = plain and kernels.applies(piece.weight, piece.momentum, ns_dtype)
+        state = [each for each in (piece.momentum, piece.second_moment) if each is not None]
+        by_kernel = group["nesterov"] and kernels.applies(piece.weight, state, ns_dtype)
         (native if by_kernel else others).append(piece)
+    decay = float(group["lr"]) * group["weight_decay"]
     if native:
-        weights, grads, momenta, _ = zip(*native, strict=True)
+        weights, grads, momenta, second_moments = zip(*native, strict=True)
+        polynomials, safety = orthogonal.iteration(group["orthogonalizer"], ns_steps)
         kernels.step(
             weights,
             grads,
             momenta,
-            ns_steps=ns_steps,
-            coefficients=orthogonal.COEFFICIENTS,
-            eps=orthogonal.EPS,
+            [moment for moment in second_moments if moment is not None],
             momentum=momentum,
+            equilibrate=group["equilibrate"],
+            polynomials=polynomials,
+            safety=safety,
+            eps=orthogonal.EPS,
+            renormalize=group["renormalize"],
+            normuon_beta=group["normuon_beta"],
+            least_second_moment=orthogonal.LEAST_SECOND_MOMENT,
+            weight_decay=decay,
+            cautious=group["cautious"],
             rate=rate,
         )
     for batch in _batches(others):
@@ -216,15 +225,9 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
         for piece, part in zip(batch, update.split(sizes), strict=True):
             if piece.second_moment is not None:
                 part = normuon(part.to(directions.dtype), piece.second_moment, group["normuon_beta"])
-            if group["weight_decay"]:
-                _decay(piece.weight, part, float(group["lr"]) * group["weight_decay"], group["cautious"])
+            if decay:
+                _decay(piece.weight, part, decay, group["cautious"])
             piece.weight.add_(part, alpha=-rate)
-
-
-def _is_plain(group: Mapping[str, Any]) -> bool:
-    """Return True if the parameter group has the paper's update, which is that of the kernel."""
-    extras = any(group[name] for name in ("equilibrate", "renormalize", "normuon", "weight_decay"))
-    return group["nesterov"] and group["orthogonalizer"] == "newton_schulz" and not extras
 
 
 def _decay(weight: Tensor, update: Tensor, amount: float, cautious: bool) -> None:

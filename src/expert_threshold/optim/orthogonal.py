@@ -6,7 +6,6 @@ In the order in which Muon applies them: `normalize` as MuonEq's equilibration, 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Literal
@@ -36,6 +35,13 @@ POLAR_EXPRESS_SAFETY = 1.01
 LEAST_SECOND_MOMENT = 1e-10
 
 
+def iteration(name: OrthogonalizerName, steps: int) -> tuple[list[Polynomial], float]:
+    """Return the polynomial of each step, and the factor of the norm that matrices are divided by before the first."""
+    if name == "newton_schulz":
+        return [COEFFICIENTS] * steps, 1.0
+    return [POLAR_EXPRESS[min(step, len(POLAR_EXPRESS) - 1)] for step in range(steps)], POLAR_EXPRESS_SAFETY
+
+
 @torch.no_grad()
 def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
     """Iterates X ← (a + b X Xᵀ + c (X Xᵀ)²) X `steps` times from X = M / ‖M‖: all singular values become about 1.
@@ -43,7 +49,7 @@ def newton_schulz(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
     matrices: (…, rows, columns), each normalised by its own Frobenius norm; a zero matrix stays zero. The products run
     in `dtype`, which is also the result's. Iteration and coefficients: Jordan et al., Muon (2024).
     """
-    return _iterate(matrices, itertools.repeat(COEFFICIENTS, steps), 1.0, dtype)
+    return _iterate(matrices, *iteration("newton_schulz", steps), dtype)
 
 
 @torch.no_grad()
@@ -53,10 +59,7 @@ def polar_express(matrices: Tensor, steps: int = 5, dtype: torch.dtype = torch.f
     Each polynomial is the best one for the interval in which the one before leaves the singular values, so that small
     ones grow faster and all end closer to 1. Amsel et al., The Polar Express (2025); coefficients as in nanochat.
     """
-    later = itertools.repeat(POLAR_EXPRESS[-1])
-    return _iterate(
-        matrices, itertools.islice(itertools.chain(POLAR_EXPRESS, later), steps), POLAR_EXPRESS_SAFETY, dtype
-    )
+    return _iterate(matrices, *iteration("polar_express", steps), dtype)
 
 
 ORTHOGONALIZERS: dict[str, Callable[[Tensor, int, torch.dtype], Tensor]] = {

@@ -1,5 +1,5 @@
-// A step of Muon, one thread per matrix: momentum, Newton-Schulz with bfloat16 products, and the update, in a core's
-// cache.
+// A step of Muon, one thread per matrix: momentum, orthogonalization with bfloat16 products and what optim/orthogonal.py
+// has around it, weight decay and the update, in a core's cache.
 
 #include <cmath>
 
@@ -23,10 +23,74 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
   });
 }
 
-// X ← (a + b X Xᵀ + c (X Xᵀ)²) X, `steps` times; x (rows, columns), with rows ≤ columns.
-void newton_schulz(bf16* x, int64_t rows, int64_t columns, int64_t steps, float a, float b, float c, bf16* gram,
+// The parts of a matrix that have a norm each; numbered as in muon.py.
+enum Parts : int64_t { NONE, ROWS, COLUMNS, MATRIX };
+
+// A matrix, and room for a number for each of its rows or columns.
+struct Matrix {
+  float* x;
+  int64_t rows, columns;
+  float* numbers;
+
+  int64_t count(Parts parts) const { return parts == ROWS ? rows : parts == COLUMNS ? columns : 1; }
+
+  // numbers = the sum of squares of each part.
+  void squares(Parts parts) const {
+    std::fill_n(numbers, count(parts), 0.f);
+    for (int64_t r = 0; r < rows; ++r) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int64_t j = 0; j < columns; j += 16) {
+        const __m512 value = _mm512_loadu_ps(x + r * columns + j);
+        if (parts == COLUMNS)
+          _mm512_storeu_ps(numbers + j, _mm512_fmadd_ps(value, value, _mm512_loadu_ps(numbers + j)));
+        else
+          sum = _mm512_fmadd_ps(value, value, sum);
+      }
+      if (parts != COLUMNS) numbers[parts == ROWS ? r : 0] += _mm512_reduce_add_ps(sum);
+    }
+  }
+
+  // Multiplies each part by its number.
+  void scale(Parts parts) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512 same = _mm512_set1_ps(numbers[parts == ROWS ? r : 0]);
+      for (int64_t j = 0; j < columns; j += 16) {
+        float* at = x + r * columns + j;
+        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), parts == COLUMNS ? _mm512_loadu_ps(numbers + j) : same));
+      }
+    }
+  }
+
+  // `normalize` of orthogonal.py.
+  void normalize(Parts parts, float eps) const {
+    squares(parts);
+    const float norm = std::sqrt((float)std::min(rows, columns) / count(parts));
+    for (int64_t i = 0; i < count(parts); ++i) numbers[i] = norm / std::max(std::sqrt(numbers[i]), eps);
+    scale(parts);
+  }
+
+  // `normuon` of orthogonal.py; v: a second moment for each part.
+  void normuon(Parts parts, float* v, float beta, float least) const {
+    squares(parts);
+    float before = 0, after = 0;
+    for (int64_t i = 0; i < count(parts); ++i) {
+      const float mean = numbers[i] * count(parts) / (rows * columns);
+      v[i] += (1 - beta) * (mean - v[i]);
+      numbers[i] = 1 / std::sqrt(std::max(v[i], least));
+      before += mean;
+      after += mean * numbers[i] * numbers[i];
+    }
+    const float keep = std::sqrt(before / std::max(after, least));
+    for (int64_t i = 0; i < count(parts); ++i) numbers[i] *= keep;
+    scale(parts);
+  }
+};
+
+// X ← (a + b X Xᵀ + c (X Xᵀ)²) X for each of the polynomials; x (rows, columns), with rows ≤ columns.
+void orthogonalize(bf16* x, int64_t rows, int64_t columns, const std::vector<double>& polynomials, bf16* gram,
                    bf16* polynomial, bf16* packed) {
-  for (int64_t i = 0; i < steps; ++i) {
+  for (size_t i = 0; i < polynomials.size(); i += 3) {
+    const float a = polynomials[i], b = polynomials[i + 1], c = polynomials[i + 2];
     pack_transposed(x, rows, columns, packed);
     product(rows, rows, columns, x, packed, 1, nullptr, 0, gram);
     pack_rows<false>(gram, rows, rows, packed);
@@ -44,43 +108,51 @@ std::vector<float*> matrices_of(const std::vector<Tensor>& stacks) {
   return matrices;
 }
 
-// Moves the weights and momenta; a, b, c: coefficients; eps: the smallest norm.
+// Moves the weights, momenta and second moments (none: no NorMuon), as `muon.step` of Python says.
 void step(const std::vector<Tensor>& weights, const std::vector<Tensor>& grads, const std::vector<Tensor>& momenta,
-          int64_t steps, const std::vector<double>& coefficients, double smallest, double nesterov_decay, double lr) {
+          const std::vector<Tensor>& second_moments, double nesterov_decay, int64_t equilibrate,
+          const std::vector<double>& polynomials, double safety, double smallest, int64_t renormalize,
+          double normuon_beta, double least, double weight_decay, bool cautious, double lr) {
   std::vector<Tensor> dense;
   for (const Tensor& grad : grads) dense.push_back(contiguous(grad));
   const auto weight = matrices_of(weights), grad = matrices_of(dense), momentum = matrices_of(momenta);
+  const auto second = matrices_of(second_moments);
+  const Parts of_second = second.empty() ? NONE : second_moments[0].size(-1) == 1 ? ROWS : COLUMNS;
   const int64_t matrices = weight.size(), rows = weights[0].size(-2), columns = weights[0].size(-1);
-  const float a = coefficients[0], b = coefficients[1], c = coefficients[2];
-  const float eps = smallest, decay = nesterov_decay, rate = lr;
+  const float eps = smallest;
+  const __m512 keep = _mm512_set1_ps(nesterov_decay), gain = _mm512_set1_ps(1 - nesterov_decay);
+  const __m512 rate = _mm512_set1_ps(lr), shrink = _mm512_set1_ps(weight_decay), zero = _mm512_setzero_ps();
   const int64_t numbers = rows * columns, small = std::min(rows, columns), large = std::max(rows, columns);
   at::parallel_for(0, matrices, 1, [&](int64_t from, int64_t to) {
     Scratch scratch;
-    float* nesterov = scratch.take<float>(numbers);
+    const Matrix update{scratch.take<float>(numbers), rows, columns, scratch.take<float>(large)};
     bf16* x = scratch.take<bf16>(numbers);
     bf16* turned = scratch.take<bf16>(numbers);
     bf16* packed = scratch.take<bf16>(numbers);
     bf16* gram = scratch.take<bf16>(small * small);
     bf16* polynomial = scratch.take<bf16>(small * small);
     for (int64_t i = from; i < to; ++i) {
-      const __m512 keep = _mm512_set1_ps(decay), gain = _mm512_set1_ps(1 - decay);
-      __m512 squares = _mm512_setzero_ps();
       for (int64_t j = 0; j < numbers; j += 16) {
         const __m512 g = _mm512_loadu_ps(grad[i] + j), old = _mm512_loadu_ps(momentum[i] + j);
         const __m512 m = _mm512_fmadd_ps(_mm512_sub_ps(g, old), gain, old);
-        const __m512 n = _mm512_fmadd_ps(_mm512_sub_ps(m, g), keep, g);
         _mm512_storeu_ps(momentum[i] + j, m);
-        _mm512_storeu_ps(nesterov + j, n);
-        squares = _mm512_fmadd_ps(n, n, squares);
+        _mm512_storeu_ps(update.x + j, _mm512_fmadd_ps(_mm512_sub_ps(m, g), keep, g));
       }
-      const __m512 norm = _mm512_set1_ps(std::max(std::sqrt(_mm512_reduce_add_ps(squares)), eps));
-      for (int64_t j = 0; j < numbers; j += 16) store(x + j, _mm512_div_ps(_mm512_loadu_ps(nesterov + j), norm));
+      if (equilibrate) update.normalize((Parts)equilibrate, eps);
+      update.squares(MATRIX);
+      const __m512 norm = _mm512_set1_ps(std::max(std::sqrt(update.numbers[0]), eps) * (float)safety);
+      for (int64_t j = 0; j < numbers; j += 16) store(x + j, _mm512_div_ps(_mm512_loadu_ps(update.x + j), norm));
       if (rows > columns) transpose<false>(x, rows, columns, turned);
-      newton_schulz(rows > columns ? turned : x, small, large, steps, a, b, c, gram, polynomial, packed);
+      orthogonalize(rows > columns ? turned : x, small, large, polynomials, gram, polynomial, packed);
       if (rows > columns) transpose<false>(turned, columns, rows, x);
-      for (int64_t j = 0; j < numbers; j += 16)
-        _mm512_storeu_ps(weight[i] + j,
-                         _mm512_fnmadd_ps(load(x + j), _mm512_set1_ps(rate), _mm512_loadu_ps(weight[i] + j)));
+      for (int64_t j = 0; j < numbers; j += 16) _mm512_storeu_ps(update.x + j, load(x + j));
+      if (renormalize) update.normalize((Parts)renormalize, eps);
+      if (of_second) update.normuon(of_second, second[i], normuon_beta, least);
+      for (int64_t j = 0; j < numbers; j += 16) {
+        const __m512 u = _mm512_loadu_ps(update.x + j), w = _mm512_loadu_ps(weight[i] + j);
+        const __mmask16 decays = cautious ? _mm512_cmp_ps_mask(_mm512_mul_ps(u, w), zero, _CMP_GE_OQ) : 0xFFFF;
+        _mm512_storeu_ps(weight[i] + j, _mm512_fnmadd_ps(u, rate, _mm512_mask_fnmadd_ps(w, decays, shrink, w)));
+      }
     }
     finish();
   });

@@ -11,14 +11,15 @@ from torch.autograd.graph import increment_version
 from ..operator import operator
 from . import TILE, available
 
+PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
 MOST_ELEMENTS = 2**20  # in a matrix; a larger one does not stay in a core's cache
 
 
-def applies(weight: Tensor, momentum: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if the kernel can update these stacks of matrices (…, rows, columns), with products in `dtype`."""
+def applies(weight: Tensor, state: Sequence[Tensor], dtype: torch.dtype) -> bool:
+    """Return True if the kernel can update these stacks (…, rows, columns) with their state, by products in `dtype`."""
     rows, columns = weight.shape[-2:]
     fits = rows % TILE == 0 == columns % TILE and rows * columns <= MOST_ELEMENTS
-    plain = all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (weight, momentum))
+    plain = all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (weight, *state))
     return fits and plain and dtype == torch.bfloat16 and available()
 
 
@@ -26,30 +27,62 @@ def step(
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
     momenta: Sequence[Tensor],
+    second_moments: Sequence[Tensor],
     *,
-    ns_steps: int,
-    coefficients: tuple[float, float, float],
-    eps: float,
     momentum: float,
+    equilibrate: str | None,
+    polynomials: Sequence[tuple[float, float, float]],
+    safety: float,
+    eps: float,
+    renormalize: str | None,
+    normuon_beta: float,
+    least_second_moment: float,
+    weight_decay: float,
+    cautious: bool,
     rate: float,
 ) -> None:
-    """Update W ← W − rate · newton_schulz(Nesterov momentum) for stacks (matrices, rows, columns) float32 of one shape.
+    """Update stacks (matrices, rows, columns) float32 of one shape, in the order of `optim.orthogonal`'s functions.
 
-    coefficients: of the iteration's polynomial; eps: the smallest norm to divide by.
+    second_moments: of NorMuon; none without it. polynomials: of the iteration, which begins at a matrix divided by
+    safety · norm; eps: the smallest norm to divide by. weight_decay: the share of a weight that a step takes off.
+    rate: learning rate with the factor of the shape.
     """
-    muon_step(list(weights), list(grads), list(momenta), ns_steps, list(coefficients), eps, momentum, rate)
-    increment_version([*weights, *momenta])  # tells autograd that what it saved of them is stale
+    muon_step(
+        list(weights),
+        list(grads),
+        list(momenta),
+        list(second_moments),
+        momentum,
+        PARTS.index(equilibrate),
+        [number for polynomial in polynomials for number in polynomial],
+        safety,
+        eps,
+        PARTS.index(renormalize),
+        normuon_beta,
+        least_second_moment,
+        weight_decay,
+        cautious,
+        rate,
+    )
+    increment_version([*weights, *momenta, *second_moments])  # tells autograd that what it saved of them is stale
 
 
-@operator("weights", "momenta")
+@operator("weights", "momenta", "second_moments")
 def muon_step(
     weights: list[Tensor],
     grads: list[Tensor],
     momenta: list[Tensor],
-    ns_steps: int,
-    coefficients: list[float],
-    eps: float,
+    second_moments: list[Tensor],
     momentum: float,
+    equilibrate: int,
+    polynomials: list[float],
+    safety: float,
+    eps: float,
+    renormalize: int,
+    normuon_beta: float,
+    least_second_moment: float,
+    weight_decay: float,
+    cautious: bool,
     rate: float,
 ) -> None:
-    """Update weights and momenta in place, as `step` does."""
+    """Update weights, momenta and second moments in place, as `step` does."""
