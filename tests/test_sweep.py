@@ -19,7 +19,8 @@ import torch
 from cases import et, write_text
 from expert_threshold import sweep
 from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas, fit_power_law
-from expert_threshold.cli.run_options import resolve_run
+from expert_threshold.cli.compare import best_options, configure
+from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import loop
@@ -122,6 +123,44 @@ def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -
             assert config.model.rule is not None
             assert vars(config.model.rule)["warmup_steps"] == best["warmup_steps"]
             assert config.model.rule.num_experts == 4
+
+
+def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_the_rule(finished: Path) -> None:
+    names = ["dense", "expert_threshold", "expert_threshold_last_batch"]
+    files = best_options([str(finished)], names)
+    configs = configure({"preset": "tiny", RULE + "decay": 0.9}, names, files)
+    studies = read(finished)["studies"]
+    for name, method in zip(names, ["dense", "expert_threshold", "expert_threshold"], strict=True):
+        assert files[name] == finished / method / "best.json"
+        assert configs[name].optim.matrix_lr == studies[method]["best"]["options"]["matrix_lr"]
+    decays = [vars(configs[name].model.rule)["decay"] for name in names[1:]]
+    assert decays == [0.9, 0.0]
+    by_flag = configure({"preset": "tiny", "matrix_lr": 0.5}, names, files)
+    assert all(config.optim.matrix_lr == 0.5 for config in by_flag.values())
+
+
+def test_a_comparison_with_options_that_no_sweep_found_is_refused(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (other := tmp_path / "other").mkdir()
+    shutil.copytree(finished / "dense", other / "dense")
+    for wrong, said in {
+        (tmp_path / "none",): "has no METHOD/best.json",
+        (tmp_path / "empty",): "has no METHOD/best.json",
+        (finished, other): "dense is in",
+        (other,): "no best options of expert_threshold",
+    }.items():
+        tuned = [part for folder in wrong for part in ("--tuned", folder)]
+        out = tmp_path / "out"
+        assert et("compare", "tiny", "--rules", "dense,expert_threshold", *tuned, "--out", out) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+        assert not out.exists()
+    config = finished / "dense" / "best.json"
+    assert et("compare", "tiny", "--rules", "dense", "--tuned", finished, "--config", config) == 2
+    assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_a_finished_sweep_is_shown_again_and_trains_nothing(

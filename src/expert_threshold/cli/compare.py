@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rich.text import Text
 from ..analysis.comparison import HEADERS, NOTES, cells, summarise
 from ..analysis.judgement import HEADERS as JUDGED
 from ..analysis.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
+from ..analysis.sentences import listed
 from ..compare import COMPARISON, JOINED, Comparison, Findings, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
@@ -55,6 +56,14 @@ OPTIONS = [
     Option("baseline", str, REFERENCE, "The method that others are judged against; the first if this takes no part."),
     Option("margin", Positive, MARGIN, "Nats per token within which a method is equivalent to the baseline."),
     Option(
+        "tuned",
+        str,
+        None,
+        "A folder of et sweep; may be repeated. Each method has the best options found there, of itself or else of "
+        "another method of its rule.",
+        many=True,
+    ),
+    Option(
         "join",
         str,
         None,
@@ -83,13 +92,16 @@ def run(arguments: Sequence[str]) -> None:
     seeds, margin = given.pop("seeds", 1), given.pop("margin", MARGIN)
     out = given.pop("out", f"runs/compare-{given.get('preset', DEFAULT_PRESET)}")
     baseline = chosen_baseline(given.pop("baseline", None), chosen)
-    configs = configure(given, chosen)
+    tuned = best_options(given.pop("tuned"), chosen) if "tuned" in given else {}
+    configs = configure(given, chosen, tuned)
     keep_freed_memory()
     console = console_for_tables()
     with opened(out, COMPARISON) as folder:
         record = read_record(folder, COMPARISON, start_of(given), configs)
         comparison = Comparison(folder, configs, seeds, record, baseline, margin)
         say(console, introduction(comparison))
+        for name, path in tuned.items():
+            say(console, f"options of {name}: {path}")
         comparison.read_corpus()
         comparison.write()
         try:
@@ -140,8 +152,41 @@ def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
     return [method for method in known if method in names]
 
 
-def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
-    """Return the run of each method with seed 0. Raises ValueError for options that cannot be trained or compared."""
+def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
+    """Return the file with each method's best options. Raises ValueError if the sweeps have none for a method."""
+    known = methods()
+    found: dict[str, Path] = {}
+    for folder in folders:
+        files = {path.parent.name: path for path in Path(folder).glob("*/best.json")}
+        if not files:
+            raise ValueError(
+                f"--tuned {folder}: has no METHOD/best.json; name the folder of a sweep with finished trials"
+            )
+        if twice := sorted(files.keys() & found.keys()):
+            raise ValueError(
+                f"--tuned {folder}: {listed(twice)} is in {found[twice[0]].parent.parent}, too; name one of them"
+            )
+        found |= files
+    chosen = {}
+    for name in names:
+        kin = [name, *(other for other in known if known[other].rule == known[name].rule)]
+        path = next((found[other] for other in kin if other in found), None)
+        if path is None:
+            none = f"no best options of {name}; sweep it, or leave it out of --rules"
+            raise ValueError(f"--tuned {' '.join(folders)}: {none}")
+        chosen[name] = path
+    return chosen
+
+
+def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | None = None) -> dict[str, RunConfig]:
+    """Return the run of each method with seed 0. files: of options that a method has where no flag gives another value.
+
+    Raises ValueError for options that cannot be trained or compared.
+    """
+    if files and "config" in given:
+        raise ValueError(
+            f"--config {given['config']}: --tuned gives every method a file of its own; leave one of them out"
+        )
     known = methods()
     of_rules = [key for key in given if key.startswith(RULE)]
     for key in of_rules:
@@ -154,6 +199,8 @@ def configure(given: Given, names: Sequence[str]) -> dict[str, RunConfig]:
         method = known[name]
         closed = [key for key in of_rules if not leaves_open(method, key.removeprefix(RULE))]
         own = {key: value for key, value in given.items() if key not in closed}
+        if files:
+            own["config"] = str(files[name])
         fixed = {RULE + option: value for option, value in method.options.items()}
         config = resolve_run(own | {"rule": method.rule, "seed": 0} | fixed)
         require_trainable(config.model, config.train)
