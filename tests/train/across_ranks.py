@@ -16,7 +16,7 @@ from torch.distributed import FileStore
 
 from expert_threshold.data import DataConfig
 from expert_threshold.distributed import Rendezvous
-from expert_threshold.model import TRUNKS
+from expert_threshold.model import TRUNKS, gpt
 from expert_threshold.optim import OptimConfig
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
@@ -24,6 +24,16 @@ from expert_threshold.train import TrainConfig, train
 from ranks import leave
 from train.conftest import tiny
 
+draw_weight = gpt._as_the_paper
+
+
+def draw_no_zeros(part: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
+    """With the paper's outputs of zero, equal tokens would have equal scores in any context at first, and bits would
+    decide whose turn it is where an expert takes one of them."""
+    draw_weight("up" if part in ("output", "down") else part, weight, generator)
+
+
+gpt._as_the_paper = draw_no_zeros
 STEPS = 5
 # Newton-Schulz in bfloat16, and a division by the size of gradients next to 0, would make much of rounding.
 OPTIM = OptimConfig(ns_dtype="float32", eps=1e-3, adamw_warmup_steps=5, momentum_warmup_steps=5)
@@ -71,8 +81,7 @@ FEW = (
 
 
 def text() -> str:
-    """Documents of random letters: equal tokens in equal contexts would have equal scores, and bits decide whose turn
-    it is where an expert takes one of them."""
+    """Documents of random letters, so that few equal tokens have equal contexts."""
     chance = random.Random(0)
     letters = [chr(code) for code in range(33, 127)]
     texts = ["".join(chance.choices(letters, k=chance.randint(20, 200))) for _ in range(40)]
