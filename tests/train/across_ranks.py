@@ -33,7 +33,6 @@ def draw_no_zeros(part: str, weight: torch.Tensor, generator: torch.Generator | 
     draw_weight("up" if part in ("output", "down") else part, weight, generator)
 
 
-gpt._as_the_paper = draw_no_zeros
 STEPS = 5
 # Newton-Schulz in bfloat16, and a division by the size of gradients next to 0, would make much of rounding.
 OPTIM = OptimConfig(ns_dtype="float32", eps=1e-3, adamw_warmup_steps=5, momentum_warmup_steps=5)
@@ -176,6 +175,7 @@ def change_layouts(folder: Path, corpus: Path, rank: int) -> None:
 def main() -> None:
     rank, ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]).parent
     torch.set_num_threads(1)
+    gpt._as_the_paper = draw_no_zeros
     corpus = folder / "corpus.jsonl"
     count = 0
 
