@@ -155,7 +155,8 @@ def sweep() -> None:
 
 
 def evaluate() -> None:
-    record = json.loads(re.findall(r"^\[.*\]$", et(f"evaluate {RUN} --eval-tokens 256 --dtype float32 --json"), re.MULTILINE)[0])[0]
+    told = et(f"evaluate {RUN} --eval-tokens 256 --dtype float32 --json")
+    record = json.loads(re.findall(r"^\[.*\]$", told, re.MULTILINE)[0])[0]
     assert record["validation"]["loss"] == metrics(RUN, "validation")[-1]["loss"]
     refused(f"evaluate {RUN} --rate 1", "has no cutoffs")
     refused(f"evaluate {RUN} --rates 1,2", "has no cutoffs")
