@@ -1,4 +1,4 @@
-"""What each piece of the trunk and of the optimizer is worth: the loss without it, less the loss with all of them.
+"""Measures what each piece of the trunk and of the optimizer is worth: the loss without it less the loss of the whole.
 
     python benchmarks/ablations.py --out FOLDER [--rules expert_threshold,dense] [--pieces trunk|optimizer|NAME,NAME]
         [--steps 250] [--seeds 2] [--threads N]
@@ -89,7 +89,10 @@ def chosen_pieces(text: str) -> dict[str, str]:
 
 
 def train(arguments: argparse.Namespace, rule: str, name: str, options: str, seed: int) -> tuple[float, float]:
-    """Train a run, or what is left of it, and return its validation loss and its tokens a second."""
+    """Train a run, or what is left of it, and return its validation loss and its tokens a second.
+
+    Raises ValueError if the run is there with another length.
+    """
     out = arguments.out / "runs" / rule / name.replace(" ", "_") / f"seed_{seed}"
     every = max(1, arguments.steps // 5)
     if not (out / "config.json").exists():
@@ -108,8 +111,15 @@ def train(arguments: argparse.Namespace, rule: str, name: str, options: str, see
         ]
         fixed += ["--eval-tokens", arguments.eval_tokens, "--sample-every", "none", "--checkpoint-every", "none"]
         call("train", "quickstart", *fixed, *threads, *options.split(), "--out", out)
-    elif not (out / "report.html").exists():
-        call("train", "--resume", out)
+    else:
+        before = RunFolder.open(out).section("train")
+        for option in ("steps", "eval_tokens"):
+            if before[option] != getattr(arguments, option):
+                raise ValueError(
+                    f"{option}={getattr(arguments, option)} differs from {before[option]} of {out}; name another --out"
+                )
+        if not (out / "report.html").exists():
+            call("train", "--resume", out)
     records = RunFolder.open(out).metrics.read()
     losses = [record["loss"] for record in records if record["split"] == "validation"]
     speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
@@ -120,7 +130,7 @@ def summarise(runs: dict[str, list[tuple[float, float]]]) -> dict[str, Any]:
     """Return, for each piece, what the loss gains and the speed loses without it. runs: by piece, of each seed."""
     rows = {}
     for name, found in runs.items():
-        pairs = list(zip(found, runs[WHOLE], strict=False))  # a stopped campaign has seeds of some pieces
+        pairs = list(zip(found, runs[WHOLE], strict=True))
         difference = paired([without[0] - whole[0] for without, whole in pairs], MARGIN)
         speed = statistics.median(without[1] / whole[1] for without, whole in pairs)
         loss = statistics.mean(without[0] for without, _ in pairs)
@@ -155,7 +165,6 @@ def main() -> None:
     pieces = {WHOLE: "", **chosen_pieces(arguments.pieces)}
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    arguments.out.mkdir(parents=True, exist_ok=True)
     rules: dict[str, dict[str, list[tuple[float, float]]]] = {rule: {} for rule in arguments.rules.split(",")}
     for number in range(arguments.seeds):
         for rule, runs in rules.items():

@@ -46,6 +46,7 @@ from expert_threshold.cli import upcycle as upcycle_command
 from expert_threshold.cli.options import Command, Option, parse, parse_value, show
 from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
 from expert_threshold.config import RUNS, SECTIONS, RunConfig, resolve
+from expert_threshold.files import new_folder
 from expert_threshold.generate import Step
 from expert_threshold.moe import BACKENDS
 from expert_threshold.moe.backends import BY_NAME
@@ -898,3 +899,21 @@ def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
     assert main(["train", "tiny", "--dispatch", "triton", "--out", str(tmp_path / "run")]) == 2
     assert "et train: dispatch='triton' needs a CUDA GPU" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", ["train tiny", "compare tiny --rules dense"])
+def test_a_command_that_fails_leaves_none_of_the_folders_it_made(command: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for out in ("mine/made/run", "made/run"):
+        assert et(*command.split(), "--data", tmp_path / "empty.txt", "--out", tmp_path / out) == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty.txt", "mine"]
+
+
+def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "made" / "too" / "to") as folder:
+        (folder / "missing" / "file").touch()
+    assert not any(tmp_path.iterdir())
+    with new_folder(tmp_path / "made" / "too" / "to") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in (tmp_path / "made" / "too" / "to").iterdir()] == ["whole"]

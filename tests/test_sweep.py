@@ -144,20 +144,25 @@ def test_a_comparison_with_options_that_no_sweep_found_is_refused(
 ) -> None:
     (tmp_path / "empty").mkdir()
     (other := tmp_path / "other").mkdir()
+    damaged = tmp_path / "damaged"
+    (damaged / "dense").mkdir(parents=True)
+    (damaged / "dense" / "best.json").touch()
     shutil.copytree(finished / "dense", other / "dense")
     for wrong, said in {
         (tmp_path / "none",): "has no METHOD/best.json",
         (tmp_path / "empty",): "has no METHOD/best.json",
-        (finished, other): "dense is in",
+        (finished, other): "has dense, too",
+        (damaged,): "best.json: not JSON",
         (other,): "no best options of expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]
-        out = tmp_path / "out"
+        out = tmp_path / "runs" / "out"
         assert et("compare", "tiny", "--rules", "dense,expert_threshold", *tuned, "--out", out) == 2
         error = capsys.readouterr().err
+        assert error.startswith("et compare: --tuned")
         assert said in error
         assert error.count("\n") == 1
-        assert not out.exists()
+        assert not out.parent.exists()
     config = finished / "dense" / "best.json"
     assert et("compare", "tiny", "--rules", "dense", "--tuned", finished, "--config", config) == 2
     assert "leave one of them out" in capsys.readouterr().err

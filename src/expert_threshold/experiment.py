@@ -6,7 +6,7 @@ import json
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 from . import __version__
 from .config import RunConfig
 from .data import Corpus
-from .files import damage_told, read_json, to_json
+from .files import damage_told, missing_folders, read_json, remove_empty, to_json
 from .routing import rule_to_dict
 from .runs.lock import LOCK, exclusive, is_vacant
 from .train.device import machine, pick_device
@@ -48,15 +48,13 @@ def opened(out: str, kind: Kind) -> Iterator[Path]:
     begun = (folder / kind.file).is_file()
     if folder.exists() and not begun and not (folder.is_dir() and is_vacant(folder)):
         raise ValueError(f"--out {folder}: already exists and is not a {kind.name}; name another --out")
-    made = not folder.exists()
+    missing = missing_folders(folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with exclusive(folder / LOCK):
             yield folder
     finally:
-        if made:
-            with suppress(OSError):
-                folder.rmdir()  # succeeds only if nothing was written yet
+        remove_empty(missing)
 
 
 def require_format(record: Mapping[str, Any], kind: Kind, path: Path, remedy: str) -> None:

@@ -6,8 +6,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +86,24 @@ def require_free(to: str | Path) -> None:
         raise ValueError(f"--to {to}: already exists; name another folder")
 
 
+def missing_folders(path: Path) -> list[Path]:
+    """Return the folders that would have to be made for `path` to be one, the innermost first."""
+    return [folder for folder in (path, *path.parents) if not folder.exists()]
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders, the innermost first, up to one that holds something."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 @contextmanager
 def new_folder(to: str | Path) -> Iterator[Path]:
     """Yield a folder to fill that becomes `to` unless an error occurs. Raises ValueError as `require_free` does."""
     require_free(to)
     place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
+    missing = missing_folders(place.parent)
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
     try:
@@ -99,6 +112,7 @@ def new_folder(to: str | Path) -> Iterator[Path]:
         os.replace(temporary, place)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        remove_empty(missing)
 
 
 def replace_json(path: Path, content: Mapping[str, Any]) -> None:

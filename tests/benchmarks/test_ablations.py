@@ -50,7 +50,7 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
         started.append(arguments)
         out = Path(arguments[-1])
         out.mkdir(parents=True)
-        (out / "config.json").write_text('{"format": 1}')
+        (out / "config.json").touch()
         (out / "report.html").touch()
         loss = 3.0 + 0.1 * ("--no-smear" in arguments)
         records = [
@@ -61,6 +61,7 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
 
     monkeypatch.setattr(ablations, "call", call)
     monkeypatch.setattr(ablations.RunFolder, "_read_config", lambda self: {})
+    monkeypatch.setattr(ablations.RunFolder, "section", lambda self, name: {"steps": 250, "eval_tokens": 100_000})
     command = ["ablations", "--out", str(tmp_path / "out"), "--pieces", "smear", "--rules", "dense", "--seeds", "1"]
     monkeypatch.setattr(sys, "argv", command)
     ablations.main()
@@ -70,3 +71,7 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
     ablations.main()
     assert len(started) == 4
     assert "| smear | 3.100 | +0.100, +0.100 to +0.100 | 1.00 |" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--steps", "500"])
+    with pytest.raises(ValueError, match=r"steps=500 differs from 250 of .*; name another --out"):
+        ablations.main()
+    assert len(started) == 4

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from additions import ADDITIONS
 from expert_threshold.kernels.cpu import muon as kernels
 from expert_threshold.optim import Muon, orthogonal
 from rounding import assert_rounded
@@ -53,31 +54,7 @@ def test_matrices_of_all_shapes_move_as_in_float32_but_for_rounding() -> None:
         torch.testing.assert_close(f, e)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "polar express": {"orthogonalizer": "polar_express"},
-    "two steps of it": {"orthogonalizer": "polar_express", "ns_steps": 2},
-    "seven steps of it": {"orthogonalizer": "polar_express", "ns_steps": 7},
-    "equal rows": {"equilibrate": "rows"},
-    "equal columns": {"equilibrate": "columns"},
-    "renormalized rows": {"renormalize": "rows"},
-    "renormalized columns": {"renormalize": "columns"},
-    "renormalized matrix": {"renormalize": "matrix"},
-    "moments of rows": {"normuon": "rows"},
-    "moments of columns": {"normuon": "columns", "normuon_beta": 0.5},
-    "moments of the longer side": {"normuon": "longer", "normuon_beta": 0.9},
-    "weight decay": {"weight_decay": 5.0},
-    "all of nanochat's": {
-        "orthogonalizer": "polar_express",
-        "equilibrate": "rows",
-        "renormalize": "matrix",
-        "normuon": "longer",
-        "normuon_beta": 0.9,
-        "weight_decay": 5.0,
-    },
-}
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("options", ADDITIONS.values(), ids=ADDITIONS)
 def test_every_option_moves_matrices_of_all_shapes_as_in_float32_but_for_rounding(options: dict[str, Any]) -> None:
     """Where it changes something: the paper's update is further away."""
     found, exact, plain = (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from additions import ADDITIONS
 from expert_threshold.kernels.cpu import muon as kernels
 from expert_threshold.optim import Muon, newton_schulz, polar_express
 from expert_threshold.optim import muon as muon_module
@@ -17,30 +18,7 @@ SHAPES = {"tall": (16, 6), "wide": (6, 16), "square": (8, 8), "experts": (3, 12,
 SLOPES = (8.1566, 4.0429, 3.8917, 3.2858, 2.3465)
 RATE, MOMENTUM, STEPS = 0.05, 0.9, 4
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "polar express": {"orthogonalizer": "polar_express"},
-    "polar express, seven steps": {"orthogonalizer": "polar_express", "ns_steps": 7},
-    "equal rows": {"equilibrate": "rows"},
-    "equal columns": {"equilibrate": "columns"},
-    "renormalized rows": {"renormalize": "rows"},
-    "renormalized columns": {"renormalize": "columns"},
-    "renormalized matrix": {"renormalize": "matrix"},
-    "moments of rows": {"normuon": "rows"},
-    "moments of columns": {"normuon": "columns", "normuon_beta": 0.5},
-    "moments of the longer side": {"normuon": "longer", "normuon_beta": 0.9},
-    "weight decay": {"weight_decay": 0.3},
-    "cautious weight decay": {"weight_decay": 0.3, "cautious": True},
-    "all of nanochat's": {
-        "orthogonalizer": "polar_express",
-        "equilibrate": "rows",
-        "renormalize": "matrix",
-        "normuon": "longer",
-        "normuon_beta": 0.9,
-        "weight_decay": 0.28,
-        "cautious": True,
-    },
-}
+OPTIONS: dict[str, dict[str, Any]] = {"none": {}, **ADDITIONS}
 
 
 def orthogonalized(matrix: Tensor, kind: str, steps: int) -> Tensor:

@@ -29,7 +29,7 @@ from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
 from ..train.log import say
 from .options import Option, parse_names
-from .run_options import RULE, Given, parse_run, resolve_run, rules_having, start_of
+from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, rules_having, start_of
 
 
 def leaves_open(method: Method, option: str) -> bool:
@@ -153,7 +153,10 @@ def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
 
 
 def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path]:
-    """Return the file with each method's best options. Raises ValueError if the sweeps have none for a method."""
+    """Return the file with each method's best options.
+
+    Raises ValueError if the sweeps have none for a method, or a file cannot be read.
+    """
     known = methods()
     found: dict[str, Path] = {}
     for folder in folders:
@@ -164,7 +167,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
             )
         if twice := sorted(files.keys() & found.keys()):
             raise ValueError(
-                f"--tuned {folder}: {listed(twice)} is in {found[twice[0]].parent.parent}, too; name one of them"
+                f"--tuned {folder}: {found[twice[0]].parent.parent} has {listed(twice)}, too; name one of the two"
             )
         found |= files
     chosen = {}
@@ -174,6 +177,7 @@ def best_options(folders: Sequence[str], names: Sequence[str]) -> dict[str, Path
         if path is None:
             none = f"no best options of {name}; sweep it, or leave it out of --rules"
             raise ValueError(f"--tuned {' '.join(folders)}: {none}")
+        read_config_file(str(path), "--tuned")
         chosen[name] = path
     return chosen
 

@@ -151,21 +151,21 @@ def start_of(given: Given) -> dict[str, str]:
     return typed if "config" in typed else {"preset": preset_of(given)} | typed
 
 
-def read_config_file(path: str) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ValueError if there is none, or for an invalid option."""
+def read_config_file(path: str, flag: str = "--config") -> dict[str, Any]:
+    """Return the JSON object in the file that `flag` names. Raises ValueError for none, or an invalid option in it."""
     remedy = "name a JSON file such as the config.json of a run"
     if not Path(path).is_file():
-        raise ValueError(f"--config {path}: no such file; {remedy}")
+        raise ValueError(f"{flag} {path}: no such file; {remedy}")
     try:
         value = json.loads(Path(path).read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--config {path}: not JSON ({error}); {remedy}") from None
+        raise ValueError(f"{flag} {path}: not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"--config {path}: not an object of sections; {remedy}")
+        raise ValueError(f"{flag} {path}: not an object of sections; {remedy}")
     try:
         check_changes(value)
     except ValueError as error:
-        raise ValueError(f"--config {path}: {error}") from None
+        raise ValueError(f"{flag} {path}: {error}") from None
     return value
 
 

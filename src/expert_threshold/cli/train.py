@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
@@ -20,6 +19,7 @@ from rich.console import Console
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
 from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
+from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et
@@ -124,6 +124,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         minutes = given.get("minutes")
         if minutes is not None:
             _require_only_minutes(given, rendezvous)
+        missing = missing_folders(Path(out))
         folder = RunFolder(Path(from_main(rendezvous, lambda: str(RunFolder.create(out).path))))
         folders.append(folder)
         if rendezvous is not None:
@@ -138,8 +139,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
             result = train_run(folder, config, console, rendezvous=rendezvous, **begun)
         except BaseException:
             if is_main:
-                with contextlib.suppress(OSError):
-                    folder.path.rmdir()  # succeeds only if nothing was written yet
+                remove_empty(missing)
             raise
     if result.finished and is_main:
         say(console, conclude(folder, result))
