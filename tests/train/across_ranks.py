@@ -28,8 +28,11 @@ draw_weight = gpt._as_the_paper
 
 
 def draw_no_zeros(part: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
-    """With the paper's outputs of zero, equal tokens would have equal scores in any context at first, and bits would
-    decide whose turn it is where an expert takes one of them."""
+    """Draw a weight as the paper does, but none at zero.
+
+    With outputs of zero, equal tokens would have equal scores in any context at first, and rounding would decide which
+    of them an expert takes.
+    """
     draw_weight("up" if part in ("output", "down") else part, weight, generator)
 
 
