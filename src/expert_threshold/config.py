@@ -43,7 +43,8 @@ RUNS: dict[str, Preset] = {
         train={"steps": 1200, "batch_size": 16, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
         recipe="nanochat_trunk",
-        model={"windows": None},  # in float32 they are masks to torch, which skips nothing for them
+        # Windows stay away: in float32 they are masks to torch, which skips nothing for them.
+        model={"windows": None, "key_offset": True},
     ),
     "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
     "d6": Preset(train={"steps": 10_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),

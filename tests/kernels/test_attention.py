@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from expert_threshold.kernels.cpu import attention as kernels
-from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
+from expert_threshold.model.attention import Attention, attend, delay, halves, norm, rotary, rotary_norm
 from rounding import HALF_A_UNIT, assert_rounded
 
 pytestmark = pytest.mark.usefixtures("block_kernels")
@@ -28,11 +29,13 @@ def inputs(shape: tuple[int, int, int, int, int]) -> tuple[Tensor, Tensor, Tenso
     return projected.bfloat16(), cos.bfloat16(), sin.bfloat16(), dy.bfloat16()
 
 
-def plain(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None) -> Tensor:
+def plain(
+    projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None, key_offset: bool = False
+) -> Tensor:
     heads = projected.transpose(1, 2)
     turned = rotary_norm(heads[:, :-kv_heads], cos, sin)
     q, k, v = turned[:, :-kv_heads], turned[:, -kv_heads:], heads[:, -kv_heads:]
-    return attend(q, k, v, window=window).transpose(1, 2)
+    return attend(q, delay(k) if key_offset else k, v, window=window).transpose(1, 2)
 
 
 def with_gradient(function: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -47,7 +50,7 @@ def parts(y: Tensor, dx: Tensor, kv_heads: int) -> list[Tensor]:
 
 
 def rounding(
-    projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int, window: int | None
+    projected: Tensor, cos: Tensor, sin: Tensor, dy: Tensor, kv_heads: int, window: int | None, key_offset: bool
 ) -> list[Tensor]:
     """Bounds on the errors' norms, as `parts`: half a unit in bfloat16's last place of every term.
 
@@ -58,6 +61,7 @@ def rounding(
     queries, width = heads.shape[1] - 2 * kv_heads, heads.shape[3]
     turned = rotary_norm(heads[:, :-kv_heads], cos.float(), sin.float())
     k, v = (t.repeat_interleave(queries // kv_heads, 1) for t in (turned[:, queries:], heads[:, -kv_heads:]))
+    k = delay(k) if key_offset else k
     q, dy = turned[:, :queries], dy.float().transpose(1, 2)
     ago = torch.arange(len(cos))[:, None] - torch.arange(len(cos))
     hidden = (ago < 0) | (ago > (len(cos) if window is None else window))
@@ -71,6 +75,9 @@ def rounding(
     of_k = of_ds.mT @ q.square() + (ds.mT @ q).square()
     of_v = p.square().mT @ dy.square() + dv.square()
     of_k, of_v = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (of_k, of_v))
+    if key_offset:  # back to the tokens that the channels are of; the last token's slow ones are in no key
+        fast, slow = halves(of_k)
+        of_k = torch.stack((fast, F.pad(slow[:, :, 1:], (0, 0, 0, 0, 0, 1))), -2).flatten(-3)
     of_q, of_k = (  # the norm divides by a row's root mean square, and so its gradient
         t / x.square().mean(-1, keepdim=True)
         for t, x in ((of_q, heads[:, :queries]), (of_k, heads[:, queries:-kv_heads]))
@@ -78,18 +85,24 @@ def rounding(
     return [HALF_A_UNIT * t.sum().sqrt() for t in (of_y, of_q, of_k, of_v)]
 
 
+WINDOWS = [(SHAPES[2], 40), (SHAPES[4], 1), (SHAPES[4], 64), (LONG, 100), (LONG, 128)]
+
+
 @pytest.mark.parametrize(
-    ("shape", "window"),
-    [*((shape, None) for shape in SHAPES), (SHAPES[2], 40), (SHAPES[4], 1), (SHAPES[4], 64), (LONG, 100), (LONG, 128)],
+    ("shape", "window", "key_offset"),
+    [
+        *((shape, None, key_offset) for shape in SHAPES for key_offset in (False, True)),
+        *((shape, window, i % 2 == 0) for i, (shape, window) in enumerate(WINDOWS)),
+    ],
 )
 def test_outputs_and_gradients_differ_from_float32_by_rounding_alone(
-    shape: tuple[int, int, int, int, int], window: int | None
+    shape: tuple[int, int, int, int, int], window: int | None, key_offset: bool
 ) -> None:
     kv_heads = shape[3]
     x, cos, sin, dy = inputs(shape)
-    exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads, window), x.float(), dy)
-    found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads, window), x, dy)
-    bounds = rounding(x, cos, sin, dy, kv_heads, window)
+    exact = with_gradient(lambda x: plain(x, cos.float(), sin.float(), kv_heads, window, key_offset), x.float(), dy)
+    found = with_gradient(lambda x: kernels.attention(x, cos, sin, kv_heads, window, key_offset), x, dy)
+    bounds = rounding(x, cos, sin, dy, kv_heads, window, key_offset)
     for e, f, bound in zip(parts(*exact, kv_heads), parts(*found, kv_heads), bounds, strict=True):
         assert (f - e).norm() <= bound
 
@@ -190,8 +203,8 @@ def test_compiled_a_layer_is_one_graph_with_the_same_gradients() -> None:
 def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
     x, cos, sin, dy = inputs((1, 66, 2, 1, 32))
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(kernels.attention_forward, (x, cos, sin, 1, 30), test_utils=tests)
-    arguments = (dy, x, cos, sin, *kernels.attention_forward(x, cos, sin, 1, 30), 30)
+    torch.library.opcheck(kernels.attention_forward, (x, cos, sin, 1, 30, True), test_utils=tests)
+    arguments = (dy, x, cos, sin, *kernels.attention_forward(x, cos, sin, 1, 30, True), 30, True)
     torch.library.opcheck(kernels.attention_backward, arguments, test_utils=tests)
     torch.library.opcheck(kernels.norm_forward, (x,), test_utils=tests)
     torch.library.opcheck(kernels.norm_backward, (x, x), test_utils=tests)

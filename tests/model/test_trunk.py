@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cases import PIECES
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
-from expert_threshold.model.attention import attend
+from expert_threshold.model.attention import Attention, attend, rotary, rotary_norm
 from expert_threshold.routing import ExpertThreshold, Rule
 from expert_threshold.testing import same
 
@@ -95,6 +95,32 @@ def test_smear_adds_the_previous_tokens_embedding_and_none_to_the_first() -> Non
     y = model._smeared(x, None)
     torch.testing.assert_close(y[:, 1:], x[:, 1:] + gates[:, 1:] * x[:, :-1])
     assert torch.equal(y[:, 0], x[:, 0])
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_half_of_each_key_is_the_previous_tokens_and_zero_for_the_first(window: int | None) -> None:
+    torch.manual_seed(0)
+    attention, x = Attention(16, 2, 1, window, key_offset=True), torch.randn(2, 5, 16)
+    cos, sin = rotary(torch.arange(5.0), 8)
+    q, k, v = (
+        layer(x).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (attention.query, attention.key, attention.value)
+    )
+    q, k = rotary_norm(q, cos, sin), rotary_norm(k, cos, sin)
+    y = torch.zeros(2, 5, 16)
+    for t in range(5):
+        first = 0 if window is None else max(0, t - window)
+        keys = [k[:, 0, place].clone() for place in range(first, t + 1)]
+        for place, key in enumerate(keys, first):
+            for slow in (slice(2, 4), slice(6, 8)):  # the second half of each half, which rotates by small angles
+                key[:, slow] = k[:, 0, place - 1, slow] if place else 0
+        scores = torch.einsum("bhd,kbd->bhk", q[:, :, t], torch.stack(keys)) / 8**0.5
+        y[:, t] = torch.einsum("bhk,bkd->bhd", scores.softmax(-1), v[:, 0, first : t + 1]).flatten(1)
+    torch.testing.assert_close(attention(x, cos, sin, None, 0), attention.output(y))
+
+
+def test_key_offset_needs_heads_of_whole_quarters() -> None:
+    with pytest.raises(ValueError, match="key_offset needs quarters"):
+        small(d_model=24, key_offset=True)
 
 
 def test_scalars_of_one_and_zero_are_the_papers_trunk() -> None:

@@ -40,6 +40,7 @@ class Kernel:
             cos=cos,
             sin=sin,
             qk_scale=config.qk_scale,
+            key_offset=config.key_offset,
             cache=cache.held,
             last=cache.last,
             smear_gate=None if model.smear_gate is None else model.smear_gate.weight,

@@ -137,9 +137,9 @@ def _ids(bos: int) -> dict[str, int]:
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Disable the cache where more than keys and values is needed of earlier tokens: scores, or smear's embedding."""
+    """Disable the cache where it lacks what is needed of earlier tokens: scores, the embedding, or the whole key."""
     by_token = config.rule is None or config.rule.scope(training=False) == "token"
-    return {} if by_token and not config.smear else {"use_cache": False}
+    return {} if by_token and not (config.smear or config.key_offset) else {"use_cache": False}
 
 
 def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:

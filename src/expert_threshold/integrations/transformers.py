@@ -90,6 +90,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     backout: bool = False
     qk_scale: float = 1.0
     rotary_base: float = 10_000.0
+    key_offset: bool = False
     windows: str | None = None
     short_window: int | None = None
     dispatch: str = "auto"
@@ -128,6 +129,16 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the halves of x (batch, heads, time, head_dim) against each other by the positions' angles (RoPE)."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
+
+
+def delay(keys: Tensor, seen: Tensor | None) -> Tensor:
+    """Return keys (batch, heads, time, head_dim), rotated, of which the half that rotates slowest is the previous
+    token's, zeros for the first and after one whose `seen` (batch, time) is 0.
+    """
+    fast, slow = keys.unflatten(-1, (2, 2, -1)).unbind(-2)
+    if seen is not None:
+        slow = slow * seen[:, None, :, None, None].to(slow)
+    return torch.stack((fast, F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))), -2).flatten(-3)
 
 
 class LastLinear(nn.Linear):
@@ -172,9 +183,10 @@ class Attention(nn.Module):
         mask: Tensor | None,
         cache: Cache | None,
         tokens: Tensor | None,
+        seen: Tensor | None,
         **kwargs: Any,
     ) -> Tensor:
-        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens: (batch, time) or None."""
+        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens, seen: (batch, time) or None."""
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -185,6 +197,8 @@ class Attention(nn.Module):
             gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        if self.config.key_offset:
+            k = delay(k, seen)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
         attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, sdpa_attention_forward)
@@ -414,9 +428,9 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             if past_key_values is not None or (attention_mask is not None and not attention_mask.all()):
                 raise ValueError("the routing rule looks at whole sequences; pass use_cache=False, and no padding")
             use_cache = False
-        if self.smear_gate is not None:  # no cache holds the previous token's embedding
+        if self.config.smear or self.config.key_offset:  # no cache holds the previous token's embedding and key
             if past_key_values is not None:
-                raise ValueError("smear reads the previous token's embedding; pass use_cache=False")
+                raise ValueError("smear and key offset read the previous token; pass use_cache=False")
             use_cache = False
         if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
             past_key_values = DynamicCache(config=self.config)
@@ -435,7 +449,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             )
             for window in set(windows)
         }
-        x = start = self.smeared(norm(embedded), attention_mask)
+        seen = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask
+        x = start = self.smeared(norm(embedded), seen)
         cos, sin = self.rotary(position_ids, x.dtype)
         middle = x
         for layer, block in enumerate(self.blocks):
@@ -443,21 +458,21 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
                 x = self.residual_scalars[layer].to(x) * x
             if self.skip_scalars is not None:
                 x = x + self.skip_scalars[layer].to(x) * start.to(x.device)
-            x = block(x, cos, sin, masks[windows[layer]], past_key_values, input_ids, **kwargs)
+            x = block(x, cos, sin, masks[windows[layer]], past_key_values, input_ids, seen, **kwargs)
             if layer == self.config.layers // 2:
                 middle = x
         if self.backout_scalar is not None:
             x = x - self.backout_scalar.to(x) * middle.to(x.device)
         return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
 
-    def smeared(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def smeared(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows."""
         if self.smear_gate is None:
             return x
         assert self.smear_scalar is not None
-        seen = x if attention_mask is None else x * attention_mask[..., None].to(x)
+        before = x if seen is None else x * seen[..., None].to(x)
         gates = self.smear_scalar.to(x) * self.smear_gate(x).sigmoid()
-        y: Tensor = x + gates * F.pad(seen[:, :-1], (0, 0, 1, 0))
+        y: Tensor = x + gates * F.pad(before[:, :-1], (0, 0, 1, 0))
         return y
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

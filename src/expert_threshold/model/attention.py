@@ -22,7 +22,8 @@ class Cache:
     """The past of sequences, one in each row: keys and values of every layer, and what routing needs of it.
 
     Rows have lengths of their own. A forward appends its i-th sequence to the i-th of the selected rows, which are all
-    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout. smeared: width of
+    rows at first, and `GPT` advances their lengths. Kernels read and write `held` in this layout, which has one more
+    place than tokens: with key offset, a token writes the slow half of its key into the next place. smeared: width of
     `last`, each row's last embedding, zeros before its first; 0 for a model without smear.
     """
 
@@ -37,7 +38,7 @@ class Cache:
         device: torch.device,
         smeared: int = 0,
     ) -> None:
-        self.held = torch.zeros(layers, rows, capacity, 2, kv_heads, head_dim, dtype=dtype, device=device)
+        self.held = torch.zeros(layers, rows, capacity + 1, 2, kv_heads, head_dim, dtype=dtype, device=device)
         self.last = torch.zeros(rows, smeared, dtype=dtype, device=device)
         self.lengths = [0] * rows
         self.rows: Sequence[int] = range(rows)
@@ -46,7 +47,7 @@ class Cache:
     @property
     def capacity(self) -> int:
         """The maximum number of tokens in a row."""
-        return self.held.shape[2]
+        return self.held.shape[2] - 1
 
     def select(self, rows: Sequence[int]) -> Cache:
         """Return this cache with other rows selected; what is appended to one is appended to both.
@@ -62,6 +63,7 @@ class Cache:
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
         """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
+        self.held[:, row, 0] = 0
         self.last[row] = 0
         self._pasts[row] = dict(pasts)
 
@@ -71,9 +73,9 @@ class Cache:
         smeared, dtype, device = self.last.shape[1], self.held.dtype, self.held.device
         other = Cache(layers, len(rows), kv_heads, capacity, head_dim, dtype, device, smeared)
         other.lengths = [self.lengths[row] for row in rows]
-        longest = max(other.lengths, default=0)
+        written = max(other.lengths, default=0) + 1
         chosen = torch.tensor(rows, dtype=torch.int64, device=self.held.device)
-        other.held[:, :, :longest] = self.held[:, chosen, :longest]
+        other.held[:, :, :written] = self.held[:, chosen, :written]
         other.last = self.last[chosen]
         other._pasts = [dict(self._pasts[row]) for row in rows]
         return other
@@ -112,7 +114,7 @@ class Span:
         self._chosen = rows
         self._masks: dict[int | None, Tensor | None] = {}  # by window
         self._alike = len(set(starts)) < 2
-        self._places = (rows[:, None] * cache.capacity + self.positions).flatten()
+        self._places = (rows[:, None] * cache.held.shape[2] + self.positions).flatten()
         first, last = min(cache.rows, default=0), max(cache.rows, default=-1)
         neighbours = list(cache.rows) == list(range(first, last + 1))
         self._rows: slice | Tensor = slice(first, last + 1) if neighbours else rows  # a slice is not copied
@@ -142,11 +144,20 @@ class Span:
         if embedded.shape[1]:
             self.cache.last[self._chosen] = embedded[:, -1]
 
-    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row."""
+    def append(self, layer: int, keys: Tensor, values: Tensor, key_offset: bool = False) -> tuple[Tensor, Tensor]:
+        """Append (rows, kv_heads, time, head_dim) to what `layer` holds; return the first `end` of each row.
+
+        key_offset: return keys as `delay` does.
+        """
         held = self.cache.held[layer]
         new = torch.stack((keys.transpose(1, 2), values.transpose(1, 2)), 2).flatten(0, 1)
-        held.view(-1, *held.shape[2:]).index_copy_(0, self._places, new)
+        places = held.view(-1, *held.shape[2:])
+        if key_offset:
+            for half, (into, these) in enumerate(zip(halves(places[:, 0]), halves(new[:, 0]), strict=True)):
+                into.index_copy_(0, self._places + half, these)
+            places[:, 1].index_copy_(0, self._places, new[:, 1])
+        else:
+            places.index_copy_(0, self._places, new)
         k, v = held[self._rows, : self.end].permute(2, 0, 3, 1, 4)
         return k, v
 
@@ -242,6 +253,24 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
+def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the channels of keys (…, head_dim) that rotate fast and of those that rotate slowly, each
+    (…, 2, head_dim / 4).
+    """
+    fast, slow = keys.unflatten(-1, (2, 2, -1)).unbind(-2)
+    return fast, slow
+
+
+def delay(keys: Tensor) -> Tensor:
+    """Return keys (…, time, head_dim), rotated, whose slow half is the previous token's; zeros for the first.
+
+    A query then finds a token by what came before it, in one layer ("partial key offset" in modded-nanogpt, pull
+    request 169).
+    """
+    fast, slow = halves(keys)
+    return torch.stack((fast, F.pad(slow[..., :-1, :, :], (0, 0, 0, 0, 1, 0))), -2).flatten(-3)
+
+
 QUERIES_PER_BLOCK = 256
 
 
@@ -309,15 +338,23 @@ class Attention(nn.Module):
     """Multi-head attention; kv_heads < heads is grouped-query attention.
 
     window: the number of tokens before its own that a token attends to; None for all. vocab_size: that of a table of
-    value embeddings; None for no table.
+    value embeddings; None for no table. key_offset: half of each key is the previous token's, see `delay`.
     """
 
     def __init__(
-        self, d_model: int, heads: int, kv_heads: int, window: int | None = None, vocab_size: int | None = None
+        self,
+        d_model: int,
+        heads: int,
+        kv_heads: int,
+        window: int | None = None,
+        vocab_size: int | None = None,
+        *,
+        key_offset: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = d_model // heads
         self.window = window
+        self.key_offset = key_offset
         self.query = Linear(d_model, heads * self.head_dim)
         self.key = Linear(d_model, kv_heads * self.head_dim)
         self.value = Linear(d_model, kv_heads * self.head_dim)
@@ -353,13 +390,17 @@ class Attention(nn.Module):
             projected[:, :, -kv_heads:] += self._value_embeddings(x, tokens)
         output: Tensor
         if span is None and kernels.applies(projected, self.head_dim):
-            output = self.output(kernels.attention(projected, cos, sin, kv_heads, self.window).flatten(2))
+            output = self.output(
+                kernels.attention(projected, cos, sin, kv_heads, self.window, self.key_offset).flatten(2)
+            )
             return output
         heads = projected.transpose(1, 2)
         straight, v = heads.split((heads.shape[1] - kv_heads, kv_heads), 1)
         q, k = rotary_norm(straight, cos, sin).split((straight.shape[1] - kv_heads, kv_heads), 1)
         if span is not None:
-            k, v = span.append(layer, k, v)
+            k, v = span.append(layer, k, v, self.key_offset)
+        elif self.key_offset:
+            k = delay(k)
         mask = None if span is None else span.mask(self.window)
         output = self.output(attend(q, k, v, mask, self.window).transpose(1, 2).flatten(2))
         return output

@@ -78,6 +78,11 @@ class GPTConfig:
     rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
         10_000.0, "Base of the rotary positions' wavelengths."
     )
+    key_offset: bool = option(
+        False,
+        "Take the half of each key that rotates slowest from the previous token, so that one layer finds what followed "
+        "a token.",
+    )
     windows: str | None = option(
         None,
         "Attention's reach by layer, a pattern such as SSSL, repeated: L is long and sees all, S is short. The last "
@@ -98,6 +103,10 @@ class GPTConfig:
         require_valid(GPTConfig, vars(self))
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
             raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
+        if self.key_offset and (self.d_model // self.heads) % 4:
+            raise ValueError(
+                f"heads={self.heads} has a width of {self.d_model // self.heads}; key_offset needs quarters"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.dense_layers > self.layers:
@@ -166,6 +175,7 @@ class Block(nn.Module):
             config.kv_heads,
             config.window(layer),
             config.vocab_size if config.has_value_embedding(layer) else None,
+            key_offset=config.key_offset,
         )
         self.feed_forward: FeedForward | None = None
         self.moe: MoE | None = None

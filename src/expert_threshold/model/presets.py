@@ -48,6 +48,7 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "backout": False,
         "qk_scale": 1.0,
         "rotary_base": 10_000.0,
+        "key_offset": False,
         "windows": None,
         "short_window": None,
     },
@@ -59,6 +60,7 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "backout": True,
         "qk_scale": 1.2,
         "rotary_base": 100_000.0,
+        "key_offset": False,
         "windows": "SSSL",
     },
 }

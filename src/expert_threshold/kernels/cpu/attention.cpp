@@ -84,6 +84,26 @@ void turn_back(const bf16* x, const Shape& shape, Table table, int64_t start, in
   }
 }
 
+// Moves the slow half of the keys (time, width) to the next token's, zeros to the first's.
+void delay(const Shape& shape, bf16* keys) {
+  const int64_t part = shape.width / 4;
+  for (int64_t slow : {part, 3 * part}) {
+    for (int64_t t = shape.time - 1; t > 0; --t)
+      std::copy_n(keys + (t - 1) * shape.width + slow, part, keys + t * shape.width + slow);
+    std::fill_n(keys + slow, part, bf16(0));
+  }
+}
+
+// Moves the slow half of the gradient of keys back to the tokens that they are of.
+void delay_back(const Shape& shape, float* dk) {
+  const int64_t part = shape.width / 4;
+  for (int64_t slow : {part, 3 * part}) {
+    for (int64_t t = 1; t < shape.time; ++t)
+      std::copy_n(dk + t * shape.width + slow, part, dk + (t - 1) * shape.width + slow);
+    std::fill_n(dk + (shape.time - 1) * shape.width + slow, part, 0.0f);
+  }
+}
+
 // Copies one head's rows, `stride` apart, to out (padded, width).
 void copy(const bf16* x, const Shape& shape, int64_t stride, bf16* out) {
   for (int64_t t = 0; t < shape.time; ++t) std::copy_n(x + t * stride, shape.width, out + t * shape.width);
@@ -152,7 +172,7 @@ struct Input {
 
 // Returns y (batch, time, heads, width) and the logarithm of each softmax's sum, (batch, heads, time).
 std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, const Tensor& sin, int64_t keys_values,
-                                   int64_t window) {
+                                   int64_t window, bool key_offset) {
   const Input input(projected, cos, sin, keys_values);
   const auto [x, shape, table] = input.pointers();
   const auto [batch, time, heads, kv_heads, width] = shape;
@@ -174,6 +194,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, c
       const int64_t b = i / kv_heads, kv = i % kv_heads;
       const bf16* sequence = x + b * time * shape.stride();
       turn(sequence + (heads + kv) * width, shape, table, rows);
+      if (key_offset) delay(shape, rows);
       pack_transposed(rows, padded, width, keys);
       copy(sequence + (heads + kv_heads + kv) * width, shape, shape.stride(), rows);
       pack_rows<false>(rows, padded, width, values);
@@ -216,7 +237,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& projected, const Tensor& cos, c
 
 // Returns the gradient of the projection; y and normalisers are the results of `forward`.
 Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& cos, const Tensor& sin,
-                const Tensor& output, const Tensor& normalisers, int64_t window) {
+                const Tensor& output, const Tensor& normalisers, int64_t window, bool key_offset) {
   const Input input(projected, cos, sin, (projected.size(2) - output.size(2)) / 2);
   const auto [x, shape, table] = input.pointers();
   const auto [batch, time, heads, kv_heads, width] = shape;
@@ -246,6 +267,7 @@ Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& c
       const int64_t b = i / kv_heads, kv = i % kv_heads;
       const int64_t key = b * time * shape.stride() + (heads + kv) * width, value = key + kv_heads * width;
       turn(x + key, shape, table, rows);
+      if (key_offset) delay(shape, rows);
       pack_rows<false>(rows, padded, width, keys);
       pack_transposed(rows, padded, width, keys_transposed);
       copy(x + value, shape, shape.stride(), rows);
@@ -287,6 +309,7 @@ Tensor backward(const Tensor& upstream, const Tensor& projected, const Tensor& c
           spread(transposed, block, width, met, dk);
         }
       }
+      if (key_offset) delay_back(shape, dk);
       turn_back(x + key, shape, table, 0, time, dk, dx + key);
       for (int64_t t = 0; t < time; ++t)
         for (int64_t j = 0; j < width; j += 16)

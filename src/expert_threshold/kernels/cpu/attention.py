@@ -22,16 +22,19 @@ def applies(x: Tensor, width: int) -> bool:
     return fits and available()
 
 
-def attention(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None) -> Tensor:
+def attention(
+    projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int | None = None, key_offset: bool = False
+) -> Tensor:
     """Return softmax(q kᵀ / √head_dim) v (batch, time, heads, head_dim), causal, with q and k rotated and normed.
 
     projected: (batch, time, heads + 2 · kv_heads, head_dim), queries before keys before values; cos, sin: (time,
     head_dim / 2); all in bfloat16. heads must be a multiple of kv_heads. window: the number of keys before its own that
-    a query attends to; None for all.
+    a query attends to; None for all. key_offset: the slow half of each rotated key is the previous token's.
     """
     assert projected.shape[2] % kv_heads == 0, f"{projected.shape[2]} rows do not share {kv_heads} keys and values"
     cos, sin = cos.to(projected.dtype), sin.to(projected.dtype)
-    y: Tensor = _Attention.apply(projected, cos, sin, kv_heads, projected.shape[1] if window is None else window)
+    window = projected.shape[1] if window is None else window
+    y: Tensor = _Attention.apply(projected, cos, sin, kv_heads, window, key_offset)
     return y
 
 
@@ -43,10 +46,12 @@ def norm(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int) -> Tensor:
+    def forward(
+        ctx: Any, projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int, key_offset: bool
+    ) -> Tensor:
         y: Tensor
-        y, normaliser = attention_forward(projected, cos, sin, kv_heads, window)
-        ctx.window = window
+        y, normaliser = attention_forward(projected, cos, sin, kv_heads, window, key_offset)
+        ctx.window, ctx.key_offset = window, key_offset
         ctx.save_for_backward(projected, cos, sin, y, normaliser)
         return y
 
@@ -54,12 +59,14 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative()
         projected, cos, sin, y, normaliser = ctx.saved_tensors
-        dx = attention_backward(dy, projected, cos, sin, y, normaliser, ctx.window)
-        return dx, None, None, None, None
+        dx = attention_backward(dy, projected, cos, sin, y, normaliser, ctx.window, ctx.key_offset)
+        return dx, None, None, None, None, None
 
 
 @operator()
-def attention_forward(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int, window: int, key_offset: bool
+) -> tuple[Tensor, Tensor]:
     """Return y and the logarithm of each query's softmax denominator, (batch, heads, time) float32."""
     batch, time, rows, head_dim = projected.shape
     heads = rows - 2 * kv_heads
@@ -69,7 +76,14 @@ def attention_forward(projected: Tensor, cos: Tensor, sin: Tensor, kv_heads: int
 
 @operator()
 def attention_backward(
-    dy: Tensor, projected: Tensor, cos: Tensor, sin: Tensor, y: Tensor, normaliser: Tensor, window: int
+    dy: Tensor,
+    projected: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    y: Tensor,
+    normaliser: Tensor,
+    window: int,
+    key_offset: bool,
 ) -> Tensor:
     """Return the gradient of the projection."""
     return projected.new_empty(projected.shape)

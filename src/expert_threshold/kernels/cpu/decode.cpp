@@ -48,12 +48,13 @@ struct Layer {
 };
 
 struct Model {
-  int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, capacity;
+  int64_t bfloat16, layers, d_model, heads, kv_heads, head_dim, vocab, rows, places;
   const float* embed;  // (vocab, d_model)
   const void* head;    // (vocab, d_model)
-  const float *cos, *sin;  // (capacity, head_dim / 2)
+  const float *cos, *sin;  // (places - 1, head_dim / 2)
   float qk_scale;          // of queries and keys after their norm
-  void* cache;             // (layers, rows, capacity, 2, kv_heads, head_dim)
+  bool key_offset;         // the slow half of each key is written for the next token
+  void* cache;             // (layers, rows, places, 2, kv_heads, head_dim)
   void* last;              // (rows, d_model): the embedding of each row's last token, if there is a smear gate
   Gate smear_gate;         // of the previous token's embedding, times `smear`
   float smear, backout;    // the head reads norm(x - backout · the middle layer's output)
@@ -61,7 +62,7 @@ struct Model {
   const Layer* layer;
 };
 
-// Ids, rows of the cache, and positions in these, below the capacity. Logits are computed for tokens from `first` on.
+// Ids, rows of the cache, and positions in these, below the last place. Logits are computed for tokens from `first` on.
 struct Tokens {
   int64_t count, first;
   const int64_t *ids, *rows, *places;
@@ -313,7 +314,7 @@ struct Pass {
 
   W* cached(int64_t layer, int64_t row, int64_t place) const {
     int64_t numbers = 2 * model.kv_heads * model.head_dim;
-    return (W*)model.cache + ((layer * model.rows + row) * model.capacity + place) * numbers;
+    return (W*)model.cache + ((layer * model.rows + row) * model.places + place) * numbers;
   }
 
   void turn(float* head, int64_t place) const {
@@ -380,8 +381,10 @@ struct Pass {
       for (int64_t i = 0; i < length; i++) value[i] = multiply_add(gate, embedded[i], value[i]);
     }
     W *keys = cached(index, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
+    W* next = cached(index, tokens.rows[r], place + 1) + kv * length;
     for (int64_t i = 0; i < length; i++) {
-      store(keys + i, key[i]);
+      bool slow = model.key_offset && i / (length / 4) % 2;
+      store((slow ? next : keys) + i, key[i]);
       store(values + i, value[i]);
     }
   }
@@ -676,24 +679,24 @@ struct Decoder {
 
 Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle); }
 
-// Begins a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (capacity,
-// head_dim / 2); cache: (layers, rows, capacity, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
+// Begins a model without layers; the caller deletes it. embed: (vocab, d_model), float32; cos, sin: (places - 1,
+// head_dim / 2); cache: (layers, rows, places, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
 // weights; softcap: 0 is off; the others as in Model.
 int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
-               const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate, double smear,
+               bool key_offset, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate, double smear,
                double backout, double eps, double softcap) {
   STD_TORCH_CHECK(cache.is_contiguous() && last.is_contiguous(), "a decoder's cache is not contiguous");
   auto decoder = std::make_unique<Decoder>();
   Model& model = decoder->model;
   model.bfloat16 = cache.scalar_type() == ScalarType::BFloat16;
   model.vocab = embed.size(0), model.d_model = embed.size(1);
-  model.rows = cache.size(1), model.capacity = cache.size(2);
+  model.rows = cache.size(1), model.places = cache.size(2);
   model.kv_heads = cache.size(4), model.head_dim = cache.size(5);
   model.embed = decoder->keep<const float>(embed);
   model.head = decoder->weight(head);
   model.cos = decoder->keep<const float>(cos);
   model.sin = decoder->keep<const float>(sin);
-  model.qk_scale = float(qk_scale);
+  model.qk_scale = float(qk_scale), model.key_offset = key_offset;
   model.cache = const_cast<void*>(decoder->weight(cache));
   model.last = const_cast<void*>(decoder->weight(last));
   model.smear_gate = decoder->gate(smear_gate);

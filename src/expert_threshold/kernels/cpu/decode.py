@@ -14,6 +14,7 @@ def decoder_create(
     cos: Tensor,
     sin: Tensor,
     qk_scale: float,
+    key_offset: bool,
     cache: Tensor,
     last: Tensor,
     smear_gate: Tensor | None,
@@ -24,9 +25,9 @@ def decoder_create(
 ) -> int:
     """Return a new decoder without layers, to be destroyed later.
 
-    embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity, 2, kv_heads,
-    head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other weights,
-    float32 or bfloat16; softcap: 0 is off.
+    embed: (vocab, d_model), cos, sin: (capacity, head_dim / 2), float32; cache: (layers, rows, capacity + 1, 2,
+    kv_heads, head_dim) and, for smear_gate (1, channels), last: (rows, d_model), in the dtype of head and all other
+    weights, float32 or bfloat16; softcap: 0 is off.
     """
     raise NotImplementedError
 
