@@ -77,7 +77,7 @@ def rounding(
     of_k, of_v = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (of_k, of_v))
     if key_offset:  # back to the tokens that the channels are of; the last token's slow ones are in no key
         fast, slow = halves(of_k)
-        of_k = torch.stack((fast, F.pad(slow[:, :, 1:], (0, 0, 0, 0, 0, 1))), -2).flatten(-3)
+        of_k = torch.cat((fast, F.pad(slow[:, :, 1:], (0, 0, 0, 0, 0, 1))), -1).flatten(-2)
     of_q, of_k = (  # the norm divides by a row's root mean square, and so its gradient
         t / x.square().mean(-1, keepdim=True)
         for t, x in ((of_q, heads[:, :queries]), (of_k, heads[:, queries:-kv_heads]))

@@ -118,11 +118,6 @@ def test_half_of_each_key_is_the_previous_tokens_and_zero_for_the_first(window: 
     torch.testing.assert_close(attention(x, cos, sin, None, 0), attention.output(y))
 
 
-def test_key_offset_needs_heads_of_whole_quarters() -> None:
-    with pytest.raises(ValueError, match="key_offset needs quarters"):
-        small(d_model=24, key_offset=True)
-
-
 def test_scalars_of_one_and_zero_are_the_papers_trunk() -> None:
     model = lively(small(residual_scalars=True, skip_scalars=True, smear=True, backout=True))
     with torch.no_grad():

@@ -135,10 +135,11 @@ def delay(keys: Tensor, seen: Tensor | None) -> Tensor:
     """Return keys (batch, heads, time, head_dim), rotated, of which the half that rotates slowest is the previous
     token's, zeros for the first and after one whose `seen` (batch, time) is 0.
     """
-    fast, slow = keys.unflatten(-1, (2, 2, -1)).unbind(-2)
+    pairs = keys.shape[-1] // 2
+    fast, slow = keys.unflatten(-1, (2, pairs)).split((pairs - pairs // 2, pairs // 2), -1)
     if seen is not None:
         slow = slow * seen[:, None, :, None, None].to(slow)
-    return torch.stack((fast, F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))), -2).flatten(-3)
+    return torch.cat((fast, F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))), -1).flatten(-2)
 
 
 class LastLinear(nn.Linear):

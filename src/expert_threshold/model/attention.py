@@ -254,10 +254,11 @@ def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def halves(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of the channels of keys (…, head_dim) that rotate fast and of those that rotate slowly, each
-    (…, 2, head_dim / 4).
+    """Return views of the channels of keys (…, head_dim) that rotate fast, and of the ⌊head_dim / 4⌋ pairs that rotate
+    slowest, as (…, 2, pairs).
     """
-    fast, slow = keys.unflatten(-1, (2, 2, -1)).unbind(-2)
+    pairs = keys.shape[-1] // 2
+    fast, slow = keys.unflatten(-1, (2, pairs)).split((pairs - pairs // 2, pairs // 2), -1)
     return fast, slow
 
 
@@ -268,7 +269,7 @@ def delay(keys: Tensor) -> Tensor:
     request 169).
     """
     fast, slow = halves(keys)
-    return torch.stack((fast, F.pad(slow[..., :-1, :, :], (0, 0, 0, 0, 1, 0))), -2).flatten(-3)
+    return torch.cat((fast, F.pad(slow[..., :-1, :, :], (0, 0, 0, 0, 1, 0))), -1).flatten(-2)
 
 
 QUERIES_PER_BLOCK = 256

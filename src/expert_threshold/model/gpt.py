@@ -103,10 +103,6 @@ class GPTConfig:
         require_valid(GPTConfig, vars(self))
         if self.d_model % self.heads or (self.d_model // self.heads) % 2:
             raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
-        if self.key_offset and (self.d_model // self.heads) % 4:
-            raise ValueError(
-                f"heads={self.heads} has a width of {self.d_model // self.heads}; key_offset needs quarters"
-            )
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
         if self.dense_layers > self.layers:

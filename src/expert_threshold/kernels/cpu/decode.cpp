@@ -383,7 +383,7 @@ struct Pass {
     W *keys = cached(index, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
     W* next = cached(index, tokens.rows[r], place + 1) + kv * length;
     for (int64_t i = 0; i < length; i++) {
-      bool slow = model.key_offset && i / (length / 4) % 2;
+      bool slow = model.key_offset && i % (length / 2) >= length / 2 - length / 4;
       store((slow ? next : keys) + i, key[i]);
       store(values + i, value[i]);
     }
