@@ -33,6 +33,7 @@ TRUNK = {
     "backout": "--no-backout",
     "sharper attention": "--qk-scale 1",
     "rotary base of 100,000": "--rotary-base 10000",
+    "key offset": "--no-key-offset",
     "nanochat's initialisation": "--initialization paper",
 }
 OPTIMIZER = {
