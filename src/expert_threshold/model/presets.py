@@ -60,7 +60,6 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "backout": True,
         "qk_scale": 1.2,
         "rotary_base": 100_000.0,
-        "key_offset": False,
         "windows": "SSSL",
     },
 }
