@@ -4,10 +4,10 @@
         [--ours "NAME: OPTIONS OF et train" …] [--no-compile] [--threads N]
     python benchmarks/speedrun.py --redraw --out FOLDER
 
-Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold with the
-recipe `nanochat`. nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths,
-vocabulary and context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the
-batch. Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
+Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold. nanochat
+(github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and context, and
+its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
+Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
 Seconds are those of optimizer steps alone. Compiling is left out: of nanochat's, the first two steps count as much as
 the median; of ours, with `--compile on`, the first interval counts as much as the median interval.
 
@@ -40,7 +40,7 @@ from expert_threshold.analysis.sentences import counted
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 
-OURS = ["dense: --recipe nanochat --rule dense", "expert threshold: --recipe nanochat"]
+OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
 NANOCHAT = "nanochat"
 # nanochat's defaults at 92d63d4 (scripts/base_train.py, July 2026).
 RATES = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5, "weight_decay": 0.28}
