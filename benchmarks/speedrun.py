@@ -4,9 +4,9 @@
         [--ours "NAME: OPTIONS OF et train" …] [--no-compile] [--threads N]
     python benchmarks/speedrun.py --redraw --out FOLDER
 
-Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold. nanochat
-(github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and context, and
-its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
+Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold.
+nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and
+context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
 Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
 Seconds are those of optimizer steps alone. Compiling is left out: of nanochat's, the first two steps count as much as
 the median; of ours, with `--compile on`, the first interval counts as much as the median interval.
