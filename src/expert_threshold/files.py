@@ -79,11 +79,11 @@ def replacing(path: Path) -> Iterator[Path]:
     sync_folder(path.parent)
 
 
-def require_free(to: str | Path) -> None:
-    """Raise ValueError if the folder exists and is not empty: no folder is ever overwritten."""
+def require_free(to: str | Path, option: str = "--to") -> None:
+    """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten."""
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"--to {to}: already exists; name another folder")
+        raise ValueError(f"{option} {to}: already exists; name another folder")
 
 
 def missing_folders(path: Path) -> list[Path]:
@@ -99,9 +99,9 @@ def remove_empty(folders: Iterable[Path]) -> None:
 
 
 @contextmanager
-def new_folder(to: str | Path) -> Iterator[Path]:
+def new_folder(to: str | Path, option: str = "--to") -> Iterator[Path]:
     """Yield a folder to fill that becomes `to` unless an error occurs. Raises ValueError as `require_free` does."""
-    require_free(to)
+    require_free(to, option)
     place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
     missing = missing_folders(place.parent)
     place.parent.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from expert_threshold.cli import main
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.model import TRUNKS
 from expert_threshold.routing import Rule
-from expert_threshold.runs import load_model
+from expert_threshold.runs import RunFolder, load_model
 
 OPTIONS = {
     "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
@@ -104,6 +106,26 @@ def lead_out(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../run/config.json"}}))
 
 
+def index_nothing(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
+def index_a_number(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": 3}}')
+
+
+def cut_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+def change_run(run: object) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_bytes())
+        (folder / "config.json").write_text(json.dumps(config | {"run": run}))
+
+    return change
+
+
 def grow(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"d_model": 64}))
@@ -117,6 +139,13 @@ def grow(folder: Path) -> None:
         (lose_weights, r"model\.safetensors: the file is missing"),
         (lose_tokenizer, r"tokenizer\.json: the file is missing"),
         (lead_out, r"lists '\.\./run/config\.json', which is not a file of this folder"),
+        (index_nothing, r"model\.safetensors\.index\.json: damaged"),
+        (index_a_number, r"3: the file is missing"),
+        (cut_index, r"model\.safetensors\.index\.json: damaged \(no 'weight_map'\)"),
+        (change_run([1]), r"config\.json: damaged"),
+        (change_run({"step": "ten"}), r"config\.json: damaged \(its run's step is 'ten'\)"),
+        (change_run({"step": -1}), r"config\.json: damaged \(its run's step is -1\)"),
+        (change_run({"corpus": 3}), r"config\.json: damaged"),
         (grow, r"weights and config\.json disagree"),
     ],
 )
@@ -131,6 +160,19 @@ def test_a_folder_that_is_not_whole_is_refused_before_anything_is_written(
         import_folder(folder, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_import_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_run(tmp_path / "run", small_model())
+    folder = export_run(tmp_path / "run", tmp_path / "folder")
+    before = set(tmp_path.iterdir())
+    monkeypatch.setattr(RunFolder, "save_checkpoint", full)
+    with pytest.raises(OSError, match="No space left"):
+        import_folder(folder, tmp_path / "new" / "out")
+    assert set(tmp_path.iterdir()) == before
 
 
 def test_an_imported_run_generates_and_is_begun_from_but_not_resumed(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data import BOS
-from ..files import new_folder, read_json, require_free, to_json, write_synced
+from ..files import damage_told, new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import save_tensors
@@ -85,12 +85,23 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
             f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens but the model {gpt_config.vocab_size}; "
             "save the model's own tokenizer there"
         )
-    facts = config.get("run") or {}
-    run = RunFolder.create(out)
-    run.write_config({"model": gpt_config.to_dict()} | {name: facts[name] for name in FACTS if name in facts})
-    tokenizer.save(run.tokenizer_path)
-    run.save_checkpoint(int(facts.get("step", 0)), {"model": model.state_dict()}, {})
-    return run
+    facts, step = _told_facts(path, config)
+    with new_folder(out, "--out") as temporary:
+        run = RunFolder(temporary)
+        run.write_config({"model": gpt_config.to_dict()} | facts)
+        tokenizer.save(run.tokenizer_path)
+        run.save_checkpoint(step, {"model": model.state_dict()}, {})
+    return RunFolder.open(out)
+
+
+def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Return what `_facts` exported: the sections, and the step. Raises ValueError if they are damaged."""
+    with damage_told(path / "config.json", "export the model again"):
+        run = config.get("run") or {}
+        step = run.get("step", 0)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"its run's step is {step!r}")
+        return {name: dict(run[name]) for name in FACTS if name in run}, step
 
 
 def _outside(name: str) -> str:
@@ -106,7 +117,8 @@ def _load(path: Path) -> dict[str, Tensor]:
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
-        files = set(read_json(index).get("weight_map", {}).values())
+        with damage_told(index, "export or save the model again"):
+            files = set(map(str, read_json(index)["weight_map"].values()))
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
         if Path(name).name != name:
