@@ -816,7 +816,11 @@ def exhaust_numpy() -> None:
     np.empty(2**60, np.uint8)
 
 
-RUN_OUT = [exhaust_the_accelerator, exhaust_the_cpu, exhaust_numpy]
+def exceed_all_addresses() -> None:
+    torch.empty(2**40, 2**40, device="meta")
+
+
+RUN_OUT = [exhaust_the_accelerator, exhaust_the_cpu, exhaust_numpy, exceed_all_addresses]
 
 
 @pytest.mark.parametrize("run_out", RUN_OUT)
