@@ -63,7 +63,6 @@ class Cache:
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
         """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
-        self.held[:, row, 0] = 0
         self.last[row] = 0
         self._pasts[row] = dict(pasts)
 
