@@ -310,7 +310,7 @@ def test_expert_threshold_routes_in_a_batch_as_it_routes_one_by_one(
             assert bool(begun) == bool(past)
             rows.append(([*begun[0], *row] if past else row, assignment))
             if cache is not None and not past:
-                prefixes.append((row, cache.held[0, i].clone()))
+                prefixes.append((row, cache.held[0, i, : len(row)].clone()))
         if past:
             prefixes.clear()
         return output
