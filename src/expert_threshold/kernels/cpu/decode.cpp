@@ -683,8 +683,8 @@ Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle)
 // head_dim / 2); cache: (layers, rows, places, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
 // weights; softcap: 0 is off; the others as in Model.
 int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
-               bool key_offset, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate, double smear,
-               double backout, double eps, double softcap) {
+               bool key_offset, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate,
+               double smear, double backout, double eps, double softcap) {
   STD_TORCH_CHECK(cache.is_contiguous() && last.is_contiguous(), "a decoder's cache is not contiguous");
   auto decoder = std::make_unique<Decoder>();
   Model& model = decoder->model;
