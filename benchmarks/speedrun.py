@@ -5,6 +5,8 @@
     python benchmarks/speedrun.py --redraw --out FOLDER
 
 Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold.
+A contestant that names its own --steps learns as much as it can in these, on the first of the same batches: a whole
+schedule is the fair way to reach a loss early.
 nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and
 context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
 Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
@@ -60,7 +62,8 @@ def train_ours(arguments: argparse.Namespace, options: list[str], seed: int, out
         return
     every = max(1, arguments.steps // arguments.points)
     threads = [] if arguments.threads is None else ["--threads", arguments.threads]
-    fixed = ["--data", arguments.data, "--steps", arguments.steps, "--seed", seed, "--eval-every", every]
+    steps = [] if "--steps" in options else ["--steps", arguments.steps]
+    fixed = ["--data", arguments.data, *steps, "--seed", seed, "--eval-every", every]
     fixed += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none", *threads]
     call("train", "quickstart", *fixed, *options, "--out", out)
 
@@ -193,7 +196,8 @@ def summarise(runs: dict[str, list[Curve]]) -> dict[str, Any]:
         if NANOCHAT in runs and name != NANOCHAT:
             theirs = runs[NANOCHAT]
             pairs = list(zip(curves, theirs, strict=True))
-            row["minus_nanochat"] = over_seeds([a[-1][2] - b[-1][2] for a, b in pairs])
+            if all(a[-1][0] == b[-1][0] for a, b in pairs):
+                row["minus_nanochat"] = over_seeds([a[-1][2] - b[-1][2] for a, b in pairs])
             for axis, what in enumerate(("tokens", "seconds")):
                 shares = [(reached(a, b[-1][2], axis), b[-1][axis]) for a, b in pairs]
                 values = [mine / whole for mine, whole in shares if mine is not None]
@@ -215,21 +219,22 @@ def to_markdown(result: dict[str, Any]) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in result["contestants"].items():
-        less = row.get("minus_nanochat")
+        less, alone = row.get("minus_nanochat"), "share_of_tokens" not in row
         shares = [row.get(f"share_of_{what}") for what in ("tokens", "seconds")]
         cells = [
             f"{row['loss']['mean']:.3f}" + spread(row["loss"]),
             "–" if less is None else f"{less['mean']:+.3f}" + spread(less),
             f"{row['tokens_per_second']:,.0f}",
             f"{row['seconds']:,.0f}",
-            *("–" if less is None else "not reached" if share is None else f"{share:.2f}" for share in shares),
+            *("–" if alone else "not reached" if share is None else f"{share:.2f}" for share in shares),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "Loss in nats per token, ± its standard deviation over seeds. The shares are of the tokens and seconds that "
-        "nanochat needs to its last loss: medians over seeds, linear between validations. nanochat has its default "
-        "rates, not scaled by the batch as its script does for its own. The seconds of compilers are left out.",
+        "Loss in nats per token, ± its standard deviation over seeds; differences are at equal tokens. Shares are of "
+        "the tokens and seconds that nanochat needs to its last loss: medians over seeds, linear between validations. "
+        "nanochat has its default rates, not scaled by the batch as its script does for its own. The seconds of "
+        "compilers are left out.",
         "",
     ]
     if result["left_out"]:
@@ -306,10 +311,10 @@ def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtyp
 def require_alike(folders: list[RunFolder]) -> None:
     """Raise ValueError if contestants do not see the same tokens in the same batches."""
     options = [folder.config["model"] | folder.config["train"] for folder in folders]
-    names = ("context", "vocab_size", "batch_size", "accumulation", "steps")
+    names = ("context", "vocab_size", "batch_size", "accumulation")
     seen = [tuple(option[name] for name in names) for option in options]
     if len(set(seen)) > 1:
-        raise ValueError(f"contestants differ in context, vocabulary, batch or steps: {seen}; give them the same")
+        raise ValueError(f"contestants differ in context, vocabulary or batch: {seen}; give them the same")
 
 
 def parse() -> argparse.Namespace:
@@ -373,7 +378,7 @@ def main() -> None:
 
     result = {
         "steps": arguments.steps,
-        "tokens": next(iter(runs.values()))[0][-1][0],
+        "tokens": max(curve[-1][0] for curves in runs.values() for curve in curves),
         "data": arguments.data,
         "seeds": arguments.seeds,
         "dtype": str(dtype).removeprefix("torch."),

@@ -43,6 +43,14 @@ def test_shares_are_of_what_nanochat_needs_and_absent_where_a_seed_never_gets_th
     assert found["slow"]["share_of_tokens"] is None
 
 
+def test_a_contestant_with_a_shorter_schedule_has_shares_but_no_difference_at_equal_tokens() -> None:
+    theirs: speedrun.Curve = [(400, 20.0, 3.5), (800, 40.0, 3.2)]
+    short: speedrun.Curve = [(200, 6.0, 4.0), (400, 10.0, 3.2)]
+    found = speedrun.summarise({"short": [short], "nanochat": [theirs]})["short"]
+    assert (found["share_of_tokens"], found["share_of_seconds"]) == (0.5, 0.25)
+    assert "minus_nanochat" not in found
+
+
 def test_nanochats_schedules_rise_hold_and_fall() -> None:
     """The values of its training script for 1,000 steps: 40 of warmup, the last 650 of cooldown."""
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -65,12 +73,14 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     text.write_text("\n".join(f"line {i} of a short text about nothing much" for i in range(3000)))
     small = "--batch-size 2 --context 32 --layers 1 --d-model 32 --heads 2 --kv-heads 2 --vocab-size 300 --rule dense"
     arguments = ["--steps", "4", "--points", "2", "--seeds", "1", "--eval-tokens", "100", "--data", str(text)]
-    command = ["speedrun", "--out", str(tmp_path / "out"), *arguments, "--ours", f"ours: {small}"]
+    ours = ["--ours", f"ours: {small}", "--ours", f"short: {small} --steps 2"]
+    command = ["speedrun", "--out", str(tmp_path / "out"), *arguments, *ours]
     monkeypatch.setattr(sys, "argv", command)
     speedrun.main()
     result = json.loads((tmp_path / "out" / "speedrun.json").read_text())
     assert "nanochat" in result["left_out"]
     assert [point[0] for point in result["runs"]["ours"][0]] == [2 * 64, 4 * 64]
+    assert [point[0] for point in result["runs"]["short"][0]] == [2 * 64]
     assert (tmp_path / "out" / "speedrun.png").exists()
     capsys.readouterr()
     speedrun.main()  # continues, which trains nothing
