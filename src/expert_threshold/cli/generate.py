@@ -17,7 +17,7 @@ OPTIONS = [
     Option("run", str, None, "The folder of the run.", positional=True, required=True),
     Option("prompt", str, "", "The text to continue; an empty one opens a document.", may_be_empty=True),
     Option("max_tokens", int, 200, "Maximum number of tokens; the end of a document or of the context stops earlier."),
-    Option("temperature", float, 0.8, "0 takes the likeliest token; 1 samples from the model's own distribution."),
+    Option("temperature", float, 1.0, "0 takes the likeliest token; 1 samples from the model's own distribution."),
     Option("top_k", int | None, 50, "Sample from this many of the likeliest tokens; none is all."),
     Option("seed", int | None, None, "The same seed gives the same text; none draws a seed."),
     Option("rate", float | None, None, "Target for routed experts per token, from 0 to all; none is as trained."),

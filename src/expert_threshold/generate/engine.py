@@ -385,7 +385,7 @@ def generate(
     prompt: str | Sequence[int],
     *,
     max_tokens: int,
-    temperature: float = 0.8,
+    temperature: float = 1.0,
     top_k: int | None = 50,
     seed: int | None = None,
     stop_at_document_end: bool = True,

@@ -158,7 +158,7 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     request = Request(
         prompt,
         max_tokens,
-        temperature=fields.number("temperature", Range(float, 0, 2, 0.8)),
+        temperature=fields.number("temperature", Range(float, 0, 2, 1)),
         top_k=fields.number("top_k", Range(int, 1, SEEDS - 1)),
         seed=fields.number("seed", Range(int, 0, SEEDS - 1)),
         tops=TOPS,
