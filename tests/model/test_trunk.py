@@ -74,7 +74,7 @@ def test_value_embeddings_are_in_every_other_layer_the_last_included_or_in_all(w
 def test_a_value_embedding_adds_its_tokens_row_to_the_values_times_a_gate_below_three() -> None:
     model = lively(small(layers=1, value_embeddings="all"))
     attention = model.blocks[0].attention
-    x, tokens, table = torch.randn(2, 5, 32), tokens_of(2, 5), model.rotary(torch.arange(5.0))
+    x, tokens, table = torch.randn(2, 5, 32, requires_grad=True), tokens_of(2, 5), model.rotary(torch.arange(5.0))
     gates = 3 * torch.sigmoid(F.linear(x[..., :12], attention.value_gate.weight))
     values = F.linear(x, attention.value.weight) + gates.repeat_interleave(8, -1) * attention.value_embed.weight[tokens]
     q, k = (F.linear(x, p.weight).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (attention.query, attention.key))
@@ -85,7 +85,11 @@ def test_a_value_embedding_adds_its_tokens_row_to_the_values_times_a_gate_below_
 
     y = attend(turned(q), turned(k), values.unflatten(-1, (-1, 8)).transpose(1, 2))
     expected = F.linear(y.transpose(1, 2).flatten(2), attention.output.weight)
-    torch.testing.assert_close(attention(x, *table, None, 0, tokens), expected)
+    output = attention(x, *table, None, 0, tokens)
+    torch.testing.assert_close(output, expected)
+    weights, dy = [x, *attention.parameters()], torch.randn_like(output)
+    for found, wanted in zip(*(torch.autograd.grad(y, weights, dy) for y in (output, expected)), strict=True):
+        torch.testing.assert_close(found, wanted)
 
 
 def test_smear_adds_the_previous_tokens_embedding_and_none_to_the_first() -> None:

@@ -334,6 +334,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: 
     )
 
 
+class _AddToLast(torch.autograd.Function):
+    """x (…, n) with y (…, m) added to its last m channels, in place; autograd's own derivative copies x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.channels = y.shape[-1]
+        x[..., -y.shape[-1] :] += y
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, dx[..., -ctx.channels :]
+
+
 class Attention(nn.Module):
     """Multi-head attention; kv_heads < heads is grouped-query attention.
 
@@ -383,11 +398,12 @@ class Attention(nn.Module):
         """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
         rotary table; tokens: (batch, time) int64, which value embeddings need.
         """
-        projected = F.linear(x, self.joined().to(x.dtype)).unflatten(-1, (-1, self.head_dim))
+        projected = F.linear(x, self.joined().to(x.dtype))
         kv_heads = len(self.key.weight) // self.head_dim
         if self.value_embed is not None:
             assert tokens is not None
-            projected[:, :, -kv_heads:] += self._value_embeddings(x, tokens)
+            projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))
+        projected = projected.unflatten(-1, (-1, self.head_dim))
         output: Tensor
         if span is None and kernels.applies(projected, self.head_dim):
             output = self.output(
