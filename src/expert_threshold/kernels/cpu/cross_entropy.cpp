@@ -15,20 +15,22 @@ constexpr int64_t ROWS = 64;           // tokens in a block of a group
 constexpr int64_t WORDS = 256;         // of the vocabulary in one tile of the weight's gradient
 constexpr int64_t TILE_COLUMNS = 768;  // columns of that tile
 
-inline __m512 exponential(__m512 x) {  // a polynomial on ±ln 2 / 2, to 2 units in the last place
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (const float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+constexpr float LOG2_E = 1.44269504f;
+
+inline __m512 power_of_two(__m512 x) {  // a polynomial on the fraction of x, within 2e-7 of its value
+  const __m512 r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  __m512 p = _mm512_set1_ps(1.87757867e-3f);
+  for (const float c : {8.98933862e-3f, 5.58263152e-2f, 2.40153620e-1f, 6.93153072e-1f, 9.99999925e-1f})
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1)));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_scalef_ps(p, x);
 }
 
-inline __m512 sigmoid(__m512 z) {
+inline __m512 sigmoid(__m512 z) {  // below 2⁻⁸⁰ it is that; the minimum's order keeps NaN
   const __m512 one = _mm512_set1_ps(1);
-  return _mm512_div_ps(one, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+  const __m512 power = power_of_two(_mm512_min_ps(_mm512_set1_ps(80), _mm512_mul_ps(z, _mm512_set1_ps(-LOG2_E))));
+  const __m512 below = _mm512_add_ps(one, power);
+  const __m512 near = _mm512_rcp14_ps(below);  // to 14 bits, which Newton's step doubles
+  return _mm512_fmadd_ps(near, _mm512_fnmadd_ps(below, near, one), near);
 }
 
 struct Head {
@@ -54,7 +56,8 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   alignas(64) float sum[ROWS] = {}, at_target[ROWS] = {};
   std::memcpy(xs, h.x + start * width, count * width * sizeof(bf16));
   std::memset((void*)(xs + count * width), 0, (m - count) * width * sizeof(bf16));
-  const __m512 cap = _mm512_set1_ps(h.cap), twice_cap = _mm512_set1_ps(2 * h.cap), one = _mm512_set1_ps(1);
+  const __m512 one = _mm512_set1_ps(1), cap = _mm512_set1_ps(LOG2_E * h.cap);  // of an exponent of 2
+  const __m512 twice_cap = _mm512_add_ps(cap, cap);
 
   multiply(m, h.vocab, width, xs, h.to_logits, [&](auto c, int64_t, int64_t, int64_t column, int64_t columns) {
     const int64_t part = column / DEPTH * DEPTH, words = std::min(DEPTH, h.vocab - part);
@@ -64,7 +67,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
         __m512 slopes[2];
         for (const int i : {0, 1}) {
           const __m512 s = sigmoid(_mm512_loadu_ps(c + r * columns + j + 16 * i));
-          const __m512 e = exponential(_mm512_fmsub_ps(twice_cap, s, cap));
+          const __m512 e = power_of_two(_mm512_fmsub_ps(twice_cap, s, cap));
           sums = _mm512_add_ps(sums, e);
           slopes[i] = _mm512_mul_ps(e, _mm512_mul_ps(s, _mm512_sub_ps(one, s)));
         }
