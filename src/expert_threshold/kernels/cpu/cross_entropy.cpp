@@ -47,7 +47,8 @@ struct Group {
 };
 
 // Losses of rows start … start + count and, if `slope` is not null, the factors of gradients: `turned`
-// (vocab, rounded) and `packed` (rounded, width), which belong to a group in which these rows begin at `offset`.
+// (width, rounded) and, in parts of DEPTH words, `packed` (rounded, words), of a group in which these rows begin at
+// `offset`.
 void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, int64_t rounded, Scratch& scratch,
                   float* losses, float* slope, bf16* dx, bf16* turned, bf16* packed) {
   const int64_t m = round_up(count, 32), width = h.width;
@@ -106,12 +107,12 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   for (int64_t part = 0; part < h.vocab; part += DEPTH) {
     const int64_t words = std::min(DEPTH, h.vocab - part);
     std::memset((void*)(g + part * m + count * words), 0, (m - count) * words * sizeof(bf16));
-    transpose<true>(g + part * m, m, words, turned + part * rounded + offset, rounded);
+    pack_rows<true>(g + part * m, m, words, packed + part * rounded, rounded, offset);
   }
   for (int64_t r = 0; r < count; ++r)
     for (int64_t j = 0; j < width; j += 16)
       store(xs + r * width + j, _mm512_mul_ps(load(xs + r * width + j), _mm512_set1_ps(sum[r])));
-  pack_rows<true>(xs, m, width, packed, rounded, offset);
+  transpose<true>(xs, m, width, turned + offset, rounded);
 }
 
 // Returns the losses (tokens,), 0 where the target is negative, and the gradients of their sum by x and weight, up to
@@ -126,15 +127,15 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tens
   const auto numbers = [&](int64_t m, int64_t n) { return new_empty(inputs, {m, n}, ScalarType::Float); };
   // Packed weights as in Head, and the factors of the gradients of a chunk.
   const Tensor for_logits = room(vocab, width), for_width = room(words, width);
-  const Tensor slopes = room(std::min(chunk, round_up(rows, 32)), vocab), packed = room(slopes.size(0), width);
+  const Tensor slopes = room(std::min(chunk, round_up(rows, 32)), vocab), factors = room(slopes.size(0), width);
   const Tensor own = numbers(rows, 1);
   const Tensor results = new_empty(inputs, {tokens}, ScalarType::Float), gradient = room(rows, width);
   const Tensor weight_gradient = numbers(words, width);
   const float cap = float(softcap);
   const bf16 *x = data<const bf16>(inputs), *weight = data<const bf16>(weights);
   const int64_t* targets = data<const int64_t>(labels);
-  bf16 *to_logits = data<bf16>(for_logits), *to_width = data<bf16>(for_width), *turned = data<bf16>(slopes);
-  bf16 *packed_x = data<bf16>(packed), *dx = data<bf16>(gradient);
+  bf16 *to_logits = data<bf16>(for_logits), *to_width = data<bf16>(for_width), *packed = data<bf16>(slopes);
+  bf16 *turned = data<bf16>(factors), *dx = data<bf16>(gradient);
   float *slope = data<float>(own), *losses = data<float>(results);
   float* dweight = with_gradient ? data<float>(weight_gradient) : nullptr;
   const int64_t word_panel = panel(vocab);
@@ -156,29 +157,33 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tens
         const int64_t start = begin + i * ROWS, group = (start - begin) / GROUP * GROUP;
         const int64_t rounded = round_up(std::min(GROUP, end - begin - group), 32);
         compute_rows(head, start, std::min(ROWS, end - start), start - begin - group, rounded, scratch, losses,
-                     dweight ? slope : nullptr, dx, turned + group * vocab, packed_x + group * width);
+                     dweight ? slope : nullptr, dx, turned + group * width, packed + group * vocab);
       }
       finish();
     });
     if (!dweight) continue;
-    const int64_t columns = panel(width), across = (width + TILE_COLUMNS - 1) / TILE_COLUMNS;
+    const int64_t across = (width + TILE_COLUMNS - 1) / TILE_COLUMNS;
     at::parallel_for(0, (vocab + WORDS - 1) / WORDS * across, 1, [&](int64_t from, int64_t to) {
       float* sum = Scratch().take<float>(WORDS * TILE_COLUMNS);
       for (int64_t i = from; i < to; ++i) {
         const int64_t row = i / across * WORDS, column = i % across * TILE_COLUMNS;
         const int64_t m = std::min(WORDS, vocab - row), n = std::min(TILE_COLUMNS, width - column);
+        const int64_t words = panel(std::min(DEPTH, vocab - row / DEPTH * DEPTH));  // of a panel
         for (int64_t group = 0; group < end - begin; group += GROUP) {
           const int64_t rounded = round_up(std::min(GROUP, end - begin - group), 32);
-          accumulate(m, n, rounded, columns, turned + group * vocab + row * rounded,
-                     packed_x + group * width + column * rounded, sum, group > 0);
+          accumulate(n, m, rounded, words, turned + group * width + column * rounded,
+                     packed + group * vocab + row * rounded, sum, group > 0);
         }
-        for (int64_t j = 0; j < n; j += columns)
-          for (int64_t r = 0; r < m; ++r)
-            for (int64_t l = 0; l < columns; l += 16) {
-              float* to = dweight + (row + r) * width + column + j + l;
-              const __m512 part = _mm512_loadu_ps(sum + j * m + r * columns + l);
+        alignas(64) float tile[16 * 16];
+        for (int64_t j = 0; j < m; j += 16)
+          for (int64_t l = 0; l < n; l += 16) {
+            at::vec::transpose_mxn<float>(sum + j / words * words * n + l * words + j % words, words, tile, 16, 16, 16);
+            for (int64_t r = 0; r < 16; ++r) {
+              float* to = dweight + (row + j + r) * width + column + l;
+              const __m512 part = _mm512_load_ps(tile + 16 * r);
               _mm512_storeu_ps(to, begin ? _mm512_add_ps(_mm512_loadu_ps(to), part) : part);
             }
+          }
         for (int64_t t = begin; t < end; ++t)
           if (row <= targets[t] && targets[t] < row + m)
             for (int64_t j = column; j < column + n; j += 16) {
