@@ -4,7 +4,8 @@
         [--ours "NAME: OPTIONS OF et train" …] [--no-compile] [--threads N]
     python benchmarks/speedrun.py --redraw --out FOLDER
 
-Every contestant of ours is a run of `et train quickstart`; without --ours there are dense and expert threshold.
+Every contestant of ours is a run of `et train quickstart --context 256 --batch-size 16 --compile on`, to which --ours
+adds options; without --ours there are dense and expert threshold.
 A contestant that names its own --steps learns as much as it can in these, on the first of the same batches: a whole
 schedule is the fair way to reach a loss early.
 nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and
@@ -43,6 +44,7 @@ from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 
 OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
+FIXED = {"--context": 256, "--batch-size": 16}  # of our contestants that do not say otherwise
 NANOCHAT = "nanochat"
 # nanochat's defaults at 92d63d4 (scripts/base_train.py, July 2026).
 RATES = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5, "weight_decay": 0.28}
@@ -62,8 +64,9 @@ def train_ours(arguments: argparse.Namespace, options: list[str], seed: int, out
         return
     every = max(1, arguments.steps // arguments.points)
     threads = [] if arguments.threads is None else ["--threads", arguments.threads]
-    steps = [] if "--steps" in options else ["--steps", arguments.steps]
-    fixed = ["--data", arguments.data, *steps, "--seed", seed, "--eval-every", every]
+    own = FIXED | {"--steps": arguments.steps, "--compile": "off" if arguments.no_compile else "on"}
+    fixed = [word for name, value in own.items() if name not in options for word in (name, value)]
+    fixed += ["--data", arguments.data, "--seed", seed, "--eval-every", every]
     fixed += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none", *threads]
     call("train", "quickstart", *fixed, *options, "--out", out)
 
@@ -328,7 +331,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--points", type=int, default=15, help="validations of a run")
     parser.add_argument("--eval-tokens", type=int, default=100_000)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--no-compile", action="store_true", help="run nanochat's model without torch.compile")
+    parser.add_argument("--no-compile", action="store_true", help="run all models without torch.compile")
     parser.add_argument("--redraw", action="store_true", help="make speedrun.md and speedrun.png anew")
     arguments = parser.parse_args()
     for name in ("steps", "seeds", "points", "eval_tokens"):

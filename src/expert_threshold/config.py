@@ -40,7 +40,7 @@ RUNS: dict[str, Preset] = {
     "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
     # Under four minutes on two cores with bfloat16 products; docs/log.md has the sizes that were tried.
     "quickstart": Preset(
-        train={"steps": 1200, "batch_size": 16, "eval_every": 300, "sample_every": 600},
+        train={"steps": 1200, "batch_size": 8, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
         recipe="nanochat_trunk",
         # Windows stay away: in float32 they are masks to torch, which skips nothing for them.

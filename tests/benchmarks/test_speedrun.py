@@ -72,7 +72,19 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {i} of a short text about nothing much" for i in range(3000)))
     small = "--batch-size 2 --context 32 --layers 1 --d-model 32 --heads 2 --kv-heads 2 --vocab-size 300 --rule dense"
-    arguments = ["--steps", "4", "--points", "2", "--seeds", "1", "--eval-tokens", "100", "--data", str(text)]
+    arguments = [
+        "--steps",
+        "4",
+        "--points",
+        "2",
+        "--seeds",
+        "1",
+        "--eval-tokens",
+        "100",
+        "--data",
+        str(text),
+        "--no-compile",
+    ]
     ours = ["--ours", f"ours: {small}", "--ours", f"short: {small} --steps 2"]
     command = ["speedrun", "--out", str(tmp_path / "out"), *arguments, *ours]
     monkeypatch.setattr(sys, "argv", command)

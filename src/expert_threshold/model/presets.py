@@ -29,7 +29,7 @@ def _size(layers: int, d_model: int, head_dim: int, vocab_size: int, context: in
 # d<N> is the paper's convention: N layers, d_model = 64 N, heads of 128 (Appendix B).
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": _size(2, 64, 32, vocab_size=512, context=128),
-    "quickstart": _size(4, 128, 64, vocab_size=4096, context=256),
+    "quickstart": _size(4, 128, 64, vocab_size=4096, context=512),
     "d4": _size(4, 256, 128, vocab_size=8192, context=512),
     "d6": _size(6, 384, 128, vocab_size=16384, context=1024),
     "d8": _size(8, 512, 128, vocab_size=32768, context=1024),
