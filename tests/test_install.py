@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from expert_threshold.install import et, install
+from expert_threshold.install import et, install, program
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,13 +44,13 @@ def test_a_program_that_the_shell_does_not_find_is_named_by_its_path(
 ) -> None:
     """`make demo` ended with `et generate …`, which no shell found: it lies in .venv/bin."""
     monkeypatch.chdir(tmp_path)
-    program = Path(".venv/bin/et")
-    call(program, monkeypatch, os.defpath)
-    assert et() == ".venv/bin/et"
-    call(program, monkeypatch, str(program.parent.absolute()))
+    script = Path(".venv/bin/et")
+    call(script, monkeypatch, os.defpath)
+    assert (et(), program()) == (".venv/bin/et", [".venv/bin/et"])  # so that ranks name it as their parent would
+    call(script, monkeypatch, str(script.parent.absolute()))
     assert et() == "et"
     monkeypatch.setattr(sys, "argv", ["pytest"])
-    assert et() == "et"
+    assert (et(), program()) == ("et", ["-m", "expert_threshold"])
 
 
 def test_in_a_clone_extras_are_installed_from_the_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

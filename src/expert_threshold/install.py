@@ -17,11 +17,22 @@ DISTRIBUTION = "expert-threshold"
 
 def et() -> str:
     """Return `et` if a shell finds this installation by that name, else the path by which it was called."""
-    called = Path(sys.argv[0])
-    if called.stem != "et" or not called.is_file():  # `python -m`, or a program that uses the package
+    called, found = _script(), shutil.which("et")
+    if called is None or (found is not None and os.path.samefile(found, called)):
         return "et"
-    found = shutil.which("et")
-    return "et" if found is not None and os.path.samefile(found, called) else shlex.quote(str(called))
+    return shlex.quote(str(called))
+
+
+def program() -> list[str]:
+    """Return what Python has to be given to run `et` in another process as in this one."""
+    called = _script()
+    return ["-m", __package__] if called is None else [str(called)]
+
+
+def _script() -> Path | None:
+    """Return the script `et` that this process runs; None under `python -m`, or in a program that uses the package."""
+    called = Path(sys.argv[0])
+    return called if called.stem == "et" and called.is_file() else None
 
 
 def install(extra: str) -> str:

@@ -22,7 +22,7 @@ from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, 
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
-from ..install import et
+from ..install import et, program
 from ..option import Count, Positive
 from ..plan import costs
 from ..routing import rule_name
@@ -164,7 +164,7 @@ def _launch(arguments: Sequence[str], given: dict[str, Any], processes: int) -> 
     config = _resumed(RunFolder.open(given["resume"]), given, processes) if "resume" in given else resolve_run(given)
     mesh_sizes(processes, config.train.expert_parallel)
     require_trainable(config.model, config.train, processes)
-    code = launch(["train", *arguments], processes)
+    code = launch([*program(), "train", *arguments], processes)
     if code:
         raise SystemExit(code)
 

@@ -20,7 +20,7 @@ def is_lost_rank(error: BaseException) -> bool:
 
 
 def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run `et ARGUMENTS` in `processes` local processes through torchrun's launcher; returns the exit code.
+    """Run Python with these arguments in `processes` local processes through torchrun's launcher; return the exit code.
 
     The launcher forwards SIGINT and SIGTERM and waits for the ranks.
     """
@@ -39,7 +39,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         rdzv_endpoint="localhost:0", max_restarts=0,
     )  # fmt: skip
     try:
-        elastic_launch(config, sys.executable)("-m", __package__.split(".")[0], *arguments)
+        elastic_launch(config, sys.executable)(*arguments)
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]
         return max(codes) if max(codes) > 0 else 1  # a rank that died of a signal has a negative code
