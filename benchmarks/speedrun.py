@@ -12,7 +12,7 @@ nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has th
 context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
 Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
 Seconds are those of optimizer steps alone. Compiling is left out: of nanochat's, the first two steps count as much as
-the median; of ours, with `--compile on`, the first interval counts as much as the median interval.
+the median; of ours, the first interval between validations counts as much as the median of the others.
 
 Contestants train one after the other, so nothing else should run. Finished runs are kept, and the same command
 continues. Writes speedrun.json, speedrun.md and speedrun.png into --out.
@@ -25,6 +25,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -44,7 +45,6 @@ from expert_threshold.data import Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 
 OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
-FIXED = {"--context": 256, "--batch-size": 16}  # of our contestants that do not say otherwise
 NANOCHAT = "nanochat"
 # nanochat's defaults at 92d63d4 (scripts/base_train.py, July 2026).
 RATES = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5, "weight_decay": 0.28}
@@ -56,19 +56,22 @@ Curve = list[tuple[int, float, float]]  # tokens, seconds of training, validatio
 
 
 def train_ours(arguments: argparse.Namespace, options: list[str], seed: int, out: Path) -> None:
-    """Train one contestant of ours as a user would, or what is left of it."""
+    """Train one contestant of ours as a user would; one that was stopped anew, since it would compile once more."""
     if (out / "report.html").exists():
         return
-    if (out / "config.json").exists():
-        call("train", "--resume", out)
-        return
+    shutil.rmtree(out, ignore_errors=True)
     every = max(1, arguments.steps // arguments.points)
     threads = [] if arguments.threads is None else ["--threads", arguments.threads]
-    own = FIXED | {"--steps": arguments.steps, "--compile": "off" if arguments.no_compile else "on"}
+    own = fixed_options(arguments) | {"--steps": arguments.steps}
     fixed = [word for name, value in own.items() if name not in options for word in (name, value)]
     fixed += ["--data", arguments.data, "--seed", seed, "--eval-every", every]
     fixed += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none", *threads]
     call("train", "quickstart", *fixed, *options, "--out", out)
+
+
+def fixed_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """Return the options of `et train quickstart` that our contestants have unless they name others."""
+    return {"--context": 256, "--batch-size": 16, "--compile": "off" if arguments.no_compile else "on"}
 
 
 def curve_of(out: Path) -> Curve:
@@ -84,11 +87,14 @@ def curve_of(out: Path) -> Curve:
 
 
 def seconds_of_compiler(seconds: dict[int, float]) -> float:
-    """Return what the first steps of a compiled run took beyond the median step. seconds: since the start, by step."""
+    """Return what the first steps of a compiled run took beyond the median of later ones.
+
+    seconds: since the start, by step. With one interval alone it is not known, and 0.
+    """
     steps = [0, *seconds]
     since = [0.0, *seconds.values()]
     per_step = [(b - a) / (j - i) for (i, j), (a, b) in zip(pairwise(steps), pairwise(since), strict=True)]
-    return max(0.0, (per_step[0] - statistics.median(per_step)) * steps[1])
+    return max(0.0, (per_step[0] - statistics.median(per_step[1:] or per_step)) * steps[1])
 
 
 def tokens_per_step(folder: RunFolder) -> int:
@@ -231,7 +237,9 @@ def to_markdown(result: dict[str, Any]) -> str:
             f"{row['seconds']:,.0f}",
             *("–" if alone else "not reached" if share is None else f"{share:.2f}" for share in shares),
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        tokens = result["runs"][name][0][-1][0]
+        length = "" if tokens == result["tokens"] else f" ({tokens * result['steps'] // result['tokens']:,} steps)"
+        lines.append(f"| {name}{length} | {' | '.join(cells)} |")
     lines += [
         "",
         "Loss in nats per token, ± its standard deviation over seeds; differences are at equal tokens. Shares are of "
@@ -301,6 +309,7 @@ def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtyp
     """Write what decides the runs into the folder. Raises ValueError if it holds runs of another kind."""
     names = ("steps", "data", "points", "eval_tokens", "threads", "no_compile")
     now = {name: getattr(arguments, name) for name in names} | {"dtype": str(dtype), "contestants": contestants}
+    now["fixed"] = fixed_options(arguments)
     path = arguments.out / "options.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
     for name, value in now.items():
@@ -381,7 +390,7 @@ def main() -> None:
 
     result = {
         "steps": arguments.steps,
-        "tokens": max(curve[-1][0] for curves in runs.values() for curve in curves),
+        "tokens": arguments.steps * tokens_per_step(folders[0]),
         "data": arguments.data,
         "seeds": arguments.seeds,
         "dtype": str(dtype).removeprefix("torch."),

@@ -575,7 +575,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("leakage --num-experts 0", ["--num-experts: expected a whole number of at least 1, not 0"]),
     ("leakage --experts-per-token 99", ["--experts-per-token 99", "--num-experts 16"]),
     ("leakage --layers 0", ["--layers: expected a whole number of at least 1, not 0"]),
-    ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 10000, not 1000000"]),
+    ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 1000, not 1000000"]),
     ("data", ["name a subcommand: fineweb-edu"]),
     ("data tokenizer missing", ["missing does not exist"]),
     ("data tokenizer missing --vocab-size 5", ["vocab_size=5 is too small"]),

@@ -31,6 +31,21 @@ def test_seconds_are_those_at_the_goal() -> None:
 def test_the_compilers_seconds_are_those_beyond_the_median_step() -> None:
     assert speedrun.seconds_of_compiler({10: 25.0, 20: 35.0, 30: 45.0, 35: 50.0}) == 15
     assert speedrun.seconds_of_compiler({10: 9.0, 20: 19.0, 30: 29.0}) == 0
+    assert speedrun.seconds_of_compiler({60: 40.0, 120: 50.0}) == 30
+    assert speedrun.seconds_of_compiler({60: 40.0}) == 0
+
+
+@pytest.mark.parametrize("named", [[], ["--compile", "off", "--context", "32"]])
+def test_contestants_have_nanochats_batches_and_compiler_unless_they_name_others(
+    named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["speedrun", "--out", str(tmp_path), "--steps", "30"])
+    called: list[str] = []
+    monkeypatch.setattr(speedrun, "call", lambda *words: called.extend(map(str, words)))
+    speedrun.train_ours(speedrun.parse(), named, 0, tmp_path / "run")
+    given = dict(zip(called[2::2], called[3::2], strict=True))
+    expected = {"--context": "256", "--batch-size": "16", "--compile": "on", "--steps": "30"}
+    assert given.items() >= (expected | dict(zip(named[::2], named[1::2], strict=True))).items()
 
 
 def test_shares_are_of_what_nanochat_needs_and_absent_where_a_seed_never_gets_there() -> None:
@@ -72,19 +87,7 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {i} of a short text about nothing much" for i in range(3000)))
     small = "--batch-size 2 --context 32 --layers 1 --d-model 32 --heads 2 --kv-heads 2 --vocab-size 300 --rule dense"
-    arguments = [
-        "--steps",
-        "4",
-        "--points",
-        "2",
-        "--seeds",
-        "1",
-        "--eval-tokens",
-        "100",
-        "--data",
-        str(text),
-        "--no-compile",
-    ]
+    arguments = f"--steps 4 --points 2 --seeds 1 --eval-tokens 100 --no-compile --data {text}".split()
     ours = ["--ours", f"ours: {small}", "--ours", f"short: {small} --steps 2"]
     command = ["speedrun", "--out", str(tmp_path / "out"), *arguments, *ours]
     monkeypatch.setattr(sys, "argv", command)
@@ -93,6 +96,11 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     assert "nanochat" in result["left_out"]
     assert [point[0] for point in result["runs"]["ours"][0]] == [2 * 64, 4 * 64]
     assert [point[0] for point in result["runs"]["short"][0]] == [2 * 64]
+    assert (result["steps"], result["tokens"]) == (4, 4 * 64)
+    result["runs"]["nanochat"] = result["runs"]["ours"]
+    result["contestants"] = speedrun.summarise(result["runs"])
+    table = speedrun.to_markdown(result).splitlines()
+    assert any(line.startswith("| short (2 steps) |") and "| – |" in line and "not reached" in line for line in table)
     assert (tmp_path / "out" / "speedrun.png").exists()
     capsys.readouterr()
     speedrun.main()  # continues, which trains nothing

@@ -121,6 +121,17 @@ def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
     torch.testing.assert_close(found["losses"][others], expected["losses"][others], atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("size", [1e2, 1e30])
+def test_a_token_that_is_sure_has_a_finite_loss_of_at_least_zero(size: float) -> None:
+    """Logits at the cap on both sides, and so far beyond that a sigmoid's exponential would overflow."""
+    weight = torch.full((64, 32), -size)
+    weight[3] = size
+    found = outcome(torch.ones(4, 32).bfloat16(), weight, torch.tensor([3, 3, 5, 5]))
+    assert (found["losses"][:2] >= 0).all()
+    assert (found["losses"] < 31).all()
+    torch.testing.assert_close(found["losses"][2:], found["losses"][:2] + 30, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
     x, weight, targets = given(100, 64, 128)

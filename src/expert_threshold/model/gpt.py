@@ -44,7 +44,7 @@ class GPTConfig:
 
     vocab_size: Count = option(65536, "Tokens in the vocabulary.")
     context: Count = option(2048, "Tokens in the longest sequence.")
-    layers: Annotated[int, Bounds(least=1, most=10_000)] = option(12, "Layers.")
+    layers: Annotated[int, Bounds(least=1, most=1_000)] = option(12, "Layers.")
     d_model: Count = option(768, "Width. Other widths of a preset keep their proportion to it unless they are set.")
     heads: Count = option(6, "Attention heads.")
     kv_heads: Count = option(6, "Key-value heads; fewer than heads give grouped-query attention.")

@@ -42,10 +42,6 @@ struct Head {
   const bf16 *to_logits, *to_width;  // the weight, packed; the second in parts of DEPTH words
 };
 
-struct Group {
-  int64_t start, count, rounded;
-};
-
 // Losses of rows start … start + count and, if `slope` is not null, the factors of gradients: `turned`
 // (width, rounded) and, in parts of DEPTH words, `packed` (rounded, words), of a group in which these rows begin at
 // `offset`.
@@ -82,7 +78,8 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   });
   for (int64_t r = 0; r < count; ++r) {
     const bool wanted = h.targets[start + r] >= 0;
-    losses[start + r] = wanted ? std::log(sum[r]) - h.cap * (2 * at_target[r] - 1) : 0;
+    const float loss = std::log(sum[r]) - h.cap * (2 * at_target[r] - 1);
+    losses[start + r] = wanted && !(loss < 0) ? loss : 0;  // below 0 by rounding alone, where the target has all
     if (slope) slope[start + r] = wanted ? at_target[r] * (1 - at_target[r]) : 0;
     sum[r] = wanted ? 1 / sum[r] : 0;  // from here on the scale of the row
   }
@@ -168,16 +165,16 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tens
       for (int64_t i = from; i < to; ++i) {
         const int64_t row = i / across * WORDS, column = i % across * TILE_COLUMNS;
         const int64_t m = std::min(WORDS, vocab - row), n = std::min(TILE_COLUMNS, width - column);
-        const int64_t words = panel(std::min(DEPTH, vocab - row / DEPTH * DEPTH));  // of a panel
+        const int64_t columns = panel(std::min(DEPTH, vocab - row / DEPTH * DEPTH));  // as its part was packed
         for (int64_t group = 0; group < end - begin; group += GROUP) {
           const int64_t rounded = round_up(std::min(GROUP, end - begin - group), 32);
-          accumulate(n, m, rounded, words, turned + group * width + column * rounded,
+          accumulate(n, m, rounded, columns, turned + group * width + column * rounded,
                      packed + group * vocab + row * rounded, sum, group > 0);
         }
         alignas(64) float tile[16 * 16];
         for (int64_t j = 0; j < m; j += 16)
           for (int64_t l = 0; l < n; l += 16) {
-            at::vec::transpose_mxn<float>(sum + j / words * words * n + l * words + j % words, words, tile, 16, 16, 16);
+            at::vec::transpose_mxn<float>(sum + j / columns * columns * n + l * columns + j % columns, columns, tile, 16, 16, 16);
             for (int64_t r = 0; r < 16; ++r) {
               float* to = dweight + (row + j + r) * width + column + l;
               const __m512 part = _mm512_load_ps(tile + 16 * r);
