@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ pytest.importorskip("starlette", reason="the server's packages are not installed
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
 from cases import RULES, small_model, small_tokenizer, write_run
+from expert_threshold.cli import generate as command
 from expert_threshold.cli import main
-from expert_threshold.generate.engine import Engine
+from expert_threshold.generate.engine import Engine, generate
 from expert_threshold.model import GPT
 from expert_threshold.serve.errors import ApiError
 from expert_threshold.serve.explorer import (
@@ -416,3 +419,12 @@ def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pyte
     capsys.readouterr()
     assert main(["serve", first, "--host", "0.0.0.0", "--compare", second]) == 2
     assert capsys.readouterr().err.endswith("is for the explorer, which is off for others; add --explorer\n")
+
+
+def test_samples_have_one_temperature_unless_told() -> None:
+    """At 0.8, the default before, small models repeat themselves five times as often as text does (docs/log.md)."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    field = re.search(r'id="temperature"[^>]* value="([^"]*)"', page)
+    assert field is not None
+    option = next(option.default for option in command.OPTIONS if option.name == "temperature")
+    assert float(field[1]) == option == inspect.signature(generate).parameters["temperature"].default == 1

@@ -174,7 +174,8 @@ std::tuple<Tensor, Tensor, Tensor> cross_entropy(const Tensor& given, const Tens
         alignas(64) float tile[16 * 16];
         for (int64_t j = 0; j < m; j += 16)
           for (int64_t l = 0; l < n; l += 16) {
-            at::vec::transpose_mxn<float>(sum + j / columns * columns * n + l * columns + j % columns, columns, tile, 16, 16, 16);
+            const float* square = sum + j / columns * columns * n + l * columns + j % columns;
+            at::vec::transpose_mxn<float>(square, columns, tile, 16, 16, 16);
             for (int64_t r = 0; r < 16; ++r) {
               float* to = dweight + (row + j + r) * width + column + l;
               const __m512 part = _mm512_load_ps(tile + 16 * r);
