@@ -34,6 +34,9 @@ from expert_threshold.analysis.comparison import (
     to_csv,
     to_markdown,
 )
+from expert_threshold.analysis.comparison_page import draw_differences
+from expert_threshold.analysis.judgement import Judged
+from expert_threshold.analysis.paired import Difference
 from expert_threshold.cli.compare import configure
 from expert_threshold.data import Batch, Loader
 from expert_threshold.experiment import run_title
@@ -169,6 +172,25 @@ def test_a_figure_is_drawn(finished: Path) -> None:
     assert (finished / "loss_by_method.png").read_bytes().startswith(b"\x89PNG")
     svg = (finished / "loss_by_method.svg").read_text()
     assert all(f">{label}" in svg for label in ("dense", "TC", "ET"))  # as in every figure
+    assert (finished / "differences.svg").read_text().count(">expert_threshold<") == 1
+
+
+def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
+    def judged(method: str, mean: float, half: float) -> Judged:
+        difference = Difference(mean, mean - half, mean + half, "open")
+        return Judged(method, 3, difference, None, None, 1.0, None, None)
+
+    rows = [
+        judged("close", 0.01, 0.02),
+        judged("wide", 0.02, 0.9),
+        judged("also", -0.01, 0.03),
+        judged("far", 0.7, 3.0),
+    ]
+    axes = draw_differences(rows, 0.01).axes[0]
+    assert axes.get_xlim()[1] == pytest.approx(1.05 * 3 * (0.04 + 0.92) / 2)  # that of most
+    near = draw_differences([*rows[:1], rows[2], rows[2], rows[3]], 0.01).axes[0]
+    assert near.get_xlim()[1] == pytest.approx(1.05 * 3 * 0.04)
+    assert [text.get_text() for text in near.texts] == ["+0.70"]
 
 
 def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: list[object], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from .analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from .analysis.comparison_page import comparison_page
+from .analysis.comparison_page import comparison_page, draw_differences
 from .analysis.figures.learning import draw_losses
 from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
 from .analysis.page import save_figure
@@ -82,7 +82,7 @@ class Findings(NamedTuple):
         return judge(self.results, self.baseline, self.margin, timed=self.timed)
 
     def draw(self, folder: Path, labels: Mapping[str, str]) -> None:
-        """Write the page, and the losses over tokens as a figure. Raises ValueError if matplotlib is missing.
+        """Write the page, and its two main figures as files. Raises ValueError if matplotlib is missing.
 
         labels: the methods' names in the figure.
         """
@@ -91,7 +91,10 @@ class Findings(NamedTuple):
             for method, points in curves(self.results).items()
         ]
         save_figure(partial(draw_losses, {"methods": methods}), folder / "loss_by_method")
-        text = comparison_page(self.headline, self.results, self.judged(), self.baseline, self.margin, self.costs)
+        judged = self.judged()
+        if any(row.difference is not None for row in judged):
+            save_figure(partial(draw_differences, judged, self.margin), folder / "differences")
+        text = comparison_page(self.headline, self.results, judged, self.baseline, self.margin, self.costs)
         replace_file(folder / "compare.html", text.encode())
 
 

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
 from .figures.axes import single
 from .figures.learning import draw_losses, seconds_axis
-from .figures.style import GRID, INK, strokes
+from .figures.style import GRID, INK, NARROW, strokes
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .page import SORT, Exhibit, exhibits, page, table
 from .plain import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+BEYOND = 3
+"""Times the median reach of intervals at which the figure of differences ends."""
 
 
 def comparison_page(
@@ -70,20 +74,32 @@ def by_seconds(results: Sequence[Result]) -> Data:
     return found
 
 
-def draw_differences(judged: Sequence[Judged], margin: float, width: float) -> Figure:
-    """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin."""
+def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6 * NARROW) -> Figure:
+    """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
+
+    An interval three times as wide as is usual is cut at the edge; a mean beyond the edge is a number there.
+    """
+    baseline = next((row.method for row in judged if row.difference is None), "the baseline")
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
     colours = [stroke["color"] for stroke in strokes([{"kind": method} for method, _ in rows])]
     figure, axes = single(width, 0.24 * len(rows) + 0.2, left=0.075 * max(len(method) for method, _ in rows) + 0.2)
     axes.axvspan(-margin, margin, color=GRID, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.7)
+    reaches = [max(map(abs, filter(None, (row.mean, row.low, row.high))), default=0.0) for _, row in rows]
+    edge = 1.05 * max(margin, min(max(reaches), BEYOND * median(reaches)))
+    axes.set_xlim(-edge, edge)
     for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
+        if abs(difference.mean) > edge:
+            side = math.copysign(edge, difference.mean)
+            align = "right" if side > 0 else "left"
+            axes.annotate(f"{difference.mean:+.2f}", (0.97 * side, place), ha=align, va="center", color=colour)
+            continue
         if difference.low is not None and difference.high is not None:
             axes.plot([difference.low, difference.high], [place, place], color=colour)
         axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
     axes.set_yticks(range(len(rows)), [method for method, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False)
-    axes.set_xlabel("difference of validation loss (nats per token)", loc="right")
+    axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
     return figure

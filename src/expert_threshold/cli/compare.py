@@ -247,4 +247,5 @@ def conclude(draw: Callable[[], None], folder: Path, record: str, following: str
         draw()
     except ValueError as missing:
         return f"results in {folder}, but no figure: {missing}"
-    return f"results in {folder}: compare.html, .md and .csv, {record}, loss_by_method.png and .svg{following}"
+    figures = "loss_by_method and differences, .png and .svg"
+    return f"results in {folder}: compare.html, .md and .csv, {record}; {figures}{following}"
