@@ -98,15 +98,15 @@ inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
   pack_rows<far>(w, k, n, out, k, 0);
 }
 
-// out (columns, rows), its rows `stride` apart, = the transpose of x (rows, columns); `far` as above.
+// out (columns, rows) = the transpose of x (rows, columns), their rows `stride` and `from` apart; `far` as above.
 template <bool far>
-inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, int64_t stride) {
+inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, int64_t stride, int64_t from) {
   alignas(64) float tile[16 * 16], turned[16 * 16];
   for (int64_t r = 0; r < rows; r += 32)
     for (int64_t c = 0; c < columns; c += 16) {
       for (int64_t i = 0; i < 16; ++i) {
-        const bf16* pair = x + (r + 2 * i) * columns + c;
-        const __m512i even = _mm512_cvtepu16_epi32(read(pair)), odd = _mm512_cvtepu16_epi32(read(pair + columns));
+        const bf16* pair = x + (r + 2 * i) * from + c;
+        const __m512i even = _mm512_cvtepu16_epi32(read(pair)), odd = _mm512_cvtepu16_epi32(read(pair + from));
         _mm512_store_si512(tile + 16 * i, _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)));
       }
       at::vec::transpose_mxn<float>(tile, 16, turned, 16, 16, 16);
@@ -119,16 +119,17 @@ inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out, i
 
 template <bool far>
 inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
-  transpose<far>(x, rows, columns, out, rows);
+  transpose<far>(x, rows, columns, out, rows, columns);
 }
 
-// Computes each part c (rows, columns) of a (m, k) · b and calls then(c, first row, rows, first column, columns).
-template <class Then>
+// Computes each part c (rows, columns) of a (m, k) · b and calls then(c, first row, rows, first column, columns);
+// `lower`: from the diagonal down alone.
+template <bool lower = false, class Then>
 inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, Then&& then) {
   alignas(64) float c[HEIGHT * 64];
   const int64_t columns = panel(n);
   for (int64_t j = 0; j < n; j += columns)
-    for (int64_t r = 0; r < m; r += HEIGHT) {
+    for (int64_t r = lower ? j : 0; r < m; r += HEIGHT) {
       const int64_t rows = std::min(HEIGHT, m - r);
       for (int64_t i = 0; i < k; i += DEPTH)
         at::native::cpublas::brgemm(rows, columns, std::min(DEPTH, k - i), k, columns, columns, i > 0, a + r * k + i,

@@ -109,7 +109,7 @@ void compute_rows(const Head& h, int64_t start, int64_t count, int64_t offset, i
   for (int64_t r = 0; r < count; ++r)
     for (int64_t j = 0; j < width; j += 16)
       store(xs + r * width + j, _mm512_mul_ps(load(xs + r * width + j), _mm512_set1_ps(sum[r])));
-  transpose<true>(xs, m, width, turned + offset, rounded);
+  transpose<true>(xs, m, width, turned + offset, rounded, width);
 }
 
 // Returns the losses (tokens,), 0 where the target is negative, and the gradients of their sum by x and weight, up to

@@ -8,11 +8,13 @@
 namespace muon {
 namespace {
 
-// out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out.
+// out (m, n) = scale · before + factor · a (m, k) · packed b; `before` may be null, or out. A symmetric one is computed
+// from the diagonal down.
+template <bool symmetric>
 void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, float factor, const bf16* before,
              float scale, bf16* out) {
   const __m512 times = _mm512_set1_ps(factor), keep = _mm512_set1_ps(scale);
-  multiply(m, n, k, a, b, [&](const float* c, int64_t start, int64_t rows, int64_t column, int64_t columns) {
+  multiply<symmetric>(m, n, k, a, b, [&](const float* c, int64_t start, int64_t rows, int64_t column, int64_t columns) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t j = 0; j < columns; j += 16) {
         const int64_t at = (start + r) * n + column + j;
@@ -21,6 +23,9 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
         store(out + at, value);
       }
   });
+  const int64_t columns = panel(n);
+  for (int64_t j = 0, below = columns; symmetric && below < n; j = below, below += columns)
+    transpose<false>(out + below * n + j, n - below, columns, out + j * n + below, n, n);
 }
 
 // The parts of a matrix that have a norm each; numbered as in muon.py.
@@ -92,11 +97,11 @@ void orthogonalize(bf16* x, int64_t rows, int64_t columns, const std::vector<dou
   for (size_t i = 0; i < polynomials.size(); i += 3) {
     const float a = polynomials[i], b = polynomials[i + 1], c = polynomials[i + 2];
     pack_transposed(x, rows, columns, packed);
-    product(rows, rows, columns, x, packed, 1, nullptr, 0, gram);
+    product<true>(rows, rows, columns, x, packed, 1, nullptr, 0, gram);
     pack_rows<false>(gram, rows, rows, packed);
-    product(rows, rows, rows, gram, packed, c, gram, b, polynomial);
+    product<true>(rows, rows, rows, gram, packed, c, gram, b, polynomial);
     pack_rows<false>(x, rows, columns, packed);
-    product(rows, columns, rows, polynomial, packed, 1, x, a, x);
+    product<false>(rows, columns, rows, polynomial, packed, 1, x, a, x);
   }
 }
 
