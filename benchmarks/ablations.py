@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, run
+from common import call, compute_dtype, machine, require_same, run
 
 from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.sentences import counted
@@ -92,33 +92,18 @@ def chosen_pieces(text: str) -> dict[str, str]:
 def train(arguments: argparse.Namespace, rule: str, name: str, options: str, seed: int) -> tuple[float, float]:
     """Train a run, or what is left of it, and return its validation loss and its tokens a second.
 
-    Raises ValueError if the run is there with another length.
+    Raises ValueError if the run is there with other options.
     """
     out = arguments.out / "runs" / rule / name.replace(" ", "_") / f"seed_{seed}"
     every = max(1, arguments.steps // 5)
+    command = ["quickstart", "--rule", rule, "--steps", arguments.steps, "--seed", seed, "--eval-every", every]
+    command += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none"]
+    command += ["--checkpoint-every", "none", *options.split()]
+    command += [] if arguments.threads is None else ["--threads", arguments.threads]
     if not (out / "config.json").exists():
-        threads = [] if arguments.threads is None else ["--threads", arguments.threads]
-        fixed = [
-            "--rule",
-            rule,
-            "--steps",
-            arguments.steps,
-            "--seed",
-            seed,
-            "--eval-every",
-            every,
-            "--log-every",
-            every,
-        ]
-        fixed += ["--eval-tokens", arguments.eval_tokens, "--sample-every", "none", "--checkpoint-every", "none"]
-        call("train", "quickstart", *fixed, *threads, *options.split(), "--out", out)
+        call("train", *command, "--out", out)
     else:
-        before = RunFolder.open(out).section("train")
-        for option in ("steps", "eval_tokens"):
-            if before[option] != getattr(arguments, option):
-                raise ValueError(
-                    f"{option}={getattr(arguments, option)} differs from {before[option]} of {out}; name another --out"
-                )
+        require_same(out, command)
         if not (out / "report.html").exists():
             call("train", "--resume", out)
     records = RunFolder.open(out).metrics.read()

@@ -36,12 +36,13 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, over_seeds, run
+from common import call, compute_dtype, machine, over_seeds, require_same, run
 from rich.console import Console
 from rich.progress import Progress
 
 from expert_threshold.analysis.sentences import counted
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
+from expert_threshold.files import damage_told
 from expert_threshold.runs import RunFolder
 
 OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
@@ -56,16 +57,20 @@ Curve = list[tuple[int, float, float]]  # tokens, seconds of training, validatio
 
 
 def train_ours(arguments: argparse.Namespace, options: list[str], seed: int, out: Path) -> None:
-    """Train one contestant of ours as a user would; one that was stopped anew, since it would compile once more."""
-    if (out / "report.html").exists():
-        return
-    shutil.rmtree(out, ignore_errors=True)
+    """Train one contestant of ours as a user would; one that was stopped anew, since it would compile once more.
+
+    Raises ValueError if a finished one has other options.
+    """
     every = max(1, arguments.steps // arguments.points)
     threads = [] if arguments.threads is None else ["--threads", arguments.threads]
     own = fixed_options(arguments) | {"--steps": arguments.steps}
     fixed = [word for name, value in own.items() if name not in options for word in (name, value)]
     fixed += ["--data", arguments.data, "--seed", seed, "--eval-every", every]
     fixed += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none", *threads]
+    if (out / "report.html").exists():
+        require_same(out, ["quickstart", *fixed, *options])
+        return
+    shutil.rmtree(out, ignore_errors=True)
     call("train", "quickstart", *fixed, *options, "--out", out)
 
 
@@ -323,10 +328,33 @@ def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtyp
 def require_alike(folders: list[RunFolder]) -> None:
     """Raise ValueError if contestants do not see the same tokens in the same batches."""
     options = [folder.config["model"] | folder.config["train"] for folder in folders]
-    names = ("context", "vocab_size", "batch_size", "accumulation")
+    names = ("context", "vocab_size", "batch_size", "accumulation", "seed")
     seen = [tuple(option[name] for name in names) for option in options]
     if len(set(seen)) > 1:
-        raise ValueError(f"contestants differ in context, vocabulary or batch: {seen}; give them the same")
+        raise ValueError(f"contestants differ in context, vocabulary, batch or seed: {seen}; give them the same")
+    if len({folder.config["corpus"]["hash"] for folder in folders}) > 1:
+        raise ValueError("contestants differ in their text; give it by --data")
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of a contestant's runs."""
+    return name.replace(" ", "_")
+
+
+def parse_contestants(entries: list[str]) -> dict[str, list[str]]:
+    """Return each contestant's options. Raises ValueError for an entry that cannot be read or have a folder alone."""
+    contestants: dict[str, list[str]] = {}
+    for entry in entries:
+        name, colon, options = (part.strip() for part in entry.partition(":"))
+        if not colon:
+            raise ValueError(f"--ours {entry!r} needs a name and options, as in {OURS[0]!r}")
+        if folder_of(name) in {"", NANOCHAT, *map(folder_of, contestants)} or set(name) & set("/\\."):
+            raise ValueError(f"--ours {entry!r}: {name!r} cannot name a folder of its own; give another name")
+        try:
+            contestants[name] = shlex.split(options)
+        except ValueError as error:
+            raise ValueError(f"--ours {entry!r}: {error}") from None
+    return contestants
 
 
 def parse() -> argparse.Namespace:
@@ -353,17 +381,13 @@ def main() -> None:
     arguments = parse()
     if arguments.redraw:
         try:
-            result = json.loads((arguments.out / "speedrun.json").read_text(encoding="utf-8"))
+            text = (arguments.out / "speedrun.json").read_text(encoding="utf-8")
         except OSError:
             raise ValueError(f"{arguments.out} has no speedrun.json to redraw; run without --redraw first") from None
-        write(arguments.out, result)
+        with damage_told(arguments.out / "speedrun.json", "run without --redraw"):
+            write(arguments.out, json.loads(text))
         return
-    contestants = {}
-    for entry in arguments.ours or OURS:
-        name, colon, options = entry.partition(":")
-        if not colon:
-            raise ValueError(f"--ours {entry!r} needs a name and options, as in {OURS[0]!r}")
-        contestants[name.strip()] = shlex.split(options)
+    contestants = parse_contestants(arguments.ours or OURS)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     dtype = compute_dtype("auto")
@@ -375,7 +399,7 @@ def main() -> None:
     for seed in range(arguments.seeds):
         folders = []
         for name, options in contestants.items():
-            out = arguments.out / "runs" / name.replace(" ", "_") / f"seed_{seed}"
+            out = arguments.out / "runs" / folder_of(name) / f"seed_{seed}"
             train_ours(arguments, options, seed, out)
             runs[name].append(curve_of(out))
             folders.append(RunFolder.open(out))

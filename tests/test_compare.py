@@ -186,11 +186,14 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
         judged("also", -0.01, 0.03),
         judged("far", 0.7, 3.0),
     ]
-    axes = draw_differences(rows, 0.01).axes[0]
+    axes = draw_differences(rows, "base", 0.01).axes[0]
     assert axes.get_xlim()[1] == pytest.approx(1.05 * 3 * (0.04 + 0.92) / 2)  # that of most
-    near = draw_differences([*rows[:1], rows[2], rows[2], rows[3]], 0.01).axes[0]
+    near = draw_differences([*rows[:1], rows[2], rows[2], rows[3]], "base", 0.01).axes[0]
     assert near.get_xlim()[1] == pytest.approx(1.05 * 3 * 0.04)
-    assert [text.get_text() for text in near.texts] == ["+0.70"]
+    assert [text.get_text() for text in near.texts] == ["+0.700 ± 3.000"]
+    diverged = Judged("diverged", 3, None, None, None, None, None, None)
+    label = draw_differences([diverged, *rows], "base", 0.01).axes[0].get_xlabel()
+    assert label == "validation loss minus base's (nats per token)"
 
 
 def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: list[object], tmp_path: Path) -> None:
@@ -699,6 +702,7 @@ def test_comparisons_join_into_one_table(
     changed = Path(shutil.copytree(other, tmp_path / "changed"))
     for old, new, told in (
         ('"steps": 4', '"steps": 8', "steps=8 differs from 4"),
+        ('"key_offset": false', '"key_offset": true', "key_offset=True differs from False"),
         ('"hash": "', '"hash": "f', "text="),
     ):
         (changed / "compare.json").write_text((other / "compare.json").read_text().replace(old, new))
@@ -737,7 +741,7 @@ def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
     assert f"{finished} (6 runs) and {copy} (6 runs, 2 of them in an earlier folder, too)" in told
     assert told.count("\n| dense |") == 3
     capsys.readouterr()
-    for section, option, value in (("optim", "matrix_lr", 0.5), ("train", "log_every", 9), ("model", "heads", 1)):
+    for section, option, value in (("optim", "matrix_lr", 0.5), ("train", "log_every", 9)):
         changed = record | {"options": record["options"] | {section: record["options"][section] | {option: value}}}
         (copy / "compare.json").write_text(json.dumps(changed))
         refused(capsys, et(*join), f"dense with seed 0 is in {finished}, too, with {option}=", f" instead of {value}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline,
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
-from .config import RunConfig
+from .config import SECTIONS, RunConfig
 from .data import open_source
 from .experiment import Kind, record_corpus, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
@@ -81,21 +81,24 @@ class Findings(NamedTuple):
         """Return each method against the baseline."""
         return judge(self.results, self.baseline, self.margin, timed=self.timed)
 
-    def draw(self, folder: Path, labels: Mapping[str, str]) -> None:
-        """Write the page, and its two main figures as files. Raises ValueError if matplotlib is missing.
+    def draw(self, folder: Path, labels: Mapping[str, str]) -> list[str]:
+        """Write the page, and its main figures as files, and return their names.
 
-        labels: the methods' names in the figure.
+        labels: the methods' names in the figure of losses. Raises ValueError if matplotlib is missing.
         """
         methods = [
             {"method": labels.get(method, method), "kind": method, "points": points}
             for method, points in curves(self.results).items()
         ]
-        save_figure(partial(draw_losses, {"methods": methods}), folder / "loss_by_method")
         judged = self.judged()
+        figures = {"loss_by_method": partial(draw_losses, {"methods": methods})}
         if any(row.difference is not None for row in judged):
-            save_figure(partial(draw_differences, judged, self.margin), folder / "differences")
+            figures["differences"] = partial(draw_differences, judged, self.baseline, self.margin)
+        for name, figure in figures.items():
+            save_figure(figure, folder / name)
         text = comparison_page(self.headline, self.results, judged, self.baseline, self.margin, self.costs)
         replace_file(folder / "compare.html", text.encode())
+        return list(figures)
 
 
 class Comparison(NamedTuple):
@@ -178,9 +181,9 @@ class Comparison(NamedTuple):
             f"{short(cost['tokens'])} tokens; {machines}{_several(_versions(self.record['machines']))}"
         )
 
-    def draw(self) -> None:
-        """Write the figure and the page. Raises ValueError if matplotlib is missing."""
-        self.findings().draw(self.folder, {method: self.label(method) for method in self.configs})
+    def draw(self) -> list[str]:
+        """Write the page and figures, and return the figures' names. Raises ValueError if matplotlib is missing."""
+        return self.findings().draw(self.folder, {method: self.label(method) for method in self.configs})
 
     def label(self, method: str) -> str:
         """Return the method's name in figures, which is its rule's label."""
@@ -214,11 +217,9 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
     return {"state_bytes": layers * state, "bytes_sent": None if sent is None else layers * sent}
 
 
-# Options in which joined comparisons must agree; seeds, rules and optimizers may differ.
-SHARED = {
-    "train": ("steps", "batch_size", "accumulation", "eval_tokens", "dtype"),
-    "model": ("vocab_size", "context", "layers", "d_model", "d_expert", "d_feed_forward", "shared_experts"),
-}
+# Options in which joined comparisons must agree, beside the model's; seeds, rules and optimizers may differ.
+SHARED = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
+NOT_SHARED = ("rule", "dispatch")  # the second decides how a layer is computed, not what
 
 
 class _Run(NamedTuple):
@@ -244,9 +245,10 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
     with damage_told(path, ELSEWHERE):
         options, machines = record["options"], record["machines"]
-        budget = {"text": record["corpus"]["hash"]} | {
-            name: options[section][name] for section, names in SHARED.items() for name in names
-        }
+        # What an earlier version did not know it did not have.
+        model = {option.name: option.default for option in fields(SECTIONS["model"])} | options["model"]
+        budget = {"text": record["corpus"]["hash"]} | {name: options["train"][name] for name in SHARED}
+        budget |= {name: value for name, value in model.items() if name not in NOT_SHARED}
         _are_one(machines)
         shared = {"expert_threshold": listed(_versions(machines))} | options["train"] | options["model"]
         runs = []

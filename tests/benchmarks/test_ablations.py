@@ -45,6 +45,7 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[Any] = []
+    checked: list[Any] = []
 
     def call(*arguments: Any) -> None:
         started.append(arguments)
@@ -61,7 +62,7 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
 
     monkeypatch.setattr(ablations, "call", call)
     monkeypatch.setattr(ablations.RunFolder, "_read_config", lambda self: {})
-    monkeypatch.setattr(ablations.RunFolder, "section", lambda self, name: {"steps": 250, "eval_tokens": 100_000})
+    monkeypatch.setattr(ablations, "require_same", lambda out, command: checked.append((out, command)))
     command = ["ablations", "--out", str(tmp_path / "out"), "--pieces", "smear", "--rules", "dense", "--seeds", "1"]
     monkeypatch.setattr(sys, "argv", command)
     ablations.main()
@@ -71,7 +72,5 @@ def test_a_campaign_writes_its_table_and_repeats_no_run(
     ablations.main()
     assert len(started) == 4
     assert "| smear | 3.100 | +0.100, +0.100 to +0.100 | 1.00 |" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", [*command, "--steps", "500"])
-    with pytest.raises(ValueError, match=r"steps=500 differs from 250 of .*; name another --out"):
-        ablations.main()
-    assert len(started) == 4
+    assert [str(out)[-9:] for out, _ in checked] == ["seed_2000"] * 2  # those that were there
+    assert [command[-4:] for _, command in checked] == [[*started[i][1:-2]][-4:] for i in (0, 1)]

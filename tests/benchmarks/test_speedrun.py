@@ -105,6 +105,16 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     capsys.readouterr()
     speedrun.main()  # continues, which trains nothing
     assert "4 steps" in capsys.readouterr().out
+    run = tmp_path / "out" / "runs" / "ours" / "seed_0" / "config.json"
+    config = run.read_text()
+    run.write_text(config.replace('"skip_lr": 0.15', '"skip_lr": 0.5'))
+    with pytest.raises(ValueError, match=r"skip_lr=0\.15 differs from 0\.5 of"):
+        speedrun.main()
+    run.write_text(config)
+    (tmp_path / "out" / "speedrun.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", [*command, "--redraw"])
+    with pytest.raises(ValueError, match=r"speedrun.json: damaged \(no 'machine'\); run without --redraw"):
+        speedrun.main()
     monkeypatch.setattr(sys, "argv", [*command, "--steps", "8"])
     with pytest.raises(ValueError, match="steps=8 differs from 4"):
         speedrun.main()
@@ -115,6 +125,11 @@ def test_without_nanochat_it_is_left_out_with_a_reason(
     [
         (["--nanochat", "nowhere"], "has no nanochat/gpt.py"),
         (["--ours", "no options"], "needs a name and options"),
+        (["--ours", "a b: --lr 1", "--ours", "a_b: --lr 2"], "'a_b' cannot name a folder of its own"),
+        (["--ours", "nanochat: --rule dense"], "'nanochat' cannot name a folder of its own"),
+        (["--ours", "../up: --rule dense"], "cannot name a folder of its own"),
+        (["--ours", ": --rule dense"], "'' cannot name a folder of its own"),
+        (["--ours", "x: --context 'oops"], '--ours "x: --context \'oops": No closing quotation'),
         (["--redraw"], "has no speedrun.json"),
     ],
 )

@@ -15,6 +15,7 @@ from .figures.axes import single
 from .figures.learning import draw_losses, seconds_axis
 from .figures.style import GRID, INK, NARROW, strokes
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
+from .judgement import shown as interval
 from .page import SORT, Exhibit, exhibits, page, table
 from .plain import Data
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BEYOND = 3
-"""Times the median reach of intervals at which the figure of differences ends."""
+"""The figure of differences ends at so many times the median distance from 0 to the far end of an interval."""
 
 
 def comparison_page(
@@ -38,7 +39,7 @@ def comparison_page(
     shown = []
     if any(row.difference is not None for row in judged):
         sentence = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
-        shown.append(Exhibit("Differences", sentence, partial(draw_differences, judged, margin), wide=True))
+        shown.append(Exhibit("Differences", sentence, partial(draw_differences, judged, baseline, margin), wide=True))
     shown.append(Exhibit("Loss by tokens", "Means over seeds.", partial(draw_losses, by_tokens(results))))
     if any(row.seconds is not None for row in judged):
         draw = partial(draw_losses, by_seconds(results), scale=seconds_axis)
@@ -74,12 +75,11 @@ def by_seconds(results: Sequence[Result]) -> Data:
     return found
 
 
-def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6 * NARROW) -> Figure:
+def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
-    An interval three times as wide as is usual is cut at the edge; a mean beyond the edge is a number there.
+    One outlier does not decide the scale: intervals end at the edge, and a mean beyond it is a number there.
     """
-    baseline = next((row.method for row in judged if row.difference is None), "the baseline")
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
     colours = [stroke["color"] for stroke in strokes([{"kind": method} for method, _ in rows])]
@@ -90,14 +90,15 @@ def draw_differences(judged: Sequence[Judged], margin: float, width: float = 1.6
     edge = 1.05 * max(margin, min(max(reaches), BEYOND * median(reaches)))
     axes.set_xlim(-edge, edge)
     for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
-        if abs(difference.mean) > edge:
-            side = math.copysign(edge, difference.mean)
-            align = "right" if side > 0 else "left"
-            axes.annotate(f"{difference.mean:+.2f}", (0.97 * side, place), ha=align, va="center", color=colour)
-            continue
         if difference.low is not None and difference.high is not None:
             axes.plot([difference.low, difference.high], [place, place], color=colour)
-        axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
+        if abs(difference.mean) <= edge:
+            axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
+            continue
+        side = math.copysign(edge, difference.mean)
+        align = "right" if side > 0 else "left"
+        text = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
     axes.set_yticks(range(len(rows)), [method for method, _ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False)

@@ -176,10 +176,11 @@ def notes(baseline: str, margin: float) -> str:
     return (
         f"Differences of validation losses to {baseline}, in nats per token, are paired by seed; ± is the 95 % "
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
-        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. At "
-        "equal FLOPs and seconds: at those of the cheaper run of the pair, linear between validations; a run cut short "
-        "there has not finished its schedule. FLOPs are those of training by the measured fanout of each step, seconds "
-        "those of optimizer steps. Max load / mean: of each training step, in the worst layer. Tokens without expert: "
-        "in validation. Validation − training: the last validation loss minus the loss of training's last tenth. Bytes "
-        "sent: by one rank of 8 for routing in one optimizer step, all layers."
+        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise; no "
+        "test is adjusted for the number of methods. At equal FLOPs and seconds: at those of the cheaper run of the "
+        "pair, linear between validations; a run cut short there has not finished its schedule. FLOPs are those of "
+        "training by the measured fanout of each step, seconds those of optimizer steps. Max load / mean: of each "
+        "training step, in the worst layer. Tokens without expert: in validation. Validation − training: the last "
+        "validation loss minus the loss of training's last tenth. Bytes sent: by one rank of 8 for routing in one "
+        "optimizer step, all layers."
     )

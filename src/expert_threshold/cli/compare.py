@@ -241,11 +241,11 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     return table
 
 
-def conclude(draw: Callable[[], None], folder: Path, record: str, following: str = "") -> str:
+def conclude(draw: Callable[[], list[str]], folder: Path, record: str, following: str = "") -> str:
     """Draw the figures, and return lines that say where the results are and what may follow."""
     try:
-        draw()
+        figures = draw()
     except ValueError as missing:
         return f"results in {folder}, but no figure: {missing}"
-    figures = "loss_by_method and differences, .png and .svg"
-    return f"results in {folder}: compare.html, .md and .csv, {record}; {figures}{following}"
+    names = f"{listed(figures)}, .png and .svg"
+    return f"results in {folder}: compare.html, .md and .csv, {record}; {names}{following}"
