@@ -34,7 +34,7 @@ TRUNK = {
     "sharper attention": "--qk-scale 1",
     "rotary base of 100,000": "--rotary-base 10000",
     "key offset": "--no-key-offset",
-    "nanochat's initialisation": "--initialization paper",
+    "the paper's initialisation": "--initialization nanochat",
 }
 OPTIMIZER = {
     "Polar Express": "--orthogonalizer newton_schulz",
