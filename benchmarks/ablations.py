@@ -32,7 +32,7 @@ TRUNK = {
     "smear": "--no-smear",
     "backout": "--no-backout",
     "sharper attention": "--qk-scale 1",
-    "rotary base of 100,000": "--rotary-base 10000",
+    "larger rotary base": "--rotary-base 10000",
     "key offset": "--no-key-offset",
     "the paper's initialisation": "--initialization nanochat",
 }
