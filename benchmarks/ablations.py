@@ -33,7 +33,7 @@ TRUNK = {
     "backout": "--no-backout",
     "sharper attention": "--qk-scale 1",
     "larger rotary base": "--rotary-base 10000",
-    "key offset": "--no-key-offset",
+    "key offset": "--key-offset none",
     "the paper's initialisation": "--initialization nanochat",
 }
 OPTIMIZER = {

@@ -45,9 +45,10 @@ PIECES: dict[str, dict[str, Any]] = {
     "backout": {"backout": True},
     "sharper attention": {"qk_scale": 1.2},
     "rotary base": {"rotary_base": 100_000.0},
-    "key offset": {"key_offset": True},
+    "key offset": {"key_offset": "all"},
+    "key offset in the last layer": {"key_offset": "last"},
     "windows": {"windows": "SL", "short_window": 3},
-    "all of them": TRUNKS["nanochat"] | {"key_offset": True, "windows": "SSL", "short_window": 3},
+    "all of them": TRUNKS["nanochat"] | {"key_offset": "all", "windows": "SSL", "short_window": 3},
 }
 """Each piece of the trunk beside the paper's, and all together, short of sight."""
 

@@ -47,7 +47,7 @@ RUNS: dict[str, Preset] = {
         recipe="nanochat_trunk",
         # Windows stay away: in float32 they are masks to torch, which skips nothing for them. The paper's
         # initialization learns faster at this size than nanochat's.
-        model={"windows": None, "key_offset": True, "initialization": "paper"},
+        model={"windows": None, "key_offset": "last", "initialization": "paper"},
         own_optim={"skip_lr": 0.15},  # nanochat's 0.5 lets them jump to 3 in the first steps of small batches
     ),
     "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),

@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -189,9 +190,11 @@ def test_an_imported_run_generates_and_is_begun_from_but_not_resumed(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("piece", ["smear", "key_offset"])
-def test_a_model_that_reads_more_of_the_previous_token_is_exported_without_a_cache(piece: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [{"smear": True}, {"key_offset": "last"}], ids=["smear", "key_offset"])
+def test_a_model_that_reads_more_of_the_previous_token_is_exported_without_a_cache(
+    piece: dict[str, Any], tmp_path: Path
+) -> None:
     for there in (False, True):
-        write_run(tmp_path / f"run{there}", small_model(None, **{piece: there}), step=7)
+        write_run(tmp_path / f"run{there}", small_model(None, **(piece if there else {})), step=7)
         folder = export_run(tmp_path / f"run{there}", tmp_path / f"folder{there}")
         assert json.loads((folder / "config.json").read_text()).get("use_cache", True) is not there

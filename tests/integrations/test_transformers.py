@@ -38,8 +38,8 @@ if find_spec("accelerate") is None:
 
 OPTIONS = {"token_choice": {"activation": "swiglu", "shared_experts": 0, "softcap": None}}
 OPTIONS |= {"expert_choice": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0}}
-TRUNK = TRUNKS["nanochat"] | {"key_offset": True, "windows": "SL", "short_window": 5}
-CACHED = {"smear": False, "key_offset": False}
+TRUNK = TRUNKS["nanochat"] | {"key_offset": "all", "windows": "SL", "short_window": 5}
+CACHED = {"smear": False, "key_offset": None}
 OPTIONS |= {"trunk": TRUNK, "cached_trunk": TRUNK | CACHED | {"kv_heads": 1, "value_embeddings": "all"}}
 MODELS = RULES | {
     "trend": ExpertThreshold(4, 1, warmup_steps=2, decay=0.5, estimator="trend"),

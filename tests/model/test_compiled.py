@@ -79,7 +79,7 @@ def test_with_other_options_it_is_one_graph_too(dispatch: str) -> None:
 
 
 def test_nanochats_trunk_is_one_graph_too() -> None:
-    options = TRUNKS["nanochat"] | {"key_offset": True, "windows": "SL", "short_window": 5}
+    options = TRUNKS["nanochat"] | {"key_offset": "all", "windows": "SL", "short_window": 5}
     require_one_graph_and_the_same_numbers(RULES["expert_threshold"], options)
 
 

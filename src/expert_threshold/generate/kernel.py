@@ -40,7 +40,7 @@ class Kernel:
             cos=cos,
             sin=sin,
             qk_scale=config.qk_scale,
-            key_offset=config.key_offset,
+            offset_from=next((layer for layer in range(config.layers) if config.has_key_offset(layer)), config.layers),
             cache=cache.held,
             last=cache.last,
             smear_gate=None if model.smear_gate is None else model.smear_gate.weight,

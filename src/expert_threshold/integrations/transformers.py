@@ -90,7 +90,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     backout: bool = False
     qk_scale: float = 1.0
     rotary_base: float = 10_000.0
-    key_offset: bool = False
+    key_offset: str | None = None
     windows: str | None = None
     short_window: int | None = None
     dispatch: str = "auto"
@@ -107,6 +107,10 @@ class ExpertThresholdConfig(PreTrainedConfig):
         """Return True if the layer has a table of value embeddings."""
         alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
         return alternates or self.value_embeddings == "all"
+
+    def has_key_offset(self, layer: int) -> bool:
+        """Return True if half of each of the layer's keys is the previous token's."""
+        return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
 
     def window(self, layer: int) -> int | None:
         """Return the number of tokens before its own that a token sees in the layer; None for all."""
@@ -198,7 +202,7 @@ class Attention(nn.Module):
             gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
-        if self.config.key_offset:
+        if self.config.has_key_offset(self.layer):
             k = delay(k, seen)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)

@@ -33,6 +33,7 @@ from .presets import PRESETS, SMEAR_GATE_CHANNELS
 
 Initialization = Literal["paper", "nanochat"]
 ValueEmbeddings = Literal["alternate", "all"]
+KeyOffset = Literal["last", "all"]
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ class GPTConfig:
     rotary_base: Annotated[float, Bounds(above=1, most=10**12)] = option(
         10_000.0, "Base of the rotary positions' wavelengths."
     )
-    key_offset: bool = option(
-        False,
-        "Take the half of each key that rotates slowest from the previous token, so that one layer finds what followed "
-        "a token.",
+    key_offset: KeyOffset | None = option(
+        None,
+        "Layers in which the half of each key that rotates slowest is the previous token's, so that one layer finds "
+        "what followed a token; none is off.",
     )
     windows: str | None = option(
         None,
@@ -126,6 +127,10 @@ class GPTConfig:
         alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
         return alternates or self.value_embeddings == "all"
 
+    def has_key_offset(self, layer: int) -> bool:
+        """Return True if half of each of the layer's keys is the previous token's."""
+        return self.key_offset == "all" or (self.key_offset == "last" and layer == self.layers - 1)
+
     def window(self, layer: int) -> int | None:
         """Return the number of tokens before its own that a token sees in the layer; None for all."""
         if self.windows is None or layer == self.layers - 1 or self.windows[layer % len(self.windows)] == "L":
@@ -139,6 +144,8 @@ class GPTConfig:
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> GPTConfig:
         """Return the configuration from its `to_dict`. Raises ValueError on unknown options."""
+        if isinstance(offset := record.get("key_offset"), bool):  # before it had a choice of layers
+            record = record | {"key_offset": "all" if offset else None}
         require_valid(cls, record)
         return cls(**(record | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
 
@@ -171,7 +178,7 @@ class Block(nn.Module):
             config.kv_heads,
             config.window(layer),
             config.vocab_size if config.has_value_embedding(layer) else None,
-            key_offset=config.key_offset,
+            key_offset=config.has_key_offset(layer),
         )
         self.feed_forward: FeedForward | None = None
         self.moe: MoE | None = None

@@ -48,7 +48,7 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "backout": False,
         "qk_scale": 1.0,
         "rotary_base": 10_000.0,
-        "key_offset": False,
+        "key_offset": None,
         "windows": None,
         "short_window": None,
     },

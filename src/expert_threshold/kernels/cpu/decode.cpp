@@ -53,7 +53,7 @@ struct Model {
   const void* head;    // (vocab, d_model)
   const float *cos, *sin;  // (places - 1, head_dim / 2)
   float qk_scale;          // of queries and keys after their norm
-  bool key_offset;         // the slow half of each key is written for the next token
+  int64_t offset_from;     // layers from this one on write the slow half of each key for the next token
   void* cache;             // (layers, rows, places, 2, kv_heads, head_dim)
   void* last;              // (rows, d_model): the embedding of each row's last token, if there is a smear gate
   Gate smear_gate;         // of the previous token's embedding, times `smear`
@@ -383,7 +383,7 @@ struct Pass {
     W *keys = cached(index, tokens.rows[r], place) + kv * length, *values = keys + model.kv_heads * length;
     W* next = cached(index, tokens.rows[r], place + 1) + kv * length;
     for (int64_t i = 0; i < length; i++) {
-      bool slow = model.key_offset && i % (length / 2) >= length / 2 - length / 4;
+      bool slow = index >= model.offset_from && i % (length / 2) >= length / 2 - length / 4;
       store((slow ? next : keys) + i, key[i]);
       store(values + i, value[i]);
     }
@@ -683,7 +683,7 @@ Decoder& decoder_at(int64_t handle) { return *reinterpret_cast<Decoder*>(handle)
 // head_dim / 2); cache: (layers, rows, places, 2, kv_heads, head_dim) and last: (rows, d_model), in the dtype of the
 // weights; softcap: 0 is off; the others as in Model.
 int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const Tensor& sin, double qk_scale,
-               bool key_offset, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate,
+               int64_t offset_from, const Tensor& cache, const Tensor& last, const std::optional<Tensor>& smear_gate,
                double smear, double backout, double eps, double softcap) {
   STD_TORCH_CHECK(cache.is_contiguous() && last.is_contiguous(), "a decoder's cache is not contiguous");
   auto decoder = std::make_unique<Decoder>();
@@ -696,7 +696,7 @@ int64_t create(const Tensor& embed, const Tensor& head, const Tensor& cos, const
   model.head = decoder->weight(head);
   model.cos = decoder->keep<const float>(cos);
   model.sin = decoder->keep<const float>(sin);
-  model.qk_scale = float(qk_scale), model.key_offset = key_offset;
+  model.qk_scale = float(qk_scale), model.offset_from = offset_from;
   model.cache = const_cast<void*>(decoder->weight(cache));
   model.last = const_cast<void*>(decoder->weight(last));
   model.smear_gate = decoder->gate(smear_gate);

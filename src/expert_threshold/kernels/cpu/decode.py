@@ -14,7 +14,7 @@ def decoder_create(
     cos: Tensor,
     sin: Tensor,
     qk_scale: float,
-    key_offset: bool,
+    offset_from: int,
     cache: Tensor,
     last: Tensor,
     smear_gate: Tensor | None,
