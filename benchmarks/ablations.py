@@ -34,7 +34,7 @@ TRUNK = {
     "sharper attention": "--qk-scale 1",
     "larger rotary base": "--rotary-base 10000",
     "key offset": "--key-offset none",
-    "the paper's initialisation": "--initialization nanochat",
+    "nanochat's initialisation": "--initialization paper",
 }
 OPTIMIZER = {
     "Polar Express": "--orthogonalizer newton_schulz",

@@ -57,7 +57,7 @@ def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: 
 def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it() -> None:
     chosen, named = resolve("quickstart"), resolve("quickstart", recipe="nanochat_trunk")
     assert chosen.optim == replace(named.optim, skip_lr=0.15)
-    assert chosen.model == replace(named.model, windows=None, key_offset="last", initialization="paper")
+    assert chosen.model == replace(named.model, windows=None, key_offset="last")
     paper = resolve("quickstart", recipe="expert_threshold")
     assert {name: getattr(paper.model, name) for name in TRUNKS["paper"]} == TRUNKS["paper"]
     assert paper.optim == scaled_optim(1200, matrix_lr=0.012, embed_lr=0.08)
