@@ -49,7 +49,8 @@ def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:
 def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: str) -> None:
     config = resolve(preset, rule)
     assert rule_name(config.model.rule) == rule
-    trunk = {**TRUNKS["nanochat"], "windows": None, "key_offset": "last"} if preset == "quickstart" else {}
+    nanochat = {**TRUNKS["nanochat"], "windows": None, "key_offset": "last", "initialization": "nanochat"}
+    trunk = nanochat if preset == "quickstart" else {}
     assert GPTConfig.preset(preset, rule=config.model.rule, **trunk) == config.model
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
