@@ -103,15 +103,14 @@ def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_an
     named = {name: nn.Parameter(torch.zeros(shape)) for name, shape in TRUNK.items()}
     config = dataclasses.replace(NANOCHAT, min_lr_ratio=1.0, adamw_warmup_steps=0, muon_warmup_steps=0)
     optimizer = make_optimizers(named.items(), config, d_model=192)
-    own = {"value_embed", "residual", "skip", "smear", "backout"}
+    own = {"value_embed", "residual", "skip", "smear"}
     assert kinds(optimizer) == {"embed": AdamW, "matrix": Muon, **dict.fromkeys(own, AdamW)}
     assert members(optimizer, "matrix") == {"blocks.1.attention.value_gate.weight"}
     assert members(optimizer, "value_embed") == {"blocks.1.attention.value_embed.weight"}
-    assert members(optimizer, "smear") == {"smear_gate.weight", "smear_scalar"}
-    assert members(optimizer, "backout") == {"backout_scalar"}
+    assert members(optimizer, "smear") == {"smear_gate.weight", "smear_scalar", "backout_scalar"}
     rates = optimizer.learning_rates(5, 10)
     expected = {"embed": 0.6, "value_embed": 0.3, "residual": 0.005, "skip": 0.5, "smear": 0.2, "matrix": 0.02}
-    assert rates == pytest.approx(expected | {"backout": 0.2})
+    assert rates == pytest.approx(expected)
     options = {name: optimizer.groups[name].optimizers[0].param_groups[0] for name in ("embed", *own)}
     assert {name: (given["betas"], given["weight_decay"]) for name, given in options.items()} == {
         "embed": ((0.8, 0.995), 0.001),
@@ -119,11 +118,9 @@ def test_value_embeddings_have_half_the_embeddings_rate_and_scalars_theirs_at_an
         "residual": ((0.8, 0.95), 0.05),
         "skip": ((0.96, 0.95), 0.0),
         "smear": ((0.8, 0.95), 0.0),
-        "backout": ((0.8, 0.95), 0.0),
     }
-    others = dataclasses.replace(config, value_embed_lr=0.7, backout_lr=0.02)
-    given = make_optimizers(named.items(), others, d_model=768).learning_rates(5, 10)
-    assert (given["value_embed"], given["smear"], given["backout"]) == (0.7, 0.2, 0.02)
+    given = make_optimizers(named.items(), dataclasses.replace(config, value_embed_lr=0.7), d_model=768)
+    assert given.learning_rates(5, 10)["value_embed"] == 0.7
 
 
 def test_a_parameter_that_fits_nowhere_is_named() -> None:

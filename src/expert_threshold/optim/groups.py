@@ -130,15 +130,9 @@ GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes i
         scaled=False,
     ),
     "smear": Row(
-        lambda name, parameter: name in ("smear_gate.weight", "smear_scalar"),
+        lambda name, parameter: name in ("smear_gate.weight", "smear_scalar", "backout_scalar"),
         lambda config: "adamw",
         lambda config: config.smear_lr,
-        scaled=False,
-    ),
-    "backout": Row(
-        lambda name, parameter: name == "backout_scalar",
-        lambda config: "adamw",
-        lambda config: config.smear_lr if config.backout_lr is None else config.backout_lr,
         scaled=False,
     ),
     "router": Row(
