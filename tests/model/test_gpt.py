@@ -115,6 +115,8 @@ def test_the_first_layers_are_dense(dense_layers: int, expected: list[int]) -> N
 def test_a_config_survives_json(rule: Rule | None) -> None:
     config = small(rule, softcap=None, gate_norm="fanout", z_loss=0.1, activation="swiglu")
     assert GPTConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for before, now in ((True, "all"), (False, None)):  # before key offset had a choice of layers
+        assert GPTConfig.from_dict(config.to_dict() | {"key_offset": before}).key_offset == now
 
 
 def test_an_unknown_option_or_preset_is_refused() -> None:
