@@ -524,6 +524,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --steps --foo", ["--steps: expected one argument", "see et train --help"]),
     ("train --out --seed 3", ["--out: expected one argument", "see et train --help"]),
     ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
+    ("train --nope", ["unknown option --nope; see et train --help"]),  # not close to --p
     ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
     ("train --steps many", ["--steps: expected a whole number of at least 1, not many"]),
     ("train --steps 0", ["--steps: expected a whole number of at least 1, not 0"]),

@@ -136,7 +136,8 @@ def _allows(alternative: Any, value: Any) -> bool:
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """Return a remedy for an unknown name: the known one that is close, else `otherwise`, or all of them."""
-    near = get_close_matches(name, known := list(known), 1)
+    known = {each.lstrip("-"): each for each in known}  # dashes alone make no two options alike
+    near = get_close_matches(name.lstrip("-"), known, 1)
     if near:
-        return f"did you mean {near[0]}?"
-    return f"there are {', '.join(known)}" if otherwise is None else otherwise
+        return f"did you mean {known[near[0]]}?"
+    return f"there are {', '.join(known.values())}" if otherwise is None else otherwise

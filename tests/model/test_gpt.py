@@ -147,6 +147,7 @@ def test_an_unknown_option_or_preset_is_refused() -> None:
         ("heads", 32, "heads=32 must divide d_model=32 into heads of an even width"),
         ("kv_heads", 3, "kv_heads=3 must divide heads=4"),
         ("kv_heads", 8, "kv_heads=8 must divide heads=4"),
+        ("key_offset", "first", "key_offset='first' must be last, all or none"),
         *[("dense_layers", value, f"dense_layers={value!r} must be") for value in (-1, 4, 1.0, True, None)],
         *[("shared_experts", value, f"shared_experts={value!r} must be") for value in (-1, 1.0, True, None)],
         *[("softcap", value, f"softcap={value!r} must be a number") for value in (0, -15.0, 80.0, float("nan"), "15")],
@@ -162,6 +163,12 @@ def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(option: st
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         small(**({"rule": TokenChoice(4, 2)} | {option: value}))
     assert "\n" not in str(error.value)
+
+
+def test_key_offset_needs_two_pairs_of_channels() -> None:
+    with pytest.raises(ValueError, match="key_offset='all' needs heads of a width of at least 4; heads=16 gives 2"):
+        small(heads=16, kv_heads=16, key_offset="all")
+    small(heads=16, kv_heads=16)
 
 
 @pytest.mark.parametrize("option", ["activation", "gate_norm", "dispatch", "z_loss", "shared_experts"])

@@ -106,6 +106,10 @@ class GPTConfig:
             raise ValueError(f"heads={self.heads} must divide d_model={self.d_model} into heads of an even width")
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}")
+        if self.key_offset is not None and self.d_model // self.heads < 4:
+            raise ValueError(
+                f"key_offset={self.key_offset!r} needs heads of a width of at least 4; heads={self.heads} gives 2"
+            )
         if self.dense_layers > self.layers:
             raise ValueError(f"dense_layers={self.dense_layers} must be at most layers={self.layers}")
         if self.windows is not None and not set(self.windows) <= set("SL"):
