@@ -167,8 +167,8 @@ def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(option: st
 
 def test_key_offset_needs_two_pairs_of_channels() -> None:
     with pytest.raises(ValueError, match="key_offset='all' needs heads of a width of at least 4; heads=16 gives 2"):
-        small(heads=16, kv_heads=16, key_offset="all")
-    small(heads=16, kv_heads=16)
+        small(None, heads=16, kv_heads=16, key_offset="all")
+    small(None, heads=16, kv_heads=16)
 
 
 @pytest.mark.parametrize("option", ["activation", "gate_norm", "dispatch", "z_loss", "shared_experts"])
