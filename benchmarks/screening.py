@@ -1,0 +1,154 @@
+"""Measures what many small pieces of the trunk and of the optimizer are worth at once, each by all runs.
+
+    python benchmarks/screening.py --out FOLDER [--rules expert_threshold,dense] [--steps 400] [--threads N]
+
+Every run of `et train quickstart` leaves about half of the pieces out, by a design of Plackett and Burman (1946): any two
+pieces are left out together in a quarter of the runs. So each piece's worth is the mean loss of half of the runs
+less that of the other half, and has the error of one run times 2 / √runs, where one pair of runs (`ablations.py`) has √2.
+It is an average over runs with and without the others: pieces that are large or replace one another belong in
+`ablations.py`. A seed is one more column. Runs are paired over rules, whose differences give the interval. Worth at
+equal seconds is less by what the time that a piece takes would be worth as further steps; their worth is that of a run
+with half of the steps. Seconds are of training: runs beside each other must be equally many all the time.
+
+Finished runs are kept, and the same command continues; several commands may make runs of several rules in one folder.
+Writes screening.json and screening.md into --out, once all runs are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ablations import FIRST_SEED, MARGIN, OPTIMIZER, TRUNK, train
+from bare import origin
+from common import compute_dtype, machine, run
+
+from expert_threshold.analysis.paired import student
+from expert_threshold.cli.run_options import parse_run, resolve_run
+
+LARGE = ("value embeddings", "smear", "key offset", "fourth and fifth iteration")
+PIECES = {name: options for name, options in (TRUNK | OPTIMIZER).items() if name not in LARGE}
+PART_OF = {"caution in it": "weight decay of matrices", "its fall": "weight decay of matrices"}
+"""Pieces that do nothing where another is left out."""
+
+
+def plackett_burman(columns: int) -> np.ndarray:
+    """Return a design of at least so many columns, True where a piece is left out; in the last run none is.
+
+    By Paley: p + 1 runs for p columns, where p is a prime of the form 4 n + 3, the least that suffices.
+    """
+    p = next(n for n in range(max(columns, 3), 2 * columns + 12) if n % 4 == 3 and all(n % d for d in range(2, n)))
+    squares = {i * i % p for i in range(1, p)}
+    design = np.array([[(j - i) % p in squares for j in range(p)] for i in range(p)] + [[False] * p])
+    return design ^ (np.diag([True] * p + [False])[:, :p])
+
+
+def effects(design: np.ndarray, names: list[str], values: list[float]) -> dict[str, float]:
+    """Return what each piece's absence adds to the values, by least squares over the runs.
+
+    design: (runs, columns), whose first columns are those of `names`; the last is the seed.
+    """
+    columns = {name: design[:, i] for i, name in enumerate(names)}
+    columns |= {name: columns[name] & ~columns[PART_OF[name]] for name in names if PART_OF.get(name) in columns}
+    matrix = np.stack([np.ones(len(design)), *columns.values(), design[:, -1]], 1).astype(float)
+    solution = np.linalg.lstsq(matrix, np.array(values), rcond=None)[0]
+    return dict(zip(names, solution[1:-1].tolist(), strict=True))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rules", default="expert_threshold,dense")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--eval-tokens", type=int, default=100_000)
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    for name, least in (("steps", 2), ("eval_tokens", 1)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least {least}")
+    return arguments
+
+
+def summarise(found: dict[str, list[tuple[float, float]]], halves: dict[str, float]) -> dict[str, Any]:
+    """Return the table. found: by rule, loss and tokens a second of each run. halves: the loss with half of the steps."""
+    names = list(PIECES)
+    design = plackett_burman(len(names) + 1)
+    worth = {rule: effects(design, names, [loss for loss, _ in runs]) for rule, runs in found.items()}
+    speed = {rule: effects(design, names, [math.log(v) for _, v in runs]) for rule, runs in found.items()}
+    slope = {rule: (halves[rule] - runs[-1][0]) / math.log(2) for rule, runs in found.items()}
+    error = None
+    if len(found) == 2:
+        first, second = worth.values()
+        error = math.sqrt(sum((first[name] - second[name]) ** 2 for name in names) / len(names)) / 2
+    rows = {}
+    for name in names:
+        seconds = {rule: worth[rule][name] - slope[rule] * speed[rule][name] for rule in found}
+        rows[name] = {
+            "worth": {rule: worth[rule][name] for rule in found},
+            "mean": sum(worth[rule][name] for rule in found) / len(found),
+            "speed_without": math.exp(sum(speed[rule][name] for rule in found) / len(found)),
+            "at_equal_seconds": sum(seconds.values()) / len(found),
+        }
+    half = None if error is None else student(0.95, len(names)) * error
+    return {"runs": len(design), "half_interval": half, "worth_of_twice_the_steps": halves, "slope": slope, "pieces": rows}
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    here, half, rules = result["machine"], result["half_interval"], list(result["losses"])
+    within = "" if half is None else f" ± {half:.3f}"
+    lines = [
+        f"{result['steps']} steps of quickstart, {result['runs']} runs of each rule by a design of Plackett and Burman, "
+        f"{result['dtype']}; {here['cpu']}, threads: {here['threads']}, torch {here['torch']}, {result['date']}, commit "
+        f"{str(result['commit'])[:8]}",
+        "",
+        f"| piece | worth in nats, {' | '.join(rules)} | mean{within} | tokens/s without it over with it | mean at equal seconds |",
+        "| --- |" + " ---: |" * (len(rules) + 3),
+    ]
+    for name, row in sorted(result["pieces"].items(), key=lambda item: -item[1]["at_equal_seconds"]):
+        each = " | ".join(f"{row['worth'][rule]:+.3f}" for rule in rules)
+        lines.append(
+            f"| {name} | {each} | {row['mean']:+.3f} | {row['speed_without']:.3f} | {row['at_equal_seconds']:+.3f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    names, rules = list(PIECES), arguments.rules.split(",")
+    design = plackett_burman(len(names) + 1)
+    options = [" ".join(PIECES[name] for name, out in zip(names, row, strict=False) if out) for row in design]
+    for text in options:  # none may contradict itself
+        resolve_run(parse_run("et train", "", [], ["quickstart", *text.split()]))
+    found: dict[str, list[tuple[float, float]]] = {}
+    halves = {}
+    for rule in rules:
+        found[rule] = [
+            train(arguments, rule, f"run {number:02d}", text, FIRST_SEED + int(row[-1]))
+            for number, (row, text) in enumerate(zip(design, options, strict=True))
+        ]
+        half = argparse.Namespace(**vars(arguments) | {"steps": arguments.steps // 2})
+        halves[rule] = train(half, rule, "half of the steps", "", FIRST_SEED)[0]
+    result = {
+        "steps": arguments.steps,
+        "dtype": str(compute_dtype("auto")).removeprefix("torch."),
+        **origin(),
+        "machine": machine(),
+        "margin": MARGIN,
+        "options": PIECES,
+        "losses": found,
+        **summarise(found, halves),
+    }
+    (arguments.out / "screening.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (arguments.out / "screening.md").write_text(to_markdown(result), encoding="utf-8")
+    print((arguments.out / "screening.md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    run(main, "interrupted; the same command continues")
