@@ -109,6 +109,28 @@ def test_the_first_trial_has_the_present_options(finished: Path) -> None:
         assert study["present"] == first["loss"]
 
 
+def test_the_trials_after_it_cover_every_range_evenly() -> None:
+    space: sweep.Space = {
+        "rate": sweep.Range("", 0.01, 0.16, log=True),
+        "steps": sweep.Range("", 0, 3, whole=True),
+        "choice": sweep.Choice("", {"a": 1, "b": 2, "c": 3, "d": 4}),
+    }
+    drawn = [sweep.spread(space, number) for number in range(4)]
+    assert sorted(int(math.log2(options["rate"] / 0.01)) for options in drawn) == [0, 1, 2, 3]
+    assert sorted(options["choice"] for options in drawn) == ["a", "b", "c", "d"]
+    assert all(isinstance(options["steps"], int) and 0 <= options["steps"] <= 3 for options in drawn)
+    assert drawn == [sweep.spread(space, number) for number in range(4)]
+
+
+def test_the_first_trials_of_a_study_are_the_present_options_and_the_spread(finished: Path) -> None:
+    space: sweep.Space = {
+        "matrix_lr": sweep.Range("", 0.005, 0.1, log=True),
+        "betas": sweep.Choice("", {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
+    }
+    trials = read(finished)["studies"]["dense"]["trials"]
+    assert [trial["options"] for trial in trials[1:]] == [sweep.spread(space, 0), sweep.spread(space, 1)]
+
+
 def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -> None:
     for method in METHODS:
         best = read(finished)["studies"][method]["best"]["options"]

@@ -12,8 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.status import Status
+from torch.quasirandom import SobolEngine
 
 from .analysis.sentences import counted
 from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
@@ -38,8 +40,8 @@ STUDIES = "studies.jsonl"
 """The name of optuna's journal in the folder: a line of JSON for each event."""
 SEED = 1000
 """The seed of the sampler and the first seed of each trial's runs; comparisons count theirs from 0."""
-RANDOM = 8
-"""The number of finished or pruned trials before which the options are drawn at random."""
+SPREAD = 8
+"""The number of trials that cover the space evenly before later ones are drawn near good ones."""
 UNPRUNED, FIRST = 5, 0.4
 """The number of finished trials before any is pruned, and the share of the steps that every trial makes. A high
 learning rate is behind in the middle and gains as it decays: rules that halve the field early would drop it."""
@@ -67,6 +69,11 @@ class Range:
         """Return what is drawn for the value; None if it is outside."""
         return value if isinstance(value, int | float) and self.low <= value <= self.high else None
 
+    def at(self, share: float) -> Any:
+        """Return the value with this share of the range below it."""
+        value = self.low * (self.high / self.low) ** share if self.log else self.low + share * (self.high - self.low)
+        return round(value) if self.whole else value
+
     def distribution(self) -> Any:
         from optuna.distributions import FloatDistribution, IntDistribution
 
@@ -93,6 +100,10 @@ class Choice:
         """Return the text of the value; None if it is not among them."""
         return next((text for text, known in self.values.items() if known == value), None)
 
+    def at(self, share: float) -> Any:
+        """Return the text with this share of the values before it, for a share below 1."""
+        return list(self.values)[int(share * len(self.values))]
+
     def distribution(self) -> Any:
         from optuna.distributions import CategoricalDistribution
 
@@ -100,6 +111,12 @@ class Choice:
 
 
 Space = Mapping[str, Range | Choice]
+
+
+def spread(space: Space, number: int) -> dict[str, Any]:
+    """Return what is drawn for each option at point `number`, from 0, of a scrambled Sobol sequence over the space."""
+    shares = SobolEngine(len(space), scramble=True, seed=SEED).fast_forward(number).draw(1, dtype=torch.float64)[0]
+    return {name: entry.at(share) for (name, entry), share in zip(space.items(), shares.tolist(), strict=True)}
 
 
 def scales(space: Space) -> dict[str, Scale]:
@@ -258,10 +275,13 @@ class Sweep:
 
         study, (_, space, present, configure, _) = self._studies[method], self.methods[method]
         # A sampler of its own for each trial, so that a continued study draws what one that never stopped does.
-        study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=RANDOM, constant_liar=False)
-        is_present = number == 1 and len(present) == len(space)
+        study.sampler = optuna.samplers.TPESampler(seed=SEED + number, n_startup_trials=SPREAD, constant_liar=False)
+        has_present = len(present) == len(space)
+        is_present = has_present and number == 1
         if is_present:
             study.enqueue_trial({name: space[name].drawn(value) for name, value in present.items()})
+        elif number <= SPREAD:
+            study.enqueue_trial(spread(space, number - 1 - has_present))
         trial = study.ask({name: entry.distribution() for name, entry in space.items()})
         start = time.monotonic()
         told: dict[str, Any] = {"present": is_present}

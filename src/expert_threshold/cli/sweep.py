@@ -47,9 +47,9 @@ NOT_SEARCHED = {
 TRIALS = 24
 DESCRIPTION = (
     "Search learning rates and other options for the least validation loss, each method by itself, with optuna.\n\n"
-    "The first trial has the present options, the next are drawn at random, later ones where trials were good (TPE). A "
-    "trial whose loss is above the median of the others after 0.4 of its steps is stopped. The same command continues "
-    "a sweep that was stopped, and makes more trials if --trials is larger.\n\n"
+    "The first trial has the present options, the next seven cover the space evenly (Sobol), later ones are near good "
+    "trials (TPE). A trial whose loss is above the median of the others after 0.4 of its steps is stopped. The same "
+    "command continues a sweep that was stopped, and makes more trials if --trials is larger.\n\n"
     "et sweep --fit FOLDER… fits the best options of several sweeps by powers of their sizes."
 )
 OPTIONS = [
