@@ -2,13 +2,14 @@
 
     python benchmarks/screening.py --out FOLDER [--rules expert_threshold,dense] [--steps 400] [--threads N]
 
-Every run of `et train quickstart` leaves about half of the pieces out, by a design of Plackett and Burman (1946): any two
-pieces are left out together in a quarter of the runs. So each piece's worth is the mean loss of half of the runs
-less that of the other half, and has the error of one run times 2 / √runs, where one pair of runs (`ablations.py`) has √2.
-It is an average over runs with and without the others: pieces that are large or replace one another belong in
-`ablations.py`. A seed is one more column. Runs are paired over rules, whose differences give the interval. Worth at
-equal seconds is less by what the time that a piece takes would be worth as further steps; their worth is that of a run
-with half of the steps. Seconds are of training: runs beside each other must be equally many all the time.
+Every run of `et train quickstart` leaves about half of the pieces out, by a design of Plackett and Burman (1946): any
+two pieces are left out together in a quarter of the runs. So each piece's worth is the mean loss of half of the runs
+less that of the other half, with a standard error of 2 / √runs of a run's, where one pair of runs (`ablations.py`) has
+√2. It is an average over runs with and without the others: pieces that are large or replace one another belong in
+`ablations.py`. The seed is one more column. The interval comes from the differences between the rules, so that a
+piece that is worth more under one of them widens it. Worth at equal seconds is less by what the time that a piece takes
+would be worth as further steps; runs with half of the steps tell what those are worth. Seconds are of training: while a
+run is made, as many others as usual must be running beside it.
 
 Finished runs are kept, and the same command continues; several commands may make runs of several rules in one folder.
 Writes screening.json and screening.md into --out, once all runs are there.
@@ -75,7 +76,7 @@ def parse() -> argparse.Namespace:
 
 
 def summarise(found: dict[str, list[tuple[float, float]]], halves: dict[str, float]) -> dict[str, Any]:
-    """Return the table. found: by rule, loss and tokens a second of each run. halves: the loss with half of the steps."""
+    """Return the table. found: by rule, loss and tokens a second of each run. halves: the loss with half the steps."""
     names = list(PIECES)
     design = plackett_burman(len(names) + 1)
     worth = {rule: effects(design, names, [loss for loss, _ in runs]) for rule, runs in found.items()}
@@ -95,18 +96,19 @@ def summarise(found: dict[str, list[tuple[float, float]]], halves: dict[str, flo
             "at_equal_seconds": sum(seconds.values()) / len(found),
         }
     half = None if error is None else student(0.95, len(names)) * error
-    return {"runs": len(design), "half_interval": half, "worth_of_twice_the_steps": halves, "slope": slope, "pieces": rows}
+    return {"runs": len(design), "half_interval": half, "losses_of_half": halves, "slope": slope, "pieces": rows}
 
 
 def to_markdown(result: dict[str, Any]) -> str:
     here, half, rules = result["machine"], result["half_interval"], list(result["losses"])
     within = "" if half is None else f" ± {half:.3f}"
     lines = [
-        f"{result['steps']} steps of quickstart, {result['runs']} runs of each rule by a design of Plackett and Burman, "
-        f"{result['dtype']}; {here['cpu']}, threads: {here['threads']}, torch {here['torch']}, {result['date']}, commit "
-        f"{str(result['commit'])[:8]}",
+        f"{result['steps']} steps of quickstart, {result['runs']} runs of each rule in a Plackett-Burman design, "
+        f"{result['dtype']}; {here['cpu']}, threads: {here['threads']}, torch {here['torch']}, {result['date']}, "
+        f"commit {str(result['commit'])[:8]}",
         "",
-        f"| piece | worth in nats, {' | '.join(rules)} | mean{within} | tokens/s without it over with it | mean at equal seconds |",
+        f"| piece | worth in nats, {' | '.join(rules)} | mean{within} | tokens/s without it over with it | "
+        "mean at equal seconds |",
         "| --- |" + " ---: |" * (len(rules) + 3),
     ]
     for name, row in sorted(result["pieces"].items(), key=lambda item: -item[1]["at_equal_seconds"]):
