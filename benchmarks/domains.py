@@ -1,14 +1,16 @@
 """Experts and domains: methods trained on a mixture of texts, and what their experts tell of a token's domain.
 
     python benchmarks/domains.py --out FOLDER --domain NAME=SOURCE --domain NAME=SOURCE …
-        [--methods A,B,…] [--seeds N] [--megabytes 4] [-- OPTIONS OF et compare]
-    python benchmarks/domains.py --redraw --out FOLDER
+        [--methods A,B,…] [--seeds N] [--megabytes 4] [--baseline METHOD] [-- OPTIONS OF et compare]
+    python benchmarks/domains.py --out FOLDER [--join domains.json …]
 
 The mixture has equally much text of every domain's training split, documents in a random order, and a twentieth of it
 is held out for validation. Every method sees the same tokens in the same order. Traces are over the domains' own
-held-out text. Methods differ in the scope in which load is balanced: a sequence, a batch, all batches, not at all.
+held-out text, and so are losses by domain, judged against the baseline under the same seed. Methods differ in the scope
+in which load is balanced: a sequence, a batch, all batches, not at all.
 Writes into --out the runs, the figures of et analyze, and domains.json and domains.md with a row for each method.
-Finished runs are kept, and the same command continues.
+Finished runs are kept, and the same command continues. With --join it trains nothing and makes one table of several;
+with --out alone it makes domains.md anew.
 """
 
 from __future__ import annotations
@@ -18,15 +20,20 @@ import json
 import math
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from bare import origin
 from common import call, machine, run
 
+from expert_threshold.analysis.judgement import MARGIN
 from expert_threshold.analysis.methods import find_runs, read_subjects
+from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.plain import array
-from expert_threshold.analysis.sentences import counted
+from expert_threshold.analysis.sentences import listed
 from expert_threshold.data import open_held_out, open_source
+from expert_threshold.data.sources import absolute
+from expert_threshold.evaluation.results import RESULTS
 from expert_threshold.runs import RunFolder
 
 METHODS = (
@@ -35,6 +42,8 @@ METHODS = (
 )
 FIGURES = ("specialisation", "specialisation_summary", "domain_shares", "load_balance")
 MIXTURE = "mixture.jsonl"
+MIXED = "all"
+"""The name of the mixture's own validation text among the domains."""
 
 
 def training_text(source: str) -> list[str]:
@@ -73,8 +82,8 @@ def mix(domains: dict[str, str], most: int, path: Path) -> dict[str, int]:
     return bytes_of
 
 
-def rows(out: Path, methods: list[str]) -> list[dict[str, Any]]:
-    """Return each method's losses over seeds, the information of its experts in bits, and what its experts hold."""
+def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[str, Any]]:
+    """Return each method's losses by seed, its experts' information in bits, and what the first seed's experts hold."""
     data = {name: json.loads((out / "analysis" / f"{name}.json").read_text(encoding="utf-8")) for name in FIGURES}
     of = {name: {entry["method"]: entry for entry in found["methods"]} for name, found in data.items()}
     labels = {
@@ -82,48 +91,90 @@ def rows(out: Path, methods: list[str]) -> list[dict[str, Any]]:
     }
     found = []
     for method in methods:
-        label, losses = labels[method], []
+        label = labels[method]
+        losses: dict[str, dict[str, float]] = {name: {} for name in (MIXED, *domains)}
         for path in sorted((out / "runs" / method).glob("seed_*")):
+            seed = path.name.removeprefix("seed_")
             validations = [r for r in RunFolder.open(path).metrics.read() if r["split"] == "validation"]
-            losses.append(validations[-1]["loss"])
-        largest = array(of["domain_shares"][label]["shares"]).max(1)  # of each expert in each layer
-        found.append(
-            {
-                "method": method,
-                "losses": losses,
-                "bits": of["specialisation"][label]["bits"],
-                "majority": float((largest > 0.5).mean()),
-                "load_spread": max(of["load_balance"][label]["spread"]),
-            }
-        )
+            losses[MIXED][seed] = validations[-1]["loss"]
+            measured = json.loads((path / RESULTS).read_text(encoding="utf-8"))["data"]
+            for name, source in domains.items():
+                losses[name][seed] = measured[absolute(source)]["loss"]
+        row: dict[str, Any] = {"method": method, "losses": losses}
+        if label in of["specialisation"]:
+            largest = array(of["domain_shares"][label]["shares"]).max(1)  # of each expert in each layer
+            row["bits"] = of["specialisation"][label]["bits"]
+            row["majority"] = float((largest > 0.5).mean())
+            row["load_spread"] = max(of["load_balance"][label]["spread"])
+        found.append(row)
     return found
 
 
-def to_markdown(result: dict[str, Any]) -> str:
-    here, domains = result["machine"], result["domains"]
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one result of several. A run that two parts have is taken from the first.
+
+    Raises ValueError if mixtures or numbers of tokens differ.
+    """
+    first, rows = parts[0], dict[str, Any]()
+    for part in parts:
+        for name in ("domains", "tokens"):
+            if part[name] != first[name]:
+                raise ValueError(f"--join: {name}={part[name]!r} differs from {first[name]!r} of the first")
+        for row in part["methods"]:
+            whole = rows.setdefault(row["method"], row)
+            for name, losses in row["losses"].items():
+                whole["losses"][name] = losses | whole["losses"][name]
+    return {**first, "machine": [part["machine"] for part in parts], "methods": list(rows.values())}
+
+
+def to_markdown(result: dict[str, Any], baseline: str) -> str:
+    domains, rows = list(result["domains"]), result["methods"]
+    machines = result["machine"] if isinstance(result["machine"], list) else [result["machine"]]
+    cpus = listed(list(dict.fromkeys(here["cpu"] for here in machines)))
     lines = [
-        f"{', '.join(domains)}: {next(iter(domains.values())) / 1e6:.1f} MB of each; {result['tokens']:,} tokens, "
-        f"{counted(result['seeds'], 'seed')}; {here['cpu']}, torch {here['torch']}, {result['date']}, "
-        f"commit {str(result['commit'])[:8]}",
+        f"{', '.join(domains)}: {next(iter(result['domains'].values())) / 1e6:.1f} MB of each; {result['tokens']:,} "
+        f"tokens; {cpus}, torch {machines[0]['torch']}, {result['date']}, commit {str(result['commit'])[:8]}",
         "",
-        "| method | validation loss | bits | most of a layer | experts with a majority | max load / mean |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| method | seeds | validation loss | {' | '.join(domains)} |",
+        "| --- |" + " ---: |" * (len(domains) + 2),
     ]
-    for row in result["methods"]:
-        loss = sum(row["losses"]) / len(row["losses"])
-        bits = row["bits"]
-        lines.append(
-            f"| {row['method']} | {loss:.3f} | {sum(bits) / len(bits):.3f} | {max(bits):.3f} | "
-            f"{100 * row['majority']:.0f} % | {row['load_spread']:.2f} |"
-        )
+    for row in rows:
+        means = [f"{fmean(row['losses'][name].values()):.3f}" for name in (MIXED, *domains)]
+        lines.append(f"| {row['method']} | {len(row['losses'][MIXED])} | {' | '.join(means)} |")
+    base = next((row["losses"] for row in rows if row["method"] == baseline), None)
+    if base is not None:
+        lines += ["", f"| minus {baseline} | all | {' | '.join(domains)} |", "| --- |" + " ---: |" * (len(domains) + 1)]
+        for row in rows:
+            if row["method"] != baseline:
+                cells = [difference(row["losses"][name], base[name]) for name in (MIXED, *domains)]
+                lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+        lines += ["", "Differences under the same seed, with the 95 % interval of their mean.", ""]
+    lines += ["| method | bits | most of a layer | experts with a majority | max load / mean |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for row in rows:
+        if "bits" in row:
+            bits = row["bits"]
+            lines.append(
+                f"| {row['method']} | {fmean(bits):.3f} | {max(bits):.3f} | {100 * row['majority']:.0f} % | "
+                f"{row['load_spread']:.2f} |"
+            )
     lines += [
         "",
         "Bits: information of a routed token's expert about its domain, averaged over layers, with equally many tokens "
-        f"of every domain; at most {result['most_bits']:.3g}. Experts with a majority: more than half of their tokens "
-        "are of one domain. Routing is that of inference, of the first seed; loads are of the validation text.",
+        f"of every domain; at most {math.log2(len(domains)):.3g}. Experts with a majority: more than half of their "
+        "tokens are of one domain. Routing is that of inference, of the first seed; loads are of the validation text.",
         "",
     ]
     return "\n".join(lines)
+
+
+def difference(losses: dict[str, float], base: dict[str, float]) -> str:
+    """Return the mean difference over the seeds that both have, with its interval if there are two or more."""
+    both = [losses[seed] - base[seed] for seed in losses if seed in base]
+    if not both:
+        return "–"
+    mean, low, _, _ = paired(both, MARGIN)
+    return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ± {mean - low:.3f}"
 
 
 def parse() -> argparse.Namespace:
@@ -133,46 +184,59 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--megabytes", type=float, default=4.0, help="text of each domain")
-    parser.add_argument("--redraw", action="store_true", help="make domains.md anew from domains.json")
+    parser.add_argument("--baseline", default="expert_threshold", help="the method that losses are compared with")
+    parser.add_argument("--domain-tokens", type=int, default=50_000, help="held-out tokens of each domain for its loss")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="domains.json of several, for one table")
     parser.add_argument("options", nargs="*", help="options of et compare")
     return parser.parse_args()
+
+
+def measure(arguments: argparse.Namespace, domains: dict[str, str]) -> dict[str, Any]:
+    """Train, evaluate and trace what is left, and return the result."""
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    mixture, sizes = arguments.out / MIXTURE, arguments.out / "mixture.json"
+    if not sizes.exists():
+        sizes.write_text(json.dumps(mix(domains, round(arguments.megabytes * 1e6), mixture)), encoding="utf-8")
+    mixed = json.loads(sizes.read_text(encoding="utf-8"))
+    if set(mixed) != set(domains):
+        known = ", ".join(mixed)
+        raise ValueError(f"--out {arguments.out}: its mixture is of {known}; name these, or another --out")
+    runs = arguments.out / "runs"
+    call("compare", "quickstart", "--data", mixture, "--validation-fraction", 0.05, "--rules", arguments.methods,
+         "--seeds", arguments.seeds, "--sample-every", "none", "--out", runs, *arguments.options)  # fmt: skip
+    texts = [word for source in domains.values() for word in ("--data", source)]
+    call("evaluate", *sorted(runs.glob("*/seed_*")), "--no-validation", "--bundle", "none", *texts,
+         "--eval-tokens", arguments.domain_tokens)  # fmt: skip
+    names = [flag for domain in domains.items() for flag in ("--domain", "=".join(domain))]
+    call("analyze", runs, "--figures", ",".join(FIGURES), *names, "--out", arguments.out / "analysis")
+    methods = json.loads((runs / "compare.json").read_text(encoding="utf-8"))["methods"]
+    first = RunFolder.open(next(runs.glob("*/seed_0"))).config
+    per_step = first["train"]["batch_size"] * first["train"]["accumulation"] * first["model"]["context"]
+    return {
+        "machine": machine(),
+        **origin(),
+        "domains": mixed,
+        "tokens": per_step * first["train"]["steps"],
+        "methods": rows(arguments.out, methods, domains),
+    }
 
 
 def main() -> None:
     arguments = parse()
     record = arguments.out / "domains.json"
-    if not arguments.redraw:
+    result = None
+    if arguments.join:
+        result = joined([json.loads(path.read_text(encoding="utf-8")) for path in arguments.join])
+    elif arguments.domain or not record.exists():
         domains = dict(text.split("=", 1) for text in arguments.domain if "=" in text)
         if len(domains) < 2 or len(domains) != len(arguments.domain):
             raise ValueError("--domain NAME=SOURCE: name two domains or more, each by a name of its own")
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        mixture, sizes = arguments.out / MIXTURE, arguments.out / "mixture.json"
-        if not sizes.exists():
-            sizes.write_text(json.dumps(mix(domains, round(arguments.megabytes * 1e6), mixture)), encoding="utf-8")
-        mixed = json.loads(sizes.read_text(encoding="utf-8"))
-        if set(mixed) != set(domains):
-            known = ", ".join(mixed)
-            raise ValueError(f"--out {arguments.out}: its mixture is of {known}; name these, or another --out")
-        runs = arguments.out / "runs"
-        call("compare", "quickstart", "--data", mixture, "--validation-fraction", 0.05, "--rules", arguments.methods,
-             "--seeds", arguments.seeds, "--sample-every", "none", "--out", runs, *arguments.options)  # fmt: skip
-        names = [flag for domain in domains.items() for flag in ("--domain", "=".join(domain))]
-        call("analyze", runs, "--figures", ",".join(FIGURES), *names, "--out", arguments.out / "analysis")
-        methods = json.loads((runs / "compare.json").read_text(encoding="utf-8"))["methods"]
-        first = RunFolder.open(next(runs.glob("*/seed_0"))).config
-        per_step = first["train"]["batch_size"] * first["train"]["accumulation"] * first["model"]["context"]
-        result = {
-            "machine": machine(),
-            **origin(),
-            "domains": mixed,
-            "tokens": per_step * first["train"]["steps"],
-            "seeds": arguments.seeds,
-            "most_bits": math.log2(len(domains)),
-            "methods": rows(arguments.out, methods),
-        }
+        result = measure(arguments, domains)
+    if result is not None:
+        record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = json.loads(record.read_text(encoding="utf-8"))
-    (arguments.out / "domains.md").write_text(to_markdown(result), encoding="utf-8")
+    (arguments.out / "domains.md").write_text(to_markdown(result, arguments.baseline), encoding="utf-8")
 
 
 if __name__ == "__main__":

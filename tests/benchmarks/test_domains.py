@@ -1,10 +1,11 @@
-"""`benchmarks/domains.py`: its mixture and its errors."""
+"""`benchmarks/domains.py`: its mixture, its table, joined tables, and its errors."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,3 +44,42 @@ def test_other_domains_than_those_of_the_mixture_are_refused(
     with pytest.raises(ValueError, match=message):
         domains.main()
     assert [path.name for path in tmp_path.iterdir()] == ["mixture.json"]
+
+
+def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, Any]:
+    """A result of two domains whose losses are those of the mixture, less and plus 1. methods: its losses by seed."""
+    rows = []
+    for method, losses in methods.items():
+        each = {"all": 0.0, "code": -1.0, "prose": 1.0}
+        by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
+        rows.append({"method": method, "losses": by_name, "bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5})
+    here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
+    of_all = {"machine": here, "date": "2026-11-24", "commit": "0123456789", "tokens": 4096}
+    return of_all | {"domains": {"code": 1_000_000, "prose": 1_000_000}, "methods": rows} | changed
+
+
+def test_the_table_judges_each_domain_under_the_same_seed() -> None:
+    text = domains.to_markdown(
+        result({"dense": {"0": 3.1, "1": 3.3}, "expert_threshold": {"0": 3.0, "1": 3.18}}), "expert_threshold"
+    )
+    assert "| dense | 2 | 3.200 | 2.200 | 4.200 |" in text
+    assert "| dense | +0.110 ± 0.127 | +0.110 ± 0.127 | +0.110 ± 0.127 |" in text  # t(1) = 12.706, error 0.01
+    assert "| expert_threshold | 0.600 | 0.700 | 25 % | 1.50 |" in text
+    assert "minus" not in domains.to_markdown(result({"dense": {"0": 3.1}}), "expert_threshold")
+
+
+def test_results_are_joined_by_method_and_seed() -> None:
+    here = result({"dense": {"0": 3.1}, "expert_threshold": {"0": 3.0}})
+    there = result({"dense": {"0": 9.9, "1": 3.3}, "relu": {"1": 4.0}}, machine={"cpu": "another", "torch": "2.13.0"})
+    whole = domains.joined([here, there])
+    assert {row["method"]: row["losses"]["all"] for row in whole["methods"]} == {
+        "dense": {"0": 3.1, "1": 3.3},
+        "expert_threshold": {"0": 3.0},
+        "relu": {"1": 4.0},
+    }
+    text = domains.to_markdown(whole, "expert_threshold")
+    assert "a processor and another" in text
+    assert "| dense | +0.100 | +0.100 | +0.100 |" in text  # of the seed that both have
+    assert "| relu | – | – | – |" in text
+    with pytest.raises(ValueError, match="--join: tokens=1 differs from 4096 of the first"):
+        domains.joined([here, result({}, tokens=1)])
