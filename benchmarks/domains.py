@@ -113,11 +113,11 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one result of several. A run that two parts have is taken from the first.
 
-    Raises ValueError if mixtures or numbers of tokens differ.
+    Raises ValueError if mixtures, numbers of tokens or the options of et compare differ.
     """
     first, rows = parts[0], dict[str, Any]()
     for part in parts:
-        for name in ("domains", "tokens"):
+        for name in ("domains", "tokens", "options"):
             if part[name] != first[name]:
                 raise ValueError(f"--join: {name}={part[name]!r} differs from {first[name]!r} of the first")
         for row in part["methods"]:
@@ -217,6 +217,7 @@ def measure(arguments: argparse.Namespace, domains: dict[str, str]) -> dict[str,
         **origin(),
         "domains": mixed,
         "tokens": per_step * first["train"]["steps"],
+        "options": arguments.options,
         "methods": rows(arguments.out, methods, domains),
     }
 

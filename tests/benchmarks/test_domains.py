@@ -54,7 +54,7 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
         by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
         rows.append({"method": method, "losses": by_name, "bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5})
     here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
-    of_all = {"machine": here, "date": "2026-11-24", "commit": "0123456789", "tokens": 4096}
+    of_all = {"machine": here, "date": "2026-11-24", "commit": "0123456789", "tokens": 4096, "options": []}
     return of_all | {"domains": {"code": 1_000_000, "prose": 1_000_000}, "methods": rows} | changed
 
 
