@@ -531,6 +531,9 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     laws = json.loads(out.read_text())["laws"]
     assert [law["option"] for law in laws] == ["matrix_lr", "matrix_lr"]  # the only one on a logarithmic range
     assert laws[0]["exponents"]["d_model"] == pytest.approx(-0.5)
+    assert [point["sizes"]["d_model"] for point in laws[0]["points"]] == [32, 64, 128, 256]
+    for kind in ("png", "svg"):
+        assert (tmp_path / f"laws-matrix_lr.{kind}").stat().st_size > 1000
     assert "warning" not in told
     assert laws[0]["at_edge"] == []
     record = read(folders[0])

@@ -13,6 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..analysis.figures.style import WIDE
+from ..analysis.figures.sweep import draw_laws
+from ..analysis.page import save_figure
 from ..analysis.sentences import counted, fixed, listed
 from ..analysis.sweep import Scale, fit_power_law
 from ..analysis.sweep_page import show_value
@@ -76,7 +79,12 @@ FIT = Command(
         "fit": [
             Option("folder", str, None, "Folders of sweeps.", positional=True, required=True, many=True),
             Option("fit", bool, False, "Fit instead of sweeping."),
-            Option("out", str | None, None, "A JSON file for the laws; none only prints them."),
+            Option(
+                "out",
+                str | None,
+                None,
+                "A JSON file for the laws, with a figure of each option beside it; none only prints them.",
+            ),
         ]
     },
 )
@@ -338,11 +346,16 @@ AGAIN = "restore it from a copy, or sweep again"
 
 
 class Best(NamedTuple):
-    """The best value of an option in a sweep, the sizes of its runs, and whether it is at the edge of its range."""
+    """The best value of an option in a sweep, the sizes of its runs, and whether it is at the edge of its range.
+
+    low, high: between them the option is equally good; None without a fit.
+    """
 
     folder: str
     sizes: dict[str, float]
     value: float
+    low: float | None
+    high: float | None
     space: str
     at_edge: bool
 
@@ -362,11 +375,11 @@ def fit(folders: Sequence[str], out: str | None) -> None:
             sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
             for method, study in record["studies"].items():
                 for option, entry in study["options"].items():
-                    value = entry["best"] if entry["fit"] is None else entry["fit"]["optimum"]
+                    parabola = entry["fit"] or {"optimum": entry["best"], "low": None, "high": None}
+                    value, low, high = parabola["optimum"], parabola["low"], parabola["high"]
                     if entry["scale"] is not None and entry["scale"]["log"] and value is not None:
-                        best = Best(
-                            folder, sizes, float(value), entry["space"], Scale(**entry["scale"]).is_at_edge(value)
-                        )
+                        at_edge = Scale(**entry["scale"]).is_at_edge(value)
+                        best = Best(folder, sizes, float(value), low, high, entry["space"], at_edge)
                         found.setdefault((method, option), []).append(best)
     laws: list[dict[str, Any]] = []
     warnings: list[str] = []
@@ -379,6 +392,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
             continue
         residuals = dict(zip([row.folder for row in rows], law.residuals, strict=True))
         own = {"residuals": residuals, "at_edge": [row.folder for row in rows if row.at_edge]}
+        own["points"] = [row._asdict() for row in rows]
         laws.append({"method": method, "option": option} | law._asdict() | own)
         warnings += [
             f"warning: {method} {option} of {row.folder} is {show_value(row.value)}, at the edge of its range "
@@ -397,6 +411,20 @@ def fit(folders: Sequence[str], out: str | None) -> None:
         say(console, f"not fitted: {reason}")
     if out is not None:
         replace_json(Path(out), {"laws": laws})
+        say(console, draw(laws, Path(out)))
+
+
+def draw(laws: Sequence[Mapping[str, Any]], path: Path) -> str:
+    """Draw the laws of each option beside the JSON file, and return a line that names the figures."""
+    figures = {
+        option: path.with_name(f"{path.stem}-{option}") for option in dict.fromkeys(law["option"] for law in laws)
+    }
+    try:
+        for option, figure in figures.items():
+            save_figure(partial(draw_laws, [law for law in laws if law["option"] == option], WIDE), figure)
+    except ValueError as missing:
+        return f"laws in {path}, but no figure: {missing}"
+    return f"laws in {path}; {listed([figure.name for figure in figures.values()])}, .png and .svg"
 
 
 def told(law: Mapping[str, Any]) -> str:

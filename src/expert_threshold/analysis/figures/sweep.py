@@ -1,4 +1,4 @@
-"""The figures of a sweep: losses by trial, curves of trials, and losses over each option with their parabolas."""
+"""The figures of sweeps: losses by trial, curves of trials, losses over each option with their parabolas, and laws."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..sweep import TOLERANCE
-from .axes import few_ticks, panels, plain_ticks, single, whole_ticks
+from .axes import few_ticks, method_strokes, panels, plain_ticks, single, whole_ticks
 from .style import ACCENT, GRID, INK, MUTED
 
 if TYPE_CHECKING:
@@ -79,6 +79,46 @@ def draw_options(study: Mapping[str, Any], width: float) -> Figure:
         axes.plot([_place(axes, best["options"][name])], [best["loss"]], marker="o", markersize=6, color=ACCENT)
         _limit(axes, losses, least=min((e["fit"]["loss"] for e in options.values() if e["fit"]), default=math.inf))
     return figure
+
+
+def draw_laws(laws: Sequence[Mapping[str, Any]], width: float) -> Figure:
+    """Draw the best values of one option over each size, with the laws that were fitted to them.
+
+    laws: of each method, as in `et sweep --fit`'s file. A dot is a sweep's optimum, divided by what the law says of
+    the other sizes; its bar is the range that is equally good.
+    """
+    strokes = method_strokes([{**law, "kind": law["method"]} for law in laws])
+    sizes = list(dict.fromkeys(size for law in laws for size in law["exponents"]))
+    figure, every = panels(width, len(sizes), 1.8, share=False, left=0.62, right=0.25, titles=sizes, key=strokes)
+    for axes, size in zip(every, sizes, strict=True):
+        axes.set_title(size.replace("_", " "), color=INK)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        for place, law in enumerate(laws):
+            if size in law["exponents"]:
+                _draw_law(axes, law, size, 1.03 ** (place - (len(laws) - 1) / 2), strokes[law["method"]])
+        seen = sorted({point["sizes"][size] for law in laws for point in law["points"]})
+        axes.set_xticks(seen, [f"{value:,.0f}" for value in seen])
+        axes.minorticks_off()
+        few_ticks(axes.yaxis, *axes.get_ylim())
+    every[0].set_ylabel(f"best {laws[0]['option']}")
+    return figure
+
+
+def _draw_law(axes: Axes, law: Mapping[str, Any], size: str, aside: float, stroke: Mapping[str, Any]) -> None:
+    """Draw one method's law in one size. aside: a factor of the places of its dots, so that bars do not overlap."""
+    for point in law["points"]:
+        others = math.prod(
+            (point["sizes"][name] / law["references"][name]) ** exponent
+            for name, exponent in law["exponents"].items()
+            if name != size
+        )
+        x = point["sizes"][size] * aside
+        axes.plot([x], [point["value"] / others], marker="o", markersize=4, color=stroke["color"])
+        if point["low"] is not None:
+            axes.plot([x, x], [point["low"] / others, point["high"] / others], linewidth=1, color=stroke["color"])
+    ends = np.array([end(point["sizes"][size] for point in law["points"]) for end in (min, max)])
+    axes.plot(ends, law["constant"] * (ends / law["references"][size]) ** law["exponents"][size], **stroke)
 
 
 def _draw_number(axes: Axes, name: str, entry: Mapping[str, Any], trials: Sequence[Mapping[str, Any]]) -> None:
