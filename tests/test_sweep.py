@@ -18,7 +18,7 @@ import torch
 
 from cases import et, write_text
 from expert_threshold import sweep
-from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas, fit_power_law
+from expert_threshold.analysis.sweep import Scale, SizeStudy, Trial, best_of, fit_laws, fit_parabolas
 from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.install import install
@@ -482,18 +482,63 @@ def sizes() -> list[dict[str, float]]:
     ]
 
 
-def test_a_planted_power_law_is_found_with_its_errors() -> None:
-    def value(size: Mapping[str, float]) -> float:
-        return 3 * size["d_model"] ** -0.5 * size["tokens_per_step"] ** 0.3 * size["steps"] ** -0.2
+def rate_of(size: Mapping[str, float]) -> float:
+    return 0.1 * (size["d_model"] / 64) ** -0.5 * size["tokens_per_step"] ** 0.3 * (size["steps"] / 9) ** -0.2
 
-    law = fit_power_law(sizes(), [value(size) for size in sizes()])
-    assert law.exponents == pytest.approx({"d_model": -0.5, "tokens_per_step": 0.3, "steps": -0.2})
-    assert max(map(abs, law.residuals)) < 1e-9
-    assert max(law.errors.values()) < 1e-9
-    assert law.constant == pytest.approx(value(law.references))
-    shaken = fit_power_law(sizes(), [value(size) * (1.1 if n % 2 else 0.9) for n, size in enumerate(sizes())])
-    for name, exponent in law.exponents.items():
-        assert 0 < abs(shaken.exponents[name] - exponent) < 4 * shaken.errors[name]
+
+def studies_of_a_law(noise: float = 0.0, chosen: list[dict[str, float]] | None = None) -> list[SizeStudy]:
+    """Five trials of each size: its own loss + 0.05 log(a / optimum)² + 0.03 log(b / 0.5)², and one far too high."""
+    random = np.random.default_rng(0)
+    scales = {"a": Scale(0.01, 1, log=True), "b": Scale(0.1, 2, log=True)}
+    found = []
+    for number, size in enumerate(chosen or sizes()):
+        trials = [trial(9, 5.0 + number, a=0.9, b=1.9)]  # beyond any parabola
+        for n, (a, b) in enumerate([(0.5, 0.8), (0.8, 2), (1.1, 1), (1.4, 0.5), (2, 1.3)]):
+            loss = 3 + number / 10 + 0.05 * math.log(a) ** 2 + 0.03 * math.log(b) ** 2
+            loss += noise * float(random.standard_normal())
+            trials.append(trial(n, loss, a=a * rate_of(size), b=b * 0.5))
+        found.append(SizeStudy(str(number), size, scales, [*trials, trial(7, None, a=0.1, b=0.1)]))
+    return found
+
+
+def test_planted_laws_are_found_from_few_trials_of_each_size() -> None:
+    laws, reasons = fit_laws(studies_of_a_law())
+    assert not reasons
+    a, b = laws["a"], laws["b"]
+    assert a.exponents == pytest.approx({"d_model": -0.5, "tokens_per_step": 0.3, "steps": -0.2})
+    assert b.exponents == pytest.approx({"d_model": 0, "tokens_per_step": 0, "steps": 0}, abs=1e-9)
+    assert a.constant == pytest.approx(rate_of(a.references))
+    assert b.constant == pytest.approx(0.5)
+    assert math.log(a.flat) == pytest.approx(math.sqrt(0.005 / 0.05))
+    assert a.trials == 30  # 5 of each of 6 sizes
+    assert max(a.residual, a.constant_error, *a.errors.values()) < 1e-9
+
+
+def test_a_laws_errors_are_those_that_noise_makes() -> None:
+    law = fit_laws(studies_of_a_law(noise=0.001))[0]["a"]
+    truth = {"d_model": -0.5, "tokens_per_step": 0.3, "steps": -0.2}
+    for name, exponent in truth.items():
+        assert 0 < abs(law.exponents[name] - exponent) < 3 * law.errors[name]
+    assert 0.0003 < law.residual < 0.003
+    louder = fit_laws(studies_of_a_law(noise=0.002))[0]["a"]
+    assert louder.errors["d_model"] == pytest.approx(2 * law.errors["d_model"], rel=0.2)
+
+
+def test_sweeps_of_one_option_join_those_of_several() -> None:
+    every = studies_of_a_law()
+    alone = [
+        study._replace(
+            scales={"a": study.scales["a"]},
+            trials=[
+                trial(n, 3 + 0.05 * x**2, a=rate_of(study.sizes) * math.exp(x)) for n, x in enumerate((-1, 0.2, 1))
+            ],
+        )
+        for study in every[:3]
+    ]
+    laws, reasons = fit_laws([*alone, *every])
+    assert not reasons
+    assert laws["a"].exponents["d_model"] == pytest.approx(-0.5)
+    assert laws["b"].constant == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -501,13 +546,27 @@ def test_a_planted_power_law_is_found_with_its_errors() -> None:
     [
         (sizes()[:1], "nothing differs"),
         (sizes()[:1] * 5, "nothing differs"),
-        (sizes()[:2], "2 values are too few for d_model: their exponents need 3"),
-        ([{"d_model": 2.0**n, "layers": 2.0**n} for n in range(6)], "change only together"),
+        ([sizes()[0], sizes()[4]], "2 sweeps are too few for d_model, tokens_per_step, steps"),
+        ([{**sizes()[0], "d_model": 2.0**n, "steps": 2.0**n} for n in range(6)], "change only together"),
     ],
 )
-def test_a_law_that_sizes_cannot_show_is_refused(chosen: list[dict[str, float]], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        fit_power_law(chosen, [1.0 + n for n in range(len(chosen))])
+def test_a_law_that_sizes_cannot_show_has_its_reason(chosen: list[dict[str, float]], why: str) -> None:
+    laws, reasons = fit_laws(studies_of_a_law(chosen=chosen))
+    assert not laws
+    assert reasons.keys() == {"a", "b"}
+    assert all(why in reason for reason in reasons.values())
+
+
+def test_no_law_is_claimed_where_the_trials_show_none() -> None:
+    few = [study._replace(trials=study.trials[:3]) for study in studies_of_a_law()]
+    assert "12 trials within 0.15" in fit_laws(few)[1]["a"]
+    bent = [
+        study._replace(trials=[t._replace(loss=None if t.loss is None else -t.loss) for t in study.trials[1:]])
+        for study in studies_of_a_law()
+    ]
+    laws, reasons = fit_laws(bent)
+    assert not laws
+    assert "show no optimum" in reasons["a"]
 
 
 def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -517,7 +576,10 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
         record["options"]["model"]["d_model"] = width
         for study in record["studies"].values():
             entry = study["options"]["matrix_lr"]
-            entry["best"], entry["fit"] = 0.02 * (width / 32) ** -0.5, None
+            optimum = 0.02 * (width / 32) ** -0.5
+            entry["best"], entry["fit"] = optimum, None
+            for given, x in zip(study["trials"], (-0.5, 0, 0.6), strict=True):
+                given["options"]["matrix_lr"], given["loss"] = optimum * math.exp(x), 3 + 0.05 * x**2
         folder = tmp_path / str(width)
         folder.mkdir()
         (folder / "sweep.json").write_text(json.dumps(record))
@@ -526,8 +588,9 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     assert et("sweep", "--fit", *folders, "--out", out) == 0
     told = capsys.readouterr().out
     for method in METHODS:
-        assert f"{method} matrix_lr = 0.01" in told
+        assert f"{method} matrix_lr = 0.0119" in told
     assert "^(-0.50 ± 0.00)" in told
+    assert "from 1/1.37 to 1.37 times it; 12 trials" in told
     laws = json.loads(out.read_text())["laws"]
     assert [law["option"] for law in laws] == ["matrix_lr", "matrix_lr"]  # the only one on a logarithmic range
     assert laws[0]["exponents"]["d_model"] == pytest.approx(-0.5)
@@ -535,7 +598,7 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     for kind in ("png", "svg"):
         assert (tmp_path / f"laws-matrix_lr.{kind}").stat().st_size > 1000
     assert "warning" not in told
-    assert laws[0]["at_edge"] == []
+    assert not any(point["at_edge"] for point in laws[0]["points"])
     record = read(folders[0])
     record["studies"]["dense"]["options"]["matrix_lr"]["best"] = 0.098
     (folders[0] / "sweep.json").write_text(json.dumps(record))
@@ -543,8 +606,8 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     assert f"warning: dense matrix_lr of {folders[0]} is 0.098, at the edge of its range 0.005..0.1:log" in (
         capsys.readouterr().out
     )
-    assert json.loads(out.read_text())["laws"][0]["at_edge"] == [str(folders[0])]
-    refused(capsys, et("sweep", "--fit", *folders[:2]), "dense matrix_lr: 2 values are too few")
+    assert json.loads(out.read_text())["laws"][0]["points"][0]["at_edge"]
+    refused(capsys, et("sweep", "--fit", folders[0]), "dense matrix_lr: nothing differs between the folders")
     (folders[0] / "sweep.json").write_text(json.dumps(record | {"version": 2}))
     refused(capsys, et("sweep", "--fit", *folders), "format version 2, but this program reads 1", "sweep again")
     refused(capsys, et("sweep", "--fit", tmp_path), "not the folder of a sweep")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .paired import student
+from .sentences import counted
 
 TOLERANCE = 0.005  # nats per token
 """The loss above its optimum up to which an option counts as equally good."""
@@ -21,6 +22,9 @@ SPARE = 2
 
 SURE = 0.95
 """The confidence of the two-sided interval, by Student's t, that must exclude a curvature of 0 for it to count."""
+
+NEAR_LOSS = 0.15
+"""The loss above the best of its sweep up to which a trial counts in a law; farther off a parabola does not hold."""
 
 EDGE = 0.05
 """The share of a range, at each end, in which the best value may be the range's doing."""
@@ -140,45 +144,99 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
     return Fit(found, len(near), residual)
 
 
-class Law(NamedTuple):
-    """A fitted power law: value = constant · Π (size / reference)^exponent, by least squares of logarithms.
+class SizeStudy(NamedTuple):
+    """The trials of a method at one size. scales: of its numeric options. sizes: by name, such as d_model."""
 
-    references: the geometric mean of each size. errors: standard errors of the exponents. residuals: of the logarithm
-    of each value.
+    name: str
+    sizes: Mapping[str, float]
+    scales: Mapping[str, Scale]
+    trials: Sequence[Trial]
+
+
+class Law(NamedTuple):
+    """The optimum of an option as powers of sizes: constant · Π (size / reference)^exponent.
+
+    references: the geometric mean of each size. errors: standard errors of the exponents. constant_error: that of the
+    constant's logarithm. flat: the factor away from the optimum at which the loss is TOLERANCE above it. trials: how
+    many were fitted. residual: the standard deviation of their losses about the fit.
     """
 
     constant: float
+    constant_error: float
     references: Mapping[str, float]
     exponents: Mapping[str, float]
     errors: Mapping[str, float]
-    residuals: Sequence[float]
+    flat: float
+    trials: int
+    residual: float
 
 
-def fit_power_law(sizes: Sequence[Mapping[str, float]], values: Sequence[float]) -> Law:
-    """Return the power law of positive values in positive sizes; sizes that never change have no exponent.
+def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str]]:
+    """Return the law of each option on a logarithmic range, and the reason for each that has none.
 
-    Raises ValueError, which says what is missing, for too few values or sizes that change only together.
+    One regression over the trials of all sweeps that are within NEAR_LOSS of the best of theirs. With x the logarithm
+    of an option and z those of the sizes, each option adds κ (x − a − Σ b z)² to a loss that is each sweep's own; κ is
+    the same at all sizes. Without its square, which is the sweep's own, this is linear in κ, κ a and κ b; standard
+    errors of a and b follow from theirs to first order. So few trials of each size suffice.
     """
-    names = [name for name in sizes[0] if len({each[name] for each in sizes}) > 1] if sizes else []
-    if not names:
-        raise ValueError("nothing differs between the folders; sweep at other sizes too")
-    if len(values) < len(names) + 2:
-        raise ValueError(
-            f"{len(values)} values are too few for {', '.join(names)}: their exponents need {len(names) + 2}"
+    sweeps = [sweep for sweep in sweeps if best_of(sweep.trials) is not None]
+    near = [(sweep, trial) for sweep in sweeps for trial in _near(sweep.trials)]
+    columns = [np.array([float(sweep is other) for sweep, _ in near]) for other in sweeps]
+    found: dict[str, tuple[int, dict[str, float]]] = {}
+    reasons: dict[str, str] = {}
+    for option in dict.fromkeys(option for sweep in sweeps for option, scale in sweep.scales.items() if scale.log):
+        having = [sweep for sweep in sweeps if option in sweep.scales]
+        names = [name for name in having[0].sizes if len({sweep.sizes[name] for sweep in having}) > 1]
+        references = {name: math.exp(fmean(math.log(sweep.sizes[name]) for sweep in having)) for name in names}
+        design = np.array([[1.0, *_logs(sweep.sizes, references)] for sweep in having])
+        if not names:
+            reasons[option] = "nothing differs between the folders; sweep at other sizes too"
+        elif len(having) <= len(names):
+            reasons[option] = f"{len(having)} sweeps are too few for {', '.join(names)}; one more than sizes is needed"
+        elif np.linalg.matrix_rank(design) <= len(names):
+            reasons[option] = f"{', '.join(names)} change only together; sweep at sizes where each changes by itself"
+        if option not in reasons:
+            found[option] = len(columns), references
+            x = np.array([math.log(t.options[option]) if option in sweep.scales else 0.0 for sweep, t in near])
+            z = np.array([_logs(sweep.sizes, references) for sweep, _ in near])
+            columns += [x**2, x, *(x[:, None] * z).T]
+    matrix, losses = np.stack(columns, 1), np.array([_loss(trial) for _, trial in near])
+    if len(losses) < len(columns) + SPARE or np.linalg.matrix_rank(matrix) < len(columns):
+        few = f"{counted(len(losses), 'trial')} within {NEAR_LOSS} of the best of their size cannot tell it; make more"
+        return {}, reasons | dict.fromkeys(found, few)
+    solution = np.linalg.lstsq(matrix, losses, rcond=None)[0]
+    freedom = len(losses) - len(columns)
+    residual = math.sqrt(((matrix @ solution - losses) ** 2).sum() / freedom)
+    covariance = residual**2 * np.linalg.inv(matrix.T @ matrix)
+    laws = {}
+    for option, (place, references) in found.items():
+        bend = solution[place]
+        if bend <= student(SURE, freedom) * math.sqrt(covariance[place, place]):
+            reasons[option] = "the trials show no optimum; search a wider range, or make more"
+            continue
+        powers, errors = [], []
+        for at in range(place + 1, place + 2 + len(references)):
+            powers.append(float(-solution[at] / (2 * bend)))
+            slope = np.zeros(len(solution))  # of the power over the coefficients
+            slope[at], slope[place] = -1 / (2 * bend), solution[at] / (2 * bend**2)
+            errors.append(math.sqrt(slope @ covariance @ slope))
+        laws[option] = Law(
+            math.exp(powers[0]),
+            errors[0],
+            references,
+            dict(zip(references, powers[1:], strict=True)),
+            dict(zip(references, errors[1:], strict=True)),
+            math.exp(math.sqrt(TOLERANCE / bend)),
+            len(losses),
+            residual,
         )
-    references = {name: math.exp(fmean(math.log(each[name]) for each in sizes)) for name in names}
-    columns = np.array([[1.0, *(math.log(each[name] / references[name]) for name in names)] for each in sizes])
-    logs = np.log(np.array(values, float))
-    solution, _, rank, _ = np.linalg.lstsq(columns, logs, rcond=None)
-    if rank < columns.shape[1]:
-        raise ValueError(f"{', '.join(names)} change only together; sweep at sizes where each changes by itself")
-    residuals = logs - columns @ solution
-    variance = (residuals**2).sum() / (len(values) - len(solution))
-    errors = np.sqrt(variance * np.diag(np.linalg.inv(columns.T @ columns)))
-    return Law(
-        math.exp(solution[0]),
-        references,
-        dict(zip(names, solution[1:].tolist(), strict=True)),
-        dict(zip(names, errors[1:].tolist(), strict=True)),
-        residuals.tolist(),
-    )
+    return laws, reasons
+
+
+def _near(trials: Sequence[Trial]) -> list[Trial]:
+    best = best_of(trials)
+    return [t for t in trials if best is not None and t.loss is not None and t.loss <= _loss(best) + NEAR_LOSS]
+
+
+def _logs(sizes: Mapping[str, float], references: Mapping[str, float]) -> list[float]:
+    return [math.log(sizes[name] / reference) for name, reference in references.items()]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -17,7 +17,7 @@ from ..analysis.figures.style import WIDE
 from ..analysis.figures.sweep import draw_laws
 from ..analysis.page import save_figure
 from ..analysis.sentences import counted, fixed, listed
-from ..analysis.sweep import Scale, fit_power_law
+from ..analysis.sweep import TOLERANCE, Scale, SizeStudy, Trial, fit_laws
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
 from ..experiment import opened, read_record, require_format
@@ -345,26 +345,13 @@ SIZES = {
 AGAIN = "restore it from a copy, or sweep again"
 
 
-class Best(NamedTuple):
-    """The best value of an option in a sweep, the sizes of its runs, and whether it is at the edge of its range.
-
-    low, high: between them the option is equally good; None without a fit.
-    """
-
-    folder: str
-    sizes: dict[str, float]
-    value: float
-    low: float | None
-    high: float | None
-    space: str
-    at_edge: bool
-
-
 def fit(folders: Sequence[str], out: str | None) -> None:
     """Print the power laws of the best options over the sweeps' sizes. Raises ValueError if none can be fitted."""
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--fit: {listed(folders)} are not different folders; name each once")
-    found: dict[tuple[str, str], list[Best]] = {}
+    sweeps: dict[str, list[SizeStudy]] = {}
+    points: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    warnings: list[str] = []
     for folder in folders:
         path = Path(folder) / SWEEP.file
         record = read_json(path) if path.is_file() else {}
@@ -374,41 +361,37 @@ def fit(folders: Sequence[str], out: str | None) -> None:
         with damage_told(path, AGAIN):
             sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
             for method, study in record["studies"].items():
+                trials = [Trial(**trial) for trial in study["trials"]]
+                scales = {o: Scale(**e["scale"]) for o, e in study["options"].items() if e["scale"] is not None}
+                sweeps.setdefault(method, []).append(SizeStudy(folder, sizes, scales, trials))
                 for option, entry in study["options"].items():
+                    if entry["best"] is None or not (option in scales and scales[option].log):
+                        continue
                     parabola = entry["fit"] or {"optimum": entry["best"], "low": None, "high": None}
-                    value, low, high = parabola["optimum"], parabola["low"], parabola["high"]
-                    if entry["scale"] is not None and entry["scale"]["log"] and value is not None:
-                        at_edge = Scale(**entry["scale"]).is_at_edge(value)
-                        best = Best(folder, sizes, float(value), low, high, entry["space"], at_edge)
-                        found.setdefault((method, option), []).append(best)
+                    value, at_edge = parabola["optimum"], scales[option].is_at_edge(parabola["optimum"])
+                    ends = {"value": value, "low": parabola["low"], "high": parabola["high"], "at_edge": at_edge}
+                    points.setdefault((method, option), []).append({"folder": folder, "sizes": sizes} | ends)
+                    if at_edge:
+                        warnings.append(
+                            f"warning: {method} {option} of {folder} is {show_value(value)}, at the edge of its range "
+                            f"{entry['space']}, so the best may lie outside; sweep a wider range"
+                        )
     laws: list[dict[str, Any]] = []
-    warnings: list[str] = []
-    reasons: list[str] = []
-    for (method, option), rows in found.items():
-        try:
-            law = fit_power_law([row.sizes for row in rows], [row.value for row in rows])
-        except ValueError as error:
-            reasons.append(f"{method} {option}: {error}")
-            continue
-        residuals = dict(zip([row.folder for row in rows], law.residuals, strict=True))
-        own = {"residuals": residuals, "at_edge": [row.folder for row in rows if row.at_edge]}
-        own["points"] = [row._asdict() for row in rows]
-        laws.append({"method": method, "option": option} | law._asdict() | own)
-        warnings += [
-            f"warning: {method} {option} of {row.folder} is {show_value(row.value)}, at the edge of its range "
-            f"{row.space}, so the best may lie outside; sweep a wider range"
-            for row in rows
-            if row.at_edge
+    missing: list[str] = []
+    for method, each in sweeps.items():
+        found, reasons = fit_laws(each)
+        laws += [
+            {"method": method, "option": option} | law._asdict() | {"points": points[method, option]}
+            for option, law in found.items()
         ]
+        missing += [f"{method} {option}: {reason}" for option, reason in reasons.items()]
     if not laws:
-        raise ValueError(reasons[0] if reasons else "no folder has a finished trial with a logarithmic option")
+        raise ValueError(missing[0] if missing else "no folder has a finished trial with a logarithmic option")
     console = console_for_tables()
-    for found_law in laws:
-        say(console, told(found_law))
-    for warning in warnings:
-        say(console, warning)
-    for reason in reasons:
-        say(console, f"not fitted: {reason}")
+    for law in laws:
+        say(console, told(law))
+    for line in [*warnings, *(f"not fitted: {reason}" for reason in missing)]:
+        say(console, line)
     if out is not None:
         replace_json(Path(out), {"laws": laws})
         say(console, draw(laws, Path(out)))
@@ -428,12 +411,13 @@ def draw(laws: Sequence[Mapping[str, Any]], path: Path) -> str:
 
 
 def told(law: Mapping[str, Any]) -> str:
-    """Return a law with the standard errors of its exponents, and its residuals by folder."""
+    """Return a law with the standard errors of its exponents, and how flat the optimum is."""
     powers = " · ".join(
         f"({name} / {show_value(law['references'][name])})^({exponent:+.2f} ± {law['errors'][name]:.2f})"
         for name, exponent in law["exponents"].items()
     )
-    residuals = ", ".join(f"{folder} {residual:+.3f}" for folder, residual in law["residuals"].items())
     return (
-        f"{law['method']} {law['option']} = {law['constant']:.4g} · {powers}\n  residuals of its logarithm: {residuals}"
+        f"{law['method']} {law['option']} = {law['constant']:.3g} (± {100 * law['constant_error']:.0f} %) · {powers}\n"
+        f"  within {TOLERANCE} nats of the optimum from 1/{law['flat']:.2f} to {law['flat']:.2f} times it; "
+        f"{law['trials']} trials, {law['residual']:.4f} about the fit"
     )
