@@ -8,11 +8,11 @@ less that of the other half, with a standard error of 2 / √runs of a run's, wh
 √2. It is an average over runs with and without the others: pieces that are large or replace one another belong in
 `ablations.py`. The seed is one more column. The interval comes from the differences between the rules, so that a
 piece that is worth more under one of them widens it. Worth at equal seconds is less by what the time that a piece takes
-would be worth as further steps; runs with half of the steps tell what those are worth. Seconds are of training: while a
-run is made, as many others as usual must be running beside it.
+would be worth as further steps; runs with half of the steps tell what those are worth. Times are processor seconds of
+steps with all pieces and without each, made in turn once all runs are there, best with nothing else running.
 
 Finished runs are kept, and the same command continues; several commands may make runs of several rules in one folder.
-Writes screening.json and screening.md into --out, once all runs are there.
+Writes screening.json and screening.md into --out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,10 @@ from common import compute_dtype, machine, run
 
 from expert_threshold.analysis.paired import student
 from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.config import RunConfig
+from expert_threshold.model import GPT
+from expert_threshold.optim import make_optimizers
+from expert_threshold.train import device
 
 LARGE = ("value embeddings", "smear", "key offset", "fourth and fifth iteration")
 PIECES = {name: options for name, options in (TRUNK | OPTIMIZER).items() if name not in LARGE}
@@ -61,6 +68,49 @@ def effects(design: np.ndarray, names: list[str], values: list[float]) -> dict[s
     return dict(zip(names, solution[1:-1].tolist(), strict=True))
 
 
+def configured(options: str) -> RunConfig:
+    """Return the run of `et train quickstart` with these options. Raises ValueError if they contradict each other."""
+    return resolve_run(parse_run("et train", "", [], ["quickstart", *options.split()]))
+
+
+def stepper(options: str) -> Callable[[], float]:
+    """Return a function that makes a step of the run and returns its processor seconds."""
+    run = configured(options)
+    model = GPT(run.model, compute_dtype("auto"))
+    optimizers = make_optimizers(model.named_parameters(), run.optim, run.model.d_model)
+    tokens = torch.randint(run.model.vocab_size, (run.train.batch_size, run.model.context + 1))
+    made = 0
+
+    def step() -> float:
+        nonlocal made
+        start = time.process_time()
+        output = model(tokens[:, :-1], tokens[:, 1:])
+        assert output.loss is not None
+        output.loss.backward()
+        optimizers.step(made, run.train.steps)
+        model.update_rules(output.observations)
+        optimizers.zero_grad()
+        made += 1
+        return time.process_time() - start
+
+    return step
+
+
+def speeds_without(rule: str, repeats: int) -> dict[str, float]:
+    """Return the steps a second without each piece over those with all, the median over rounds of one step of each."""
+    torch.manual_seed(0)
+    whole = stepper(f"--rule {rule}")
+    without = {name: stepper(f"--rule {rule} {options}") for name, options in PIECES.items()}
+    ratios: dict[str, list[float]] = {name: [] for name in without}
+    with device.objects_at_rest():
+        for repeat in range(2 + repeats):
+            for name, step in without.items():
+                seconds = whole() / step()
+                if repeat >= 2:
+                    ratios[name].append(seconds)
+    return {name: median(found) for name, found in ratios.items()}
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -68,34 +118,37 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--eval-tokens", type=int, default=100_000)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--repeats", type=int, default=15, help="steps of each kind that are timed")
     arguments = parser.parse_args()
-    for name, least in (("steps", 2), ("eval_tokens", 1)):
+    for name, least in (("steps", 2), ("eval_tokens", 1), ("repeats", 1)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least {least}")
     return arguments
 
 
-def summarise(found: dict[str, list[tuple[float, float]]], halves: dict[str, float]) -> dict[str, Any]:
-    """Return the table. found: by rule, loss and tokens a second of each run. halves: the loss with half the steps."""
+def summarise(
+    losses: dict[str, list[float]], halves: dict[str, float], speeds: dict[str, dict[str, float]]
+) -> dict[str, Any]:
+    """Return the table. By rule, losses: of each run; halves: with half the steps; speeds: without each piece."""
     names = list(PIECES)
     design = plackett_burman(len(names) + 1)
-    worth = {rule: effects(design, names, [loss for loss, _ in runs]) for rule, runs in found.items()}
-    speed = {rule: effects(design, names, [math.log(v) for _, v in runs]) for rule, runs in found.items()}
-    slope = {rule: (halves[rule] - runs[-1][0]) / math.log(2) for rule, runs in found.items()}
-    error = None
-    if len(found) == 2:
+    worth = {rule: effects(design, names, of_runs) for rule, of_runs in losses.items()}
+    slope = {rule: (halves[rule] - of_runs[-1]) / math.log(2) for rule, of_runs in losses.items()}
+    half = None
+    if len(losses) == 2:
         first, second = worth.values()
-        error = math.sqrt(sum((first[name] - second[name]) ** 2 for name in names) / len(names)) / 2
-    rows = {}
-    for name in names:
-        seconds = {rule: worth[rule][name] - slope[rule] * speed[rule][name] for rule in found}
-        rows[name] = {
-            "worth": {rule: worth[rule][name] for rule in found},
-            "mean": sum(worth[rule][name] for rule in found) / len(found),
-            "speed_without": math.exp(sum(speed[rule][name] for rule in found) / len(found)),
-            "at_equal_seconds": sum(seconds.values()) / len(found),
+        half = student(0.95, len(names)) * math.sqrt(fmean((first[name] - second[name]) ** 2 for name in names)) / 2
+    rows = {
+        name: {
+            "worth": {rule: worth[rule][name] for rule in losses},
+            "mean": fmean(worth[rule][name] for rule in losses),
+            "speed_without": {rule: speeds[rule][name] for rule in losses},
+            "at_equal_seconds": fmean(
+                worth[rule][name] - slope[rule] * math.log(speeds[rule][name]) for rule in losses
+            ),
         }
-    half = None if error is None else student(0.95, len(names)) * error
+        for name in names
+    }
     return {"runs": len(design), "half_interval": half, "losses_of_half": halves, "slope": slope, "pieces": rows}
 
 
@@ -107,15 +160,14 @@ def to_markdown(result: dict[str, Any]) -> str:
         f"{result['dtype']}; {here['cpu']}, threads: {here['threads']}, torch {here['torch']}, {result['date']}, "
         f"commit {str(result['commit'])[:8]}",
         "",
-        f"| piece | worth in nats, {' | '.join(rules)} | mean{within} | tokens/s without it over with it | "
-        "mean at equal seconds |",
+        f"| piece | worth in nats, {' | '.join(rules)} | mean{within} | at equal seconds | "
+        "steps/s without it over with it |",
         "| --- |" + " ---: |" * (len(rules) + 3),
     ]
     for name, row in sorted(result["pieces"].items(), key=lambda item: -item[1]["at_equal_seconds"]):
         each = " | ".join(f"{row['worth'][rule]:+.3f}" for rule in rules)
-        lines.append(
-            f"| {name} | {each} | {row['mean']:+.3f} | {row['speed_without']:.3f} | {row['at_equal_seconds']:+.3f} |"
-        )
+        speeds = ", ".join(f"{speed:.3f}" for speed in row["speed_without"].values())
+        lines.append(f"| {name} | {each} | {row['mean']:+.3f} | {row['at_equal_seconds']:+.3f} | {speeds} |")
     return "\n".join([*lines, ""])
 
 
@@ -126,17 +178,18 @@ def main() -> None:
     names, rules = list(PIECES), arguments.rules.split(",")
     design = plackett_burman(len(names) + 1)
     options = [" ".join(PIECES[name] for name, out in zip(names, row, strict=False) if out) for row in design]
-    for text in options:  # none may contradict itself
-        resolve_run(parse_run("et train", "", [], ["quickstart", *text.split()]))
-    found: dict[str, list[tuple[float, float]]] = {}
+    for text in options:
+        configured(text)
+    losses: dict[str, list[float]] = {}
     halves = {}
     for rule in rules:
-        found[rule] = [
-            train(arguments, rule, f"run {number:02d}", text, FIRST_SEED + int(row[-1]))
+        losses[rule] = [
+            train(arguments, rule, f"run {number:02d}", text, FIRST_SEED + int(row[-1]))[0]
             for number, (row, text) in enumerate(zip(design, options, strict=True))
         ]
         half = argparse.Namespace(**vars(arguments) | {"steps": arguments.steps // 2})
         halves[rule] = train(half, rule, "half of the steps", "", FIRST_SEED)[0]
+    speeds = {rule: speeds_without(rule, arguments.repeats) for rule in rules}
     result = {
         "steps": arguments.steps,
         "dtype": str(compute_dtype("auto")).removeprefix("torch."),
@@ -144,8 +197,8 @@ def main() -> None:
         "machine": machine(),
         "margin": MARGIN,
         "options": PIECES,
-        "losses": found,
-        **summarise(found, halves),
+        "losses": losses,
+        **summarise(losses, halves, speeds),
     }
     (arguments.out / "screening.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     (arguments.out / "screening.md").write_text(to_markdown(result), encoding="utf-8")

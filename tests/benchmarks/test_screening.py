@@ -51,15 +51,40 @@ def test_no_run_contradicts_itself() -> None:
 
 def test_a_slow_piece_is_worth_less_at_equal_seconds() -> None:
     design = screening.plackett_burman(len(NAMES) + 1)
-    slow = NAMES.index("backout")
-    runs = [(3.0 + 0.02 * row[slow], 100.0 * 1.1 ** row[slow]) for row in design]
-    found = screening.summarise({"dense": runs, "relu": runs}, {"dense": 3.5, "relu": 3.5})
+    losses = [3.0 + 0.02 * row[NAMES.index("backout")] for row in design]
+    speeds = dict.fromkeys(NAMES, 1.0) | {"backout": 1.1}
+    rules = ("dense", "relu")
+    found = screening.summarise(dict.fromkeys(rules, losses), dict.fromkeys(rules, 3.5), dict.fromkeys(rules, speeds))
     row = found["pieces"]["backout"]
     assert row["mean"] == pytest.approx(0.02)
-    assert row["speed_without"] == pytest.approx(1.1)
     assert row["at_equal_seconds"] == pytest.approx(0.02 - 0.5 * np.log(1.1) / np.log(2))
     assert found["half_interval"] == pytest.approx(0, abs=1e-12)  # the rules agree
-    assert found["pieces"]["equilibration"]["mean"] == pytest.approx(0, abs=1e-12)
+    assert found["pieces"]["equilibration"]["at_equal_seconds"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_step_without_a_piece_is_timed_beside_one_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def stepper(options: str) -> Any:
+        def step() -> float:
+            made.append(options)
+            return 1.0 if "--no-backout" in options else 1.25
+
+        return step
+
+    monkeypatch.setattr(screening, "stepper", stepper)
+    speeds = screening.speeds_without("dense", 3)
+    assert speeds == dict.fromkeys(NAMES, 1.0) | {"backout": 1.25}
+    assert made.count("--rule dense") == len(NAMES) * 5
+
+
+def test_a_step_is_one_of_quickstart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        screening, "configured", lambda options: resolve_run({"preset": "tiny", "rule": "expert_threshold"})
+    )
+    step = screening.stepper("")
+    assert step() >= 0
+    assert step() >= 0
 
 
 def test_a_campaign_trains_the_design_and_writes_its_table(
@@ -71,6 +96,7 @@ def test_a_campaign_trains_the_design_and_writes_its_table(
         made.append((rule, name, options, seed, arguments.steps))
         return 3.0 + 0.03 * ("--no-backout" in options) + 0.5 * (arguments.steps == 4), 100.0
 
+    monkeypatch.setattr(screening, "speeds_without", lambda rule, repeats: dict.fromkeys(NAMES, 1.0))
     monkeypatch.setattr(screening, "train", train)
     monkeypatch.setattr(sys, "argv", ["screening", "--out", str(tmp_path), "--rules", "dense", "--steps", "8"])
     screening.main()
@@ -79,5 +105,5 @@ def test_a_campaign_trains_the_design_and_writes_its_table(
     assert made[24] == ("dense", "half of the steps", "", 2000, 4)
     assert {seed for *_, seed, _ in made} == {2000, 2001}
     told = capsys.readouterr().out
-    assert "| backout | +0.030 | +0.030 | 1.000 | +0.030 |" in told
+    assert "| backout | +0.030 | +0.030 | +0.030 | 1.000 |" in told
     assert told == (tmp_path / "screening.md").read_text() + "\n"
