@@ -19,7 +19,7 @@ from expert_threshold.config import (
     scaled_rule,
 )
 from expert_threshold.model import PRESETS, TRUNKS, GPTConfig
-from expert_threshold.optim import OptimConfig
+from expert_threshold.optim import NANOCHAT, OptimConfig
 from expert_threshold.option import alternatives
 from expert_threshold.routing import (
     PAPER_STEPS,
@@ -49,16 +49,18 @@ def test_every_model_size_has_a_run_and_every_run_a_model_size() -> None:
 def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: str) -> None:
     config = resolve(preset, rule)
     assert rule_name(config.model.rule) == rule
-    nanochat = {**TRUNKS["nanochat"], "windows": None, "key_offset": "last", "initialization": "nanochat"}
-    trunk = nanochat if preset == "quickstart" else {}
+    trunk = TRUNKS["tuned"] | {"initialization": "nanochat"} if preset == "quickstart" else {}
     assert GPTConfig.preset(preset, rule=config.model.rule, **trunk) == config.model
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it() -> None:
-    chosen, named = resolve("quickstart"), resolve("quickstart", recipe="nanochat_trunk")
-    assert chosen.optim == replace(named.optim, skip_lr=0.15)
-    assert chosen.model == replace(named.model, windows=None, key_offset="last")
+    chosen, named = resolve("quickstart"), resolve("quickstart", recipe="tuned")
+    assert (chosen.optim, chosen.model) == (named.optim, named.model)
+    assert chosen.optim == replace(NANOCHAT, skip_lr=0.15)
+    assert chosen.model == replace(
+        resolve("quickstart", recipe="nanochat_trunk").model, windows=None, key_offset="last"
+    )
     paper = resolve("quickstart", recipe="expert_threshold")
     assert {name: getattr(paper.model, name) for name in TRUNKS["paper"]} == TRUNKS["paper"]
     assert paper.optim == scaled_optim(1200, matrix_lr=0.012, embed_lr=0.08)

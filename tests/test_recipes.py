@@ -16,7 +16,7 @@ from expert_threshold.cli import main
 from expert_threshold.cli.run_options import parse_run, resolve_run
 from expert_threshold.config import RUNS, RunConfig, resolve, scaled_optim
 from expert_threshold.model import TRUNKS, parameter_counts
-from expert_threshold.optim import NANOCHAT, RELEASE, make_optimizers
+from expert_threshold.optim import NANOCHAT, RELEASE, TUNED, make_optimizers
 from expert_threshold.plan import window
 from expert_threshold.recipes import PAPER_STEPS, RECIPES, scaled_decay
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
@@ -72,6 +72,7 @@ def test_the_rules_are_those_of_the_tables() -> None:
         "better_rates": ExpertThreshold(),
         "nanochat": ExpertThreshold(),
         "nanochat_trunk": ExpertThreshold(),
+        "tuned": ExpertThreshold(),
     }
     assert of_paper("expert_threshold_fanout_norm").model.gate_norm == "fanout"
     for name in RECIPES:
@@ -135,6 +136,17 @@ def test_flags_switch_off_single_pieces_of_nanochats_trunk() -> None:
         assert getattr(without, name) == value
 
 
+def test_the_tuned_rate_of_matrices_falls_with_the_length_of_a_run_as_far_as_it_was_measured() -> None:
+    found = {
+        steps: resolve("quickstart", changes={"train": {"steps": steps}}).optim.matrix_lr
+        for steps in (20, 250, 500, 1000, 5000)
+    }
+    assert found == {20: 0.06, 250: 0.06, 500: 0.035, 1000: 0.02, 5000: 0.02}
+    given = {"train": {"steps": 250}, "optim": {"matrix_lr": 0.03}}
+    assert resolve("quickstart", changes=given).optim.matrix_lr == 0.03
+    assert of_paper("tuned").optim == TUNED
+
+
 def test_the_release_keeps_its_own_settings() -> None:
     assert of_paper("release").optim == RELEASE
     assert resolve("d12", recipe="release", tokens=10**9).optim.adamw_warmup_steps == 0
@@ -169,6 +181,7 @@ def test_a_recipe_is_scaled_to_any_preset_and_budget(name: str, preset: str, ste
         "better_rates",
         "nanochat",
         "nanochat_trunk",
+        "tuned",
     ):
         assert rule.decay == scaled_decay(0.999, steps)
     require_pools_fit(config.model, config.train)

@@ -26,15 +26,12 @@ class Preset:
     """The options that turn a preset of `model.PRESETS` into a run; all others are scaled or defaults.
 
     optim: the rates at which a recipe is run at this size, where it has none of its own. recipe: the one to run unless
-    another is named, with the changes of `model` and `own_optim`; None trains the paper's model with the paper's
-    optimizers.
+    another is named; None trains the paper's model with the paper's optimizers.
     """
 
     train: Options
     optim: Options = field(default_factory=dict)
     recipe: str | None = None
-    model: Options = field(default_factory=dict)
-    own_optim: Options = field(default_factory=dict)
 
 
 # All but the smallest train on 54 tokens per active parameter, like d12.
@@ -44,10 +41,7 @@ RUNS: dict[str, Preset] = {
     "quickstart": Preset(
         train={"steps": 1200, "batch_size": 8, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},
-        recipe="nanochat_trunk",
-        # Windows stay away: in float32 they are masks to torch, which skips nothing for them.
-        model={"windows": None, "key_offset": "last"},
-        own_optim={"skip_lr": 0.15},  # nanochat's 0.5 lets them jump to 3 in the first steps of small batches
+        recipe="tuned",
     ),
     "d4": Preset(train={"steps": 6_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
     "d6": Preset(train={"steps": 10_000, "batch_size": 128, "eval_every": 250, "checkpoint_every": 1000}),
@@ -223,8 +217,7 @@ def resolve(
     if made_by is not None:
         batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
         data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
-        model = made_by.model if recipe else {**made_by.model, **base.model}
-        layers.insert(0, {"model": model, "train": batch, "data": data})
+        layers.insert(0, {"model": made_by.model, "train": batch, "data": data})
     given = {
         section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
         for section in SECTIONS
@@ -235,8 +228,7 @@ def resolve(
     train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=recipe is not None)
     if made_by is not None:
         below = below or dict(made_by.options_of_rule(train.batch_size, sizes["context"], train.steps))
-        own = {} if recipe else base.own_optim
-        given["optim"] = {**made_by.options_of_optim(train.steps), **own, **given["optim"]}
+        given["optim"] = {**made_by.options_of_optim(train.steps), **given["optim"]}
     name_below = below.pop("name", None)
     name = rule or name_below or DEFAULT_RULE
     if name != name_below:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from .model import TRUNKS
-from .optim import NANOCHAT, RELEASE, OptimConfig
+from .optim import NANOCHAT, RELEASE, TUNED, OptimConfig
 from .routing import PAPER_STEPS, RULES, scaled_decay
 
 Options = Mapping[str, Any]
@@ -115,12 +116,30 @@ class Reported(NamedTuple):
     train_cross_entropy: float | None = None  # at the end of training (section "Batch Size Scaling")
 
 
+class Rate(NamedTuple):
+    """A learning rate that falls with the length of a run: `rate` at `first` steps, `last_rate` at `last`.
+
+    Between them it is a power of the steps, as sweeps found it; beyond them nothing was measured, and it stays.
+    """
+
+    rate: float
+    first: int
+    last_rate: float
+    last: int
+
+    def at(self, steps: int) -> float:
+        """Return the rate for a run of `steps`, to two digits."""
+        share = math.log(min(max(steps, self.first), self.last) / self.first) / math.log(self.last / self.first)
+        return float(f"{self.rate * (self.last_rate / self.rate) ** share:.2g}")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One run of the paper, or with another project's settings. Options not given are those of its preset.
 
     rule: its name and the options that differ from the defaults; a decay is meant for PAPER_STEPS. pool: the sequences
     whose tokens compete for an expert or over which load is measured; None is a whole micro-batch, on all ranks.
+    rates: learning rates by the length of the run.
     """
 
     summary: str
@@ -130,6 +149,7 @@ class Recipe:
     pool: int | None = None
     model: Options = field(default_factory=dict)
     optim: Options = field(default_factory=dict)
+    rates: Mapping[str, Rate] = field(default_factory=dict)
 
     @property
     def balances_by_loss(self) -> bool:
@@ -150,7 +170,8 @@ class Recipe:
         of warmup instead of 300 cost 0.04 nats.
         """
         longest = {"adamw_warmup_steps": steps // 10, "muon_warmup_steps": steps // 10, "momentum_warmup_steps": steps}
-        return {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
+        scaled = {name: min(value, longest[name]) if name in longest else value for name, value in self.optim.items()}
+        return scaled | {name: rate.at(steps) for name, rate in self.rates.items()}
 
     def options_of_rule(self, batch_size: int, context: int, steps: int) -> Options:
         """Return the rule's record for `batch_size` sequences of `context` tokens per micro-batch and `steps` steps."""
@@ -200,7 +221,8 @@ ET, ET_NO_WARMUP = (_rule(name, estimator="mean") for name in ("expert_threshold
 TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
-_NANOCHAT = {**_changes(NANOCHAT), "matrix_lr": NANOCHAT.matrix_lr}  # a preset may have another
+# With the rate of matrices, since a preset may have another.
+_NANOCHAT, _TUNED = (_changes(config) | {"matrix_lr": config.matrix_lr} for config in (NANOCHAT, TUNED))
 
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe("no routed experts", DENSE, Reported("Table 1", 3.002, 15.743)),
@@ -288,5 +310,13 @@ RECIPES: dict[str, Recipe] = {
         Reported("nanochat 92d63d4"),
         model={"initialization": "nanochat", **TRUNKS["nanochat"]},
         optim=_NANOCHAT,
+    ),
+    "tuned": Recipe(
+        "the same without windows, with key offset, slower skip scalars, and the rate of matrices that sweeps found",
+        _rule("expert_threshold"),
+        Reported("docs/sweep.md"),
+        model={"initialization": "nanochat", **TRUNKS["tuned"]},
+        optim=_TUNED,
+        rates={"matrix_lr": Rate(0.06, 250, TUNED.matrix_lr, 1000)},
     ),
 }

@@ -63,6 +63,8 @@ TRUNKS: dict[str, dict[str, Any]] = {
         "windows": "SSSL",
     },
 }
+# Windows stay away: in float32 they are masks to torch, which skips nothing for them.
+TRUNKS["tuned"] = TRUNKS["nanochat"] | {"windows": None, "key_offset": "last"}
 
 
 def parameter_counts(config: GPTConfig, *, rate: float | None = None) -> dict[str, int]:

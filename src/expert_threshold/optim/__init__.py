@@ -1,7 +1,7 @@
 """Optimizers: Muon for matrices, AdamW for the embedding and the head, and their schedules."""
 
 from .adamw import AdamW
-from .config import NANOCHAT, RELEASE, OptimConfig
+from .config import NANOCHAT, RELEASE, TUNED, OptimConfig
 from .groups import Group, Optimizers, make_optimizers, moves_matrices, reads_weights
 from .muon import Muon, fast_dtype
 from .orthogonal import newton_schulz, polar_express
@@ -9,6 +9,7 @@ from .orthogonal import newton_schulz, polar_express
 __all__ = [
     "NANOCHAT",
     "RELEASE",
+    "TUNED",
     "AdamW",
     "Group",
     "Muon",
