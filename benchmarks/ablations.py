@@ -38,8 +38,7 @@ TRUNK = {
 }
 OPTIMIZER = {
     "Polar Express": "--orthogonalizer newton_schulz",
-    "fifth iteration": "--ns-steps 4",
-    "fourth and fifth iteration": "--ns-steps 3",
+    "fourth iteration": "--ns-steps 3",
     "equilibration": "--equilibrate none",
     "renormalisation": "--renormalize none",
     "variance reduction": "--normuon none",

@@ -39,7 +39,7 @@ from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
 from expert_threshold.train import device
 
-LARGE = ("value embeddings", "smear", "key offset", "fourth and fifth iteration")
+LARGE = ("value embeddings", "smear", "key offset", "fourth iteration")
 PIECES = {name: options for name, options in (TRUNK | OPTIMIZER).items() if name not in LARGE}
 PART_OF = {"caution in it": "weight decay of matrices", "its fall": "weight decay of matrices"}
 """Pieces that do nothing where another is left out."""

@@ -312,7 +312,7 @@ RECIPES: dict[str, Recipe] = {
         optim=_NANOCHAT,
     ),
     "tuned": Recipe(
-        "the same without windows, with key offset, slower skip scalars, and the rate of matrices that sweeps found",
+        "the same without windows, with key offset, slower skip scalars, four iterations and swept rates of matrices",
         _rule("expert_threshold"),
         Reported("docs/sweep.md"),
         model={"initialization": "nanochat", **TRUNKS["tuned"]},

@@ -100,9 +100,9 @@ def test_a_campaign_trains_the_design_and_writes_its_table(
     monkeypatch.setattr(screening, "train", train)
     monkeypatch.setattr(sys, "argv", ["screening", "--out", str(tmp_path), "--rules", "dense", "--steps", "8"])
     screening.main()
-    assert len(made) == 25
-    assert made[23] == ("dense", "run 23", "", 2000, 8)
-    assert made[24] == ("dense", "half of the steps", "", 2000, 4)
+    assert len(made) == 21
+    assert made[19] == ("dense", "run 19", "", 2000, 8)
+    assert made[20] == ("dense", "half of the steps", "", 2000, 4)
     assert {seed for *_, seed, _ in made} == {2000, 2001}
     told = capsys.readouterr().out
     assert "| backout | +0.030 | +0.030 | +0.030 | 1.000 |" in told
