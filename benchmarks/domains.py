@@ -115,16 +115,28 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
     Raises ValueError if mixtures, numbers of tokens or the options of et compare differ.
     """
+    machines: list[Any] = []
     first, rows = parts[0], dict[str, Any]()
     for part in parts:
-        for name in ("domains", "tokens", "options"):
+        machines += part["machine"] if isinstance(part["machine"], list) else [part["machine"]]
+        for name in ("domains", "tokens", "domain_tokens", "options"):
             if part[name] != first[name]:
                 raise ValueError(f"--join: {name}={part[name]!r} differs from {first[name]!r} of the first")
         for row in part["methods"]:
             whole = rows.setdefault(row["method"], row)
-            for name, losses in row["losses"].items():
-                whole["losses"][name] = losses | whole["losses"][name]
-    return {**first, "machine": [part["machine"] for part in parts], "methods": list(rows.values())}
+            losses = {name: found | whole["losses"][name] for name, found in row["losses"].items()}
+            rows[row["method"]] = row | whole | {"losses": losses}
+    return {**first, "machine": machines, "methods": list(rows.values())}
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """Return the content of a domains.json. Raises ValueError if it is missing or of another version."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; name the domains.json of a finished benchmark")
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if "domain_tokens" not in result:
+        raise ValueError(f"{path}: written by another version of this benchmark; run it again")
+    return result
 
 
 def to_markdown(result: dict[str, Any], baseline: str) -> str:
@@ -141,14 +153,13 @@ def to_markdown(result: dict[str, Any], baseline: str) -> str:
     for row in rows:
         means = [f"{fmean(row['losses'][name].values()):.3f}" for name in (MIXED, *domains)]
         lines.append(f"| {row['method']} | {len(row['losses'][MIXED])} | {' | '.join(means)} |")
-    base = next((row["losses"] for row in rows if row["method"] == baseline), None)
-    if base is not None:
-        lines += ["", f"| minus {baseline} | all | {' | '.join(domains)} |", "| --- |" + " ---: |" * (len(domains) + 1)]
-        for row in rows:
-            if row["method"] != baseline:
-                cells = [difference(row["losses"][name], base[name]) for name in (MIXED, *domains)]
-                lines.append(f"| {row['method']} | {' | '.join(cells)} |")
-        lines += ["", "Differences under the same seed, with the 95 % interval of their mean.", ""]
+    base = next(row["losses"] for row in rows if row["method"] == baseline)
+    lines += ["", f"| minus {baseline} | all | {' | '.join(domains)} |", "| --- |" + " ---: |" * (len(domains) + 1)]
+    for row in rows:
+        if row["method"] != baseline:
+            cells = [difference(row["losses"][name], base[name]) for name in (MIXED, *domains)]
+            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    lines += ["", "Differences under the same seed, with the 95 % interval of their mean.", ""]
     lines += ["| method | bits | most of a layer | experts with a majority | max load / mean |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
     for row in rows:
@@ -217,6 +228,7 @@ def measure(arguments: argparse.Namespace, domains: dict[str, str]) -> dict[str,
         **origin(),
         "domains": mixed,
         "tokens": per_step * first["train"]["steps"],
+        "domain_tokens": arguments.domain_tokens,
         "options": arguments.options,
         "methods": rows(arguments.out, methods, domains),
     }
@@ -227,8 +239,8 @@ def main() -> None:
     record = arguments.out / "domains.json"
     result = None
     if arguments.join:
-        result = joined([json.loads(path.read_text(encoding="utf-8")) for path in arguments.join])
-    elif arguments.domain or not record.exists():
+        result = joined([read_result(path) for path in arguments.join])
+    elif arguments.domain or not record.is_file():
         domains = dict(text.split("=", 1) for text in arguments.domain if "=" in text)
         if len(domains) < 2 or len(domains) != len(arguments.domain):
             raise ValueError("--domain NAME=SOURCE: name two domains or more, each by a name of its own")
@@ -236,7 +248,10 @@ def main() -> None:
     if result is not None:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    result = json.loads(record.read_text(encoding="utf-8"))
+    result = read_result(record)
+    methods = [row["method"] for row in result["methods"]]
+    if arguments.baseline not in methods:
+        raise ValueError(f"--baseline {arguments.baseline}: does not take part; use one of {', '.join(methods)}")
     (arguments.out / "domains.md").write_text(to_markdown(result, arguments.baseline), encoding="utf-8")
 
 

@@ -178,8 +178,9 @@ def main() -> None:
     names, rules = list(PIECES), arguments.rules.split(",")
     design = plackett_burman(len(names) + 1)
     options = [" ".join(PIECES[name] for name, out in zip(names, row, strict=False) if out) for row in design]
-    for text in options:
-        configured(text)
+    for rule in rules:  # none may be unknown, no run may contradict itself
+        for text in options:
+            configured(f"--rule {rule} {text}")
     losses: dict[str, list[float]] = {}
     halves = {}
     for rule in rules:

@@ -557,6 +557,27 @@ def test_a_law_that_sizes_cannot_show_has_its_reason(chosen: list[dict[str, floa
     assert all(why in reason for reason in reasons.values())
 
 
+def test_a_linear_option_and_one_of_a_single_size_do_not_bias_a_law() -> None:
+    random = np.random.default_rng(1)
+    found = []
+    for number, study in enumerate(studies_of_a_law()):
+        trials = []
+        for each in study.trials[1:-1]:
+            c, d = float(random.uniform(0, 1)), float(random.uniform(0.1, 1))
+            own = 0.04 * (c - 0.3) ** 2 + (0.02 * math.log(d / 0.4) ** 2 if number == 0 else 0.0)
+            trials.append(each._replace(loss=each.loss + own, options={**each.options, "c": c, "d": d}))
+        scales = {**study.scales, "c": Scale(0, 1, log=False)} | ({"d": Scale(0.1, 1, log=True)} if number == 0 else {})
+        found.append(study._replace(scales=scales, trials=trials))
+    laws, reasons = fit_laws(found)
+    assert laws["a"].exponents == pytest.approx({"d_model": -0.5, "tokens_per_step": 0.3, "steps": -0.2})
+    assert list(reasons) == ["d"]
+
+
+def test_a_method_without_a_finished_trial_has_its_reason() -> None:
+    none = [study._replace(trials=study.trials[-1:]) for study in studies_of_a_law()]
+    assert fit_laws(none) == ({}, dict.fromkeys(("a", "b"), "no trial has finished; search smaller learning rates"))
+
+
 def test_no_law_is_claimed_where_the_trials_show_none() -> None:
     few = [study._replace(trials=study.trials[:3]) for study in studies_of_a_law()]
     assert "12 trials within 0.15" in fit_laws(few)[1]["a"]
@@ -578,6 +599,7 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
             entry = study["options"]["matrix_lr"]
             optimum = 0.02 * (width / 32) ** -0.5
             entry["best"], entry["fit"] = optimum, None
+            study["options"].pop("warmup_steps", None)  # three trials tell no two parabolas apart
             for given, x in zip(study["trials"], (-0.5, 0, 0.6), strict=True):
                 given["options"]["matrix_lr"], given["loss"] = optimum * math.exp(x), 3 + 0.05 * x**2
         folder = tmp_path / str(width)

@@ -119,7 +119,8 @@ class Reported(NamedTuple):
 class Rate(NamedTuple):
     """A learning rate that falls with the length of a run: `rate` at `first` steps, `last_rate` at `last`.
 
-    Between them it is a power of the steps, as sweeps found it; beyond them nothing was measured, and it stays.
+    Between them it is a power of the steps, as sweeps at 4,096 tokens a step found it; beyond them, where nothing was
+    measured, it stays constant.
     """
 
     rate: float

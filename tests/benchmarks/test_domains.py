@@ -54,7 +54,14 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
         by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
         rows.append({"method": method, "losses": by_name, "bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5})
     here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
-    of_all = {"machine": here, "date": "2026-11-24", "commit": "0123456789", "tokens": 4096, "options": []}
+    of_all = {
+        "machine": here,
+        "date": "2026-11-24",
+        "commit": "0123456789",
+        "tokens": 4096,
+        "domain_tokens": 50_000,
+        "options": [],
+    }
     return of_all | {"domains": {"code": 1_000_000, "prose": 1_000_000}, "methods": rows} | changed
 
 
@@ -65,7 +72,6 @@ def test_the_table_judges_each_domain_under_the_same_seed() -> None:
     assert "| dense | 2 | 3.200 | 2.200 | 4.200 |" in text
     assert "| dense | +0.110 ± 0.127 | +0.110 ± 0.127 | +0.110 ± 0.127 |" in text  # t(1) = 12.706, error 0.01
     assert "| expert_threshold | 0.600 | 0.700 | 25 % | 1.50 |" in text
-    assert "minus" not in domains.to_markdown(result({"dense": {"0": 3.1}}), "expert_threshold")
 
 
 def test_results_are_joined_by_method_and_seed() -> None:
@@ -81,5 +87,28 @@ def test_results_are_joined_by_method_and_seed() -> None:
     assert "a processor and another" in text
     assert "| dense | +0.100 | +0.100 | +0.100 |" in text  # of the seed that both have
     assert "| relu | – | – | – |" in text
+    again = domains.joined([whole, here])
+    assert [machine["cpu"] for machine in again["machine"]] == ["a processor", "another", "a processor"]
+    del here["methods"][0]["bits"]
+    assert "bits" in domains.joined([here, there])["methods"][0]  # traced elsewhere
     with pytest.raises(ValueError, match="--join: tokens=1 differs from 4096 of the first"):
         domains.joined([here, result({}, tokens=1)])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--join", "missing.json"], "missing.json does not exist"),
+        (["--join", "old.json"], "old.json: written by another version"),
+        (["--join", "new.json", "--baseline", "expert_treshold"], "--baseline expert_treshold: does not take part"),
+    ],
+)
+def test_a_table_that_cannot_be_made_is_refused(
+    options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("old.json").write_text('{"methods": []}')
+    Path("new.json").write_text(json.dumps(result({"dense": {"0": 3.1}})))
+    monkeypatch.setattr(sys, "argv", ["domains.py", "--out", "out", *options])
+    with pytest.raises(ValueError, match=said):
+        domains.main()

@@ -177,15 +177,23 @@ def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str
     One regression over the trials of all sweeps that are within NEAR_LOSS of the best of theirs. With x the logarithm
     of an option and z those of the sizes, each option adds κ (x − a − Σ b z)² to a loss that is each sweep's own; κ is
     the same at all sizes. Without its square, which is the sweep's own, this is linear in κ, κ a and κ b; standard
-    errors of a and b follow from theirs to first order. So few trials of each size suffice.
+    errors of a and b follow from theirs to first order. So few trials of each size suffice. Numeric options without a
+    law have one parabola at all sizes; choices count as noise.
     """
+    options = dict.fromkeys(option for sweep in sweeps for option, scale in sweep.scales.items() if scale.log)
     sweeps = [sweep for sweep in sweeps if best_of(sweep.trials) is not None]
+    if not sweeps:
+        return {}, dict.fromkeys(options, "no trial has finished; search smaller learning rates")
     near = [(sweep, trial) for sweep in sweeps for trial in _near(sweep.trials)]
     columns = [np.array([float(sweep is other) for sweep, _ in near]) for other in sweeps]
     found: dict[str, tuple[int, dict[str, float]]] = {}
     reasons: dict[str, str] = {}
-    for option in dict.fromkeys(option for sweep in sweeps for option, scale in sweep.scales.items() if scale.log):
+    for option in dict.fromkeys(option for sweep in sweeps for option in sweep.scales):
         having = [sweep for sweep in sweeps if option in sweep.scales]
+        x = np.array([sweep.scales[option].to_axis(t.options[option]) if sweep in having else 0.0 for sweep, t in near])
+        if option not in options:
+            columns += [x**2, x]
+            continue
         names = [name for name in having[0].sizes if len({sweep.sizes[name] for sweep in having}) > 1]
         references = {name: math.exp(fmean(math.log(sweep.sizes[name]) for sweep in having)) for name in names}
         design = np.array([[1.0, *_logs(sweep.sizes, references)] for sweep in having])
@@ -195,14 +203,15 @@ def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str
             reasons[option] = f"{len(having)} sweeps are too few for {', '.join(names)}; one more than sizes is needed"
         elif np.linalg.matrix_rank(design) <= len(names):
             reasons[option] = f"{', '.join(names)} change only together; sweep at sizes where each changes by itself"
-        if option not in reasons:
+        if option in reasons:
+            columns += [x**2, x]
+        else:
             found[option] = len(columns), references
-            x = np.array([math.log(t.options[option]) if option in sweep.scales else 0.0 for sweep, t in near])
             z = np.array([_logs(sweep.sizes, references) for sweep, _ in near])
             columns += [x**2, x, *(x[:, None] * z).T]
     matrix, losses = np.stack(columns, 1), np.array([_loss(trial) for _, trial in near])
     if len(losses) < len(columns) + SPARE or np.linalg.matrix_rank(matrix) < len(columns):
-        few = f"{counted(len(losses), 'trial')} within {NEAR_LOSS} of the best of their size cannot tell it; make more"
+        few = f"{counted(len(losses), 'trial')} within {NEAR_LOSS} of the best of their size are too few; make more"
         return {}, reasons | dict.fromkeys(found, few)
     solution = np.linalg.lstsq(matrix, losses, rcond=None)[0]
     freedom = len(losses) - len(columns)
