@@ -223,7 +223,7 @@ TWO: Options = {"experts_per_token": 2}
 NO_SHARED: Options = {"shared_experts": 0}
 
 # With the rate of matrices, since a preset may have another.
-_NANOCHAT, _TUNED = (_changes(config) | {"matrix_lr": config.matrix_lr} for config in (NANOCHAT, TUNED))
+_NANOCHAT, _TUNED = ({**_changes(config), "matrix_lr": config.matrix_lr} for config in (NANOCHAT, TUNED))
 
 RECIPES: dict[str, Recipe] = {
     "dense": Recipe("no routed experts", DENSE, Reported("Table 1", 3.002, 15.743)),
