@@ -497,7 +497,7 @@ def studies_of_a_law(noise: float = 0.0, chosen: list[dict[str, float]] | None =
             loss = 3 + number / 10 + 0.05 * math.log(a) ** 2 + 0.03 * math.log(b) ** 2
             loss += noise * float(random.standard_normal())
             trials.append(trial(n, loss, a=a * rate_of(size), b=b * 0.5))
-        found.append(SizeStudy(str(number), size, scales, [*trials, trial(7, None, a=0.1, b=0.1)]))
+        found.append(SizeStudy(size, scales, [*trials, trial(7, None, a=0.1, b=0.1)]))
     return found
 
 

@@ -145,9 +145,8 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
 
 
 class SizeStudy(NamedTuple):
-    """The trials of a method at one size. scales: of its numeric options. sizes: by name, such as d_model."""
+    """The trials of a method at one size. sizes: by name, such as d_model. scales: of the method's numeric options."""
 
-    name: str
     sizes: Mapping[str, float]
     scales: Mapping[str, Scale]
     trials: Sequence[Trial]
@@ -196,19 +195,13 @@ def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str
             continue
         names = [name for name in having[0].sizes if len({sweep.sizes[name] for sweep in having}) > 1]
         references = {name: math.exp(fmean(math.log(sweep.sizes[name]) for sweep in having)) for name in names}
-        design = np.array([[1.0, *_logs(sweep.sizes, references)] for sweep in having])
-        if not names:
-            reasons[option] = "nothing differs between the folders; sweep at other sizes too"
-        elif len(having) <= len(names):
-            reasons[option] = f"{len(having)} sweeps are too few for {', '.join(names)}; one more than sizes is needed"
-        elif np.linalg.matrix_rank(design) <= len(names):
-            reasons[option] = f"{', '.join(names)} change only together; sweep at sizes where each changes by itself"
-        if option in reasons:
+        if reason := _undetermined(having, references):
+            reasons[option] = reason
             columns += [x**2, x]
-        else:
-            found[option] = len(columns), references
-            z = np.array([_logs(sweep.sizes, references) for sweep, _ in near])
-            columns += [x**2, x, *(x[:, None] * z).T]
+            continue
+        found[option] = len(columns), references
+        z = np.array([_logs(sweep.sizes, references) for sweep, _ in near])
+        columns += [x**2, x, *(x[:, None] * z).T]
     matrix, losses = np.stack(columns, 1), np.array([_loss(trial) for _, trial in near])
     if len(losses) < len(columns) + SPARE or np.linalg.matrix_rank(matrix) < len(columns):
         few = f"{counted(len(losses), 'trial')} within {NEAR_LOSS} of the best of their size are too few; make more"
@@ -240,6 +233,19 @@ def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str
             residual,
         )
     return laws, reasons
+
+
+def _undetermined(sweeps: Sequence[SizeStudy], references: Mapping[str, float]) -> str | None:
+    """Return why the sweeps' sizes determine no exponents; None if they do. references: of the sizes that differ."""
+    names = ", ".join(references)
+    if not references:
+        return "nothing differs between the folders; sweep at other sizes too"
+    if len(sweeps) <= len(references):
+        return f"{len(sweeps)} sweeps are too few for {names}; one more than sizes is needed"
+    design = np.array([[1.0, *_logs(sweep.sizes, references)] for sweep in sweeps])
+    if np.linalg.matrix_rank(design) <= len(references):
+        return f"{names} change only together; sweep at sizes where each changes by itself"
+    return None
 
 
 def _near(trials: Sequence[Trial]) -> list[Trial]:

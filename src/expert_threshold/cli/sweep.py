@@ -363,7 +363,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
             for method, study in record["studies"].items():
                 trials = [Trial(**trial) for trial in study["trials"]]
                 scales = {o: Scale(**e["scale"]) for o, e in study["options"].items() if e["scale"] is not None}
-                sweeps.setdefault(method, []).append(SizeStudy(folder, sizes, scales, trials))
+                sweeps.setdefault(method, []).append(SizeStudy(sizes, scales, trials))
                 for option, entry in study["options"].items():
                     if entry["best"] is None or not (option in scales and scales[option].log):
                         continue
