@@ -9,8 +9,8 @@ is held out for validation. Every method sees the same tokens in the same order.
 held-out text, and so are losses by domain, judged against the baseline under the same seed. Methods differ in the scope
 in which load is balanced: a sequence, a batch, all batches, not at all.
 Writes into --out the runs, the figures of et analyze, and domains.json and domains.md with a row for each method.
-Finished runs are kept, and the same command continues. With --join it trains nothing and makes one table of several;
-with --out alone it makes domains.md anew.
+Finished runs are kept, and the same command continues. With --join it trains nothing and makes one table of several, of
+which numbers of experts and steps may differ and are named then; with --out alone it makes domains.md anew.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from typing import Any
 from bare import origin
 from common import call, machine, run
 
-from expert_threshold.analysis.judgement import MARGIN
+from expert_threshold.analysis.comparison import names_with_sizes
+from expert_threshold.analysis.judgement import MARGIN, chosen_baseline
 from expert_threshold.analysis.methods import find_runs, read_subjects
 from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.plain import array
 from expert_threshold.analysis.sentences import listed
+from expert_threshold.compare import NOT_SHARED, SHARED
 from expert_threshold.data import open_held_out, open_source
 from expert_threshold.data.sources import absolute
 from expert_threshold.evaluation.results import RESULTS
@@ -93,14 +95,17 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
     for method in methods:
         label = labels[method]
         losses: dict[str, dict[str, float]] = {name: {} for name in (MIXED, *domains)}
+        sizes: dict[str, int | None] = {}
         for path in sorted((out / "runs" / method).glob("seed_*")):
-            seed = path.name.removeprefix("seed_")
-            validations = [r for r in RunFolder.open(path).metrics.read() if r["split"] == "validation"]
+            seed, folder = path.name.removeprefix("seed_"), RunFolder.open(path)
+            config = folder.config
+            sizes = {"experts": config["model"]["rule"].get("num_experts"), "steps": config["train"]["steps"]}
+            validations = [r for r in folder.metrics.read() if r["split"] == "validation"]
             losses[MIXED][seed] = validations[-1]["loss"]
             measured = json.loads((path / RESULTS).read_text(encoding="utf-8"))["data"]
             for name, source in domains.items():
                 losses[name][seed] = measured[absolute(source)]["loss"]
-        row: dict[str, Any] = {"method": method, "losses": losses}
+        row: dict[str, Any] = {"method": method, "sizes": sizes, "losses": losses}
         if label in of["specialisation"]:
             largest = array(of["domain_shares"][label]["shares"]).max(1)  # of each expert in each layer
             row["bits"] = of["specialisation"][label]["bits"]
@@ -113,19 +118,20 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one result of several. A run that two parts have is taken from the first.
 
-    Raises ValueError if mixtures, numbers of tokens or the options of et compare differ.
+    Raises ValueError if mixtures, held-out tokens, or options other than steps and rules differ.
     """
     machines: list[Any] = []
-    first, rows = parts[0], dict[str, Any]()
+    first, rows = parts[0], dict[tuple[Any, ...], Any]()
     for part in parts:
         machines += part["machine"] if isinstance(part["machine"], list) else [part["machine"]]
-        for name in ("domains", "tokens", "domain_tokens", "options"):
+        for name in ("domains", "domain_tokens", "budget"):
             if part[name] != first[name]:
                 raise ValueError(f"--join: {name}={part[name]!r} differs from {first[name]!r} of the first")
         for row in part["methods"]:
-            whole = rows.setdefault(row["method"], row)
+            key = row["method"], *row["sizes"].values()
+            whole = rows.setdefault(key, row)
             losses = {name: found | whole["losses"][name] for name, found in row["losses"].items()}
-            rows[row["method"]] = row | whole | {"losses": losses}
+            rows[key] = row | whole | {"losses": losses}
     return {**first, "machine": machines, "methods": list(rows.values())}
 
 
@@ -134,39 +140,48 @@ def read_result(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name the domains.json of a finished benchmark")
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    if "domain_tokens" not in result:
+    if "budget" not in result:
         raise ValueError(f"{path}: written by another version of this benchmark; run it again")
     return result
 
 
+def named_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows by method, which is named with its experts or steps if rows differ in them."""
+    rows = result["methods"]
+    names = names_with_sizes([(row["method"], row["sizes"]) for row in rows])
+    return dict(zip(names, rows, strict=True))
+
+
 def to_markdown(result: dict[str, Any], baseline: str) -> str:
-    domains, rows = list(result["domains"]), result["methods"]
+    domains, rows, budget = list(result["domains"]), named_rows(result), result["budget"]
+    per_step = budget["batch_size"] * budget["accumulation"] * budget["context"]
+    tokens = listed([f"{per_step * steps:,}" for steps in sorted({row["sizes"]["steps"] for row in rows.values()})])
     machines = result["machine"] if isinstance(result["machine"], list) else [result["machine"]]
     cpus = listed(list(dict.fromkeys(here["cpu"] for here in machines)))
     lines = [
-        f"{', '.join(domains)}: {next(iter(result['domains'].values())) / 1e6:.1f} MB of each; {result['tokens']:,} "
+        f"{', '.join(domains)}: {next(iter(result['domains'].values())) / 1e6:.1f} MB of each; {tokens} "
         f"tokens; {cpus}, torch {machines[0]['torch']}, {result['date']}, commit {str(result['commit'])[:8]}",
         "",
         f"| method | seeds | validation loss | {' | '.join(domains)} |",
         "| --- |" + " ---: |" * (len(domains) + 2),
     ]
-    for row in rows:
-        means = [f"{fmean(row['losses'][name].values()):.3f}" for name in (MIXED, *domains)]
-        lines.append(f"| {row['method']} | {len(row['losses'][MIXED])} | {' | '.join(means)} |")
-    base = next(row["losses"] for row in rows if row["method"] == baseline)
+    for name, row in rows.items():
+        means = [f"{fmean(row['losses'][domain].values()):.3f}" for domain in (MIXED, *domains)]
+        lines.append(f"| {name} | {len(row['losses'][MIXED])} | {' | '.join(means)} |")
+    base = rows[baseline]["losses"]
     lines += ["", f"| minus {baseline} | all | {' | '.join(domains)} |", "| --- |" + " ---: |" * (len(domains) + 1)]
-    for row in rows:
-        if row["method"] != baseline:
-            cells = [difference(row["losses"][name], base[name]) for name in (MIXED, *domains)]
-            lines.append(f"| {row['method']} | {' | '.join(cells)} |")
+    for name, row in rows.items():
+        if name != baseline:
+            cells = [difference(row["losses"][domain], base[domain]) for domain in (MIXED, *domains)]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += ["", "Differences under the same seed, with the 95 % interval of their mean.", ""]
     lines += ["| method | bits | most of a layer | experts with a majority | max load / mean |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    for row in rows:
+    for name, row in rows.items():
         if "bits" in row:
             bits = row["bits"]
             lines.append(
-                f"| {row['method']} | {fmean(bits):.3f} | {max(bits):.3f} | {100 * row['majority']:.0f} % | "
+                f"| {name} | {fmean(bits):.3f} | {max(bits):.3f} | {100 * row['majority']:.0f} % | "
                 f"{row['load_spread']:.2f} |"
             )
     lines += [
@@ -222,14 +237,14 @@ def measure(arguments: argparse.Namespace, domains: dict[str, str]) -> dict[str,
     call("analyze", runs, "--figures", ",".join(FIGURES), *names, "--out", arguments.out / "analysis")
     methods = json.loads((runs / "compare.json").read_text(encoding="utf-8"))["methods"]
     first = RunFolder.open(next(runs.glob("*/seed_0"))).config
-    per_step = first["train"]["batch_size"] * first["train"]["accumulation"] * first["model"]["context"]
+    shared = {name: first["train"][name] for name in SHARED}
+    shared |= {name: value for name, value in first["model"].items() if name not in NOT_SHARED}
     return {
         "machine": machine(),
         **origin(),
         "domains": mixed,
-        "tokens": per_step * first["train"]["steps"],
         "domain_tokens": arguments.domain_tokens,
-        "options": arguments.options,
+        "budget": shared,
         "methods": rows(arguments.out, methods, domains),
     }
 
@@ -249,9 +264,7 @@ def main() -> None:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = read_result(record)
-    methods = [row["method"] for row in result["methods"]]
-    if arguments.baseline not in methods:
-        raise ValueError(f"--baseline {arguments.baseline}: does not take part; use one of {', '.join(methods)}")
+    chosen_baseline(arguments.baseline, list(named_rows(result)))
     (arguments.out / "domains.md").write_text(to_markdown(result, arguments.baseline), encoding="utf-8")
 
 

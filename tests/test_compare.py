@@ -701,7 +701,7 @@ def test_comparisons_join_into_one_table(
     refused(capsys, et("compare", "--join", finished, "--baseline", "relu", "--out", out), "--baseline relu")
     changed = Path(shutil.copytree(other, tmp_path / "changed"))
     for old, new, told in (
-        ('"steps": 4', '"steps": 8', "steps=8 differs from 4"),
+        ('"batch_size": 2', '"batch_size": 16', "batch_size=16 differs from 2"),
         ('"key_offset": null', '"key_offset": "all"', "key_offset='all' differs from None"),
         ('"hash": "', '"hash": "f', "text="),
     ):
@@ -709,7 +709,7 @@ def test_comparisons_join_into_one_table(
         refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
 
 
-def test_joined_rows_name_their_number_of_experts_and_note_several_versions(
+def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_versions(
     finished: Path, copy: Path, tmp_path: Path
 ) -> None:
     record = read(copy)
@@ -717,12 +717,14 @@ def test_joined_rows_name_their_number_of_experts_and_note_several_versions(
     record["runs"] = [run for run in record["runs"] if run["method"] != "dense"]
     for rule in record["methods"].values():
         rule["num_experts"] = 64
+    record["options"]["train"]["steps"] = 1200
     record["machines"][0]["expert_threshold"] = "9.9"
     (copy / "compare.json").write_text(json.dumps(record))
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
-    both = [f"{method} ({experts} experts)" for experts in (4, 64) for method in CHOSEN[1:]]
-    assert [row["method"] for row in rows] == ["dense", *both]
+    sizes = ((4, "4"), (64, "1,200"))
+    both = [f"{method} ({experts} experts, {steps} steps)" for experts, steps in sizes for method in CHOSEN[1:]]
+    assert [row["method"] for row in rows] == ["dense (4 steps)", *both]
     for page in ("compare.html", "compare.md"):
         assert "several versions of expert-threshold: 0.1.0 and 9.9" in (tmp_path / "out" / page).read_text()
 

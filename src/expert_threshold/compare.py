@@ -17,6 +17,7 @@ from .analysis.comparison import (
     Result,
     curves,
     markdown,
+    names_with_sizes,
     read_result,
     result_from,
     summarise,
@@ -217,17 +218,21 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
     return {"state_bytes": layers * state, "bytes_sent": None if sent is None else layers * sent}
 
 
-# Options in which joined comparisons must agree, beside the model's; seeds, rules and optimizers may differ.
-SHARED = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
+# Options in which joined comparisons must agree, beside the model's; steps, seeds, rules and optimizers may differ.
+SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
 NOT_SHARED = ("rule", "dispatch")  # the second decides how a layer is computed, not what
 
 
 class _Run(NamedTuple):
-    """A finished run of a comparison to join. options: those of the run, and the versions that made the comparison."""
+    """A finished run of a comparison to join.
+
+    sizes: what its name tells if others differ in it. options: those of the run, and the versions that made the
+    comparison.
+    """
 
     folder: str
     result: Result
-    num_experts: int | None
+    sizes: Mapping[str, int | None]
     options: Mapping[str, Any]
     costs: Mapping[str, Any]
 
@@ -255,7 +260,8 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
         for result in map(result_from, record["runs"]):
             rule, its_costs = record["methods"][result.method], record["costs"][result.method]
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
-            runs.append(_Run(folder, result, rule.get("num_experts"), shared | options["optim"] | rule, own))
+            sizes = {"experts": rule.get("num_experts"), "steps": options["train"]["steps"]}
+            runs.append(_Run(folder, result, sizes, shared | options["optim"] | rule, own))
     if not runs:
         raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
     return budget, runs, machines
@@ -264,9 +270,9 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
     """Return the runs of several comparisons as one. baseline: None is the usual one.
 
-    If their numbers of experts differ, methods are named with them. A run that two folders have in common is taken from
-    the first. Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or if runs of
-    one method and seed differ in their options or versions.
+    If their numbers of experts or steps differ, methods are named with them. A run that two folders have in common is
+    taken from the first. Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or
+    if runs of one method and seed differ in their options or versions.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
@@ -281,12 +287,10 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
                 raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
         runs += found
         machines += here
-    numbers = {run.num_experts for run in runs} - {None}
     kept: dict[tuple[str, int], _Run] = {}
     repeated: Counter[str] = Counter()
-    for run in runs:
-        method, seed, experts = run.result.method, run.result.seed, run.num_experts
-        name = method if experts is None or len(numbers) == 1 else f"{method} ({experts} experts)"
+    for run, name in zip(runs, names_with_sizes([(run.result.method, run.sizes) for run in runs]), strict=True):
+        seed = run.result.seed
         before = kept.setdefault((name, seed), run)
         repeated[run.folder] += before is not run
         for option, value in run.options.items():

@@ -52,15 +52,16 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
     for method, losses in methods.items():
         each = {"all": 0.0, "code": -1.0, "prose": 1.0}
         by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
-        rows.append({"method": method, "losses": by_name, "bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5})
+        sizes = {"experts": None if method == "dense" else 16, "steps": 4}
+        traced = {"bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5}
+        rows.append({"method": method, "sizes": sizes, "losses": by_name} | traced)
     here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
     of_all = {
         "machine": here,
         "date": "2026-11-24",
         "commit": "0123456789",
-        "tokens": 4096,
         "domain_tokens": 50_000,
-        "options": [],
+        "budget": {"batch_size": 8, "accumulation": 1, "context": 512},
     }
     return of_all | {"domains": {"code": 1_000_000, "prose": 1_000_000}, "methods": rows} | changed
 
@@ -91,8 +92,20 @@ def test_results_are_joined_by_method_and_seed() -> None:
     assert [machine["cpu"] for machine in again["machine"]] == ["a processor", "another", "a processor"]
     del here["methods"][0]["bits"]
     assert "bits" in domains.joined([here, there])["methods"][0]  # traced elsewhere
-    with pytest.raises(ValueError, match="--join: tokens=1 differs from 4096 of the first"):
-        domains.joined([here, result({}, tokens=1)])
+    with pytest.raises(ValueError, match="--join: domain_tokens=1 differs from 50000 of the first"):
+        domains.joined([here, result({}, domain_tokens=1)])
+
+
+def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
+    here, longer = (result({"dense": {"0": loss}, "expert_threshold": {"0": 3.0}}) for loss in (3.1, 2.9))
+    for row in longer["methods"]:
+        row["sizes"]["steps"] = 5
+    longer["methods"][1]["sizes"] = {"experts": 64, "steps": 4}
+    text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold (16 experts, 4 steps)")
+    assert "16,384 and 20,480 tokens" in text
+    assert "| dense (4 steps) | +0.100 |" in text
+    assert "| dense (5 steps) | -0.100 |" in text.replace("−", "-")
+    assert "| expert_threshold (64 experts, 4 steps) | +0.000 |" in text
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,17 @@ def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     return runs
 
 
+def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, int | None]]]) -> list[str]:
+    """Return the method of each run with those of its sizes in which runs differ, such as `dense (1,260 steps)`."""
+    values = [{(unit, number) for _, sizes in runs if (number := sizes[unit]) is not None} for unit in runs[0][1]]
+    differing = {unit for found in values if len(found) > 1 for unit, _ in found}
+    names = []
+    for method, sizes in runs:
+        told = [f"{n:,} {unit}" for unit, n in sizes.items() if n is not None and unit in differing]
+        names.append(f"{method} ({', '.join(told)})" if told else method)
+    return names
+
+
 def summarise(results: Sequence[Result]) -> list[Row]:
     """Return a row for each method, in order of first occurrence."""
     rows = []
