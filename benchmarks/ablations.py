@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, require_same, run
+from common import call, compute_dtype, machine, positive, require_same, run
 
 from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.sentences import counted
@@ -67,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=250)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--eval-tokens", type=int, default=100_000)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=positive)
     arguments = parser.parse_args()
     for name in ("steps", "seeds", "eval_tokens"):
         if getattr(arguments, name) < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -29,6 +30,13 @@ def time_interleaved(
     """Return `time_in_turn`'s times, measured while objects are at rest, as in training."""
     with device.objects_at_rest():
         return time_in_turn(calls, repeats, warmup, on)
+
+
+def positive(text: str) -> int:
+    """The type of an option of argparse that counts something."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} must be at least 1")
+    return number
 
 
 def compute_dtype(name: str) -> torch.dtype:

@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from common import compute_dtype, machine, time_interleaved
+from common import compute_dtype, machine, positive, time_interleaved
 from torch import Tensor
 
 from expert_threshold.data import Tokenizer
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

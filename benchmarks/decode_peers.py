@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from common import compute_dtype, machine, time_interleaved
+from common import compute_dtype, machine, positive, time_interleaved
 from decode import PROMPT, called, settled_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="float32")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

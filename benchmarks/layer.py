@@ -14,7 +14,7 @@ import json
 import statistics
 
 import torch
-from common import compute_dtype, machine, time_interleaved
+from common import compute_dtype, machine, positive, time_interleaved
 from peers_contestants import PlainFeedForward
 from torch import Tensor, nn
 
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--compile", action="store_true", help="all layers, each as one graph")
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

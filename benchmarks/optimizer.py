@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from common import positive
 from torch import Tensor, nn
 
 from expert_threshold.optim import Group, OptimConfig, Optimizers, fast_dtype, make_optimizers
@@ -100,7 +101,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--ns-dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)

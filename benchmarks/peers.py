@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 from bare import origin
-from common import machine
+from common import machine, positive
 from peers_contestants import Case, Shape, contestants
 from peers_figure import draw
 from peers_measure import Row, measure
@@ -68,7 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--repeats", type=int, help="default: 5; CUDA: 20")
-    parser.add_argument("--threads", type=int, default=2, help="of the CPU")
+    parser.add_argument("--threads", type=positive, default=2, help="of the CPU")
     parser.add_argument("--contestants", nargs="+", choices=list(contestants()), metavar="NAME", help="default: all")
     parser.add_argument("--redraw", action="store_true", help="tables and figure of the results.jsonl that is there")
     arguments = parser.parse_args()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import machine, time_interleaved
+from common import machine, positive, time_interleaved
 from torch import Tensor
 
 from expert_threshold.recipes import methods
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=16, help="sequences that the tokens are in")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

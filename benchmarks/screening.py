@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from ablations import FIRST_SEED, MARGIN, OPTIMIZER, TRUNK, train
 from bare import origin
-from common import compute_dtype, machine, run
+from common import compute_dtype, machine, positive, run
 
 from expert_threshold.analysis.paired import student
 from expert_threshold.cli.run_options import parse_run, resolve_run
@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rules", default="expert_threshold,dense")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--eval-tokens", type=int, default=100_000)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=positive)
     parser.add_argument("--repeats", type=int, default=15, help="steps of each kind that are timed")
     arguments = parser.parse_args()
     for name, least in (("steps", 2), ("eval_tokens", 1), ("repeats", 1)):

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, over_seeds, require_same, run
+from common import call, compute_dtype, machine, over_seeds, positive, require_same, run
 from rich.console import Console
 from rich.progress import Progress
 
@@ -367,7 +367,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--points", type=int, default=15, help="validations of a run")
     parser.add_argument("--eval-tokens", type=int, default=100_000)
-    parser.add_argument("--threads", type=int)
+    parser.add_argument("--threads", type=positive)
     parser.add_argument("--no-compile", action="store_true", help="run all models without torch.compile")
     parser.add_argument("--redraw", action="store_true", help="make speedrun.md and speedrun.png anew")
     arguments = parser.parse_args()

@@ -16,7 +16,7 @@ import statistics
 import time
 
 import torch
-from common import compute_dtype, machine, time_interleaved
+from common import compute_dtype, machine, positive, time_interleaved
 
 from expert_threshold.config import resolve
 from expert_threshold.data import Loader, Tokenizer, open_source, pack
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

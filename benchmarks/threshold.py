@@ -20,7 +20,7 @@ from unittest import mock
 
 import torch
 from bare import origin
-from common import compute_dtype, machine, time_interleaved
+from common import compute_dtype, machine, positive, time_interleaved
 
 from expert_threshold.config import resolve
 from expert_threshold.data import Loader, Tokenizer, open_source, pack
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="one flat JSON object")
     args = parser.parse_args()
