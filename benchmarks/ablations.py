@@ -64,15 +64,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rules", default="expert_threshold,dense")
     parser.add_argument("--pieces", default="all", help="trunk, optimizer, all, or names separated by commas")
-    parser.add_argument("--steps", type=int, default=250)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--eval-tokens", type=int, default=100_000)
+    parser.add_argument("--steps", type=positive, default=250)
+    parser.add_argument("--seeds", type=positive, default=2)
+    parser.add_argument("--eval-tokens", type=positive, default=100_000)
     parser.add_argument("--threads", type=positive)
-    arguments = parser.parse_args()
-    for name in ("steps", "seeds", "eval_tokens"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
-    return arguments
+    return parser.parse_args()
 
 
 def chosen_pieces(text: str) -> dict[str, str]:

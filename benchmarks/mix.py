@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common import run
+from common import positive, run
 
 from expert_threshold.data import open_source
 from expert_threshold.files import replace_file
@@ -34,11 +34,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", nargs="+", metavar="SOURCE")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--characters", type=int, default=2000)
+    parser.add_argument("--characters", type=positive, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    if arguments.characters < 1:
-        parser.error(f"--characters {arguments.characters} must be at least 1")
     mixed = list(pieces(arguments.sources, arguments.characters))
     random.Random(arguments.seed).shuffle(mixed)
     replace_file(arguments.out, "".join(json.dumps({"text": piece}) + "\n" for piece in mixed).encode())

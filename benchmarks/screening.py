@@ -116,13 +116,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rules", default="expert_threshold,dense")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--eval-tokens", type=int, default=100_000)
+    parser.add_argument("--eval-tokens", type=positive, default=100_000)
     parser.add_argument("--threads", type=positive)
-    parser.add_argument("--repeats", type=int, default=15, help="steps of each kind that are timed")
+    parser.add_argument("--repeats", type=positive, default=15, help="steps of each kind that are timed")
     arguments = parser.parse_args()
-    for name, least in (("steps", 2), ("eval_tokens", 1), ("repeats", 1)):
-        if getattr(arguments, name) < least:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least {least}")
+    if arguments.steps < 2:
+        parser.error(f"argument --steps: {arguments.steps} must be at least 2")
     return arguments
 
 

@@ -363,18 +363,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat; left out without one")
     parser.add_argument("--ours", action="append", help="a contestant, 'NAME: OPTIONS OF et train'; may be repeated")
     parser.add_argument("--data", default="embedded")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--points", type=int, default=15, help="validations of a run")
-    parser.add_argument("--eval-tokens", type=int, default=100_000)
+    parser.add_argument("--steps", type=positive, default=300)
+    parser.add_argument("--seeds", type=positive, default=3)
+    parser.add_argument("--points", type=positive, default=15, help="validations of a run")
+    parser.add_argument("--eval-tokens", type=positive, default=100_000)
     parser.add_argument("--threads", type=positive)
     parser.add_argument("--no-compile", action="store_true", help="run all models without torch.compile")
     parser.add_argument("--redraw", action="store_true", help="make speedrun.md and speedrun.png anew")
-    arguments = parser.parse_args()
-    for name in ("steps", "seeds", "points", "eval_tokens"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)} must be at least 1")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:

@@ -107,3 +107,13 @@ def test_a_campaign_trains_the_design_and_writes_its_table(
     told = capsys.readouterr().out
     assert "| backout | +0.030 | +0.030 | +0.030 | 1.000 |" in told
     assert told == (tmp_path / "screening.md").read_text() + "\n"
+
+
+@pytest.mark.parametrize("option", ["--threads", "--repeats", "--eval-tokens"])
+def test_a_count_below_one_is_refused(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["screening.py", "--out", "out", option, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        screening.parse()
+    assert f"argument {option}: 0 must be at least 1" in capsys.readouterr().err
