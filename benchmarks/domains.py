@@ -27,7 +27,7 @@ from bare import origin
 from common import call, machine, run
 
 from expert_threshold.analysis.comparison import names_with_sizes
-from expert_threshold.analysis.judgement import MARGIN, chosen_baseline
+from expert_threshold.analysis.judgement import MARGIN, chosen_baseline, shown
 from expert_threshold.analysis.methods import find_runs, read_subjects
 from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.plain import array
@@ -36,6 +36,7 @@ from expert_threshold.compare import NOT_SHARED, SHARED
 from expert_threshold.data import open_held_out, open_source
 from expert_threshold.data.sources import absolute
 from expert_threshold.evaluation.results import RESULTS
+from expert_threshold.routing import DENSE
 from expert_threshold.runs import RunFolder
 
 METHODS = (
@@ -85,17 +86,15 @@ def mix(domains: dict[str, str], most: int, path: Path) -> dict[str, int]:
 
 
 def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[str, Any]]:
-    """Return each method's losses by seed, its experts' information in bits, and what the first seed's experts hold."""
-    data = {name: json.loads((out / "analysis" / f"{name}.json").read_text(encoding="utf-8")) for name in FIGURES}
-    of = {name: {entry["method"]: entry for entry in found["methods"]} for name, found in data.items()}
-    labels = {
-        subject.folder.path.parent.name: subject.method for subject in read_subjects(find_runs([str(out / "runs")]))
-    }
+    """Return each method's losses by seed, and of its experts by seed what `traces` says."""
+    traced = {path.name.removeprefix("seed_"): traces(path) for path in sorted((out / "analysis").glob("seed_*"))}
+    subjects = read_subjects(find_runs([str(out / "runs")]))
+    labels = {subject.folder.path.resolve(): subject.method for subject in subjects}
     found = []
     for method in methods:
-        label = labels[method]
         losses: dict[str, dict[str, float]] = {name: {} for name in (MIXED, *domains)}
         sizes: dict[str, int | None] = {}
+        experts: dict[str, Any] = {}
         for path in sorted((out / "runs" / method).glob("seed_*")):
             seed, folder = path.name.removeprefix("seed_"), RunFolder.open(path)
             config = folder.config
@@ -105,14 +104,28 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
             measured = json.loads((path / RESULTS).read_text(encoding="utf-8"))["data"]
             for name, source in domains.items():
                 losses[name][seed] = measured[absolute(source)]["loss"]
-        row: dict[str, Any] = {"method": method, "sizes": sizes, "losses": losses}
-        if label in of["specialisation"]:
-            largest = array(of["domain_shares"][label]["shares"]).max(1)  # of each expert in each layer
-            row["bits"] = of["specialisation"][label]["bits"]
-            row["majority"] = float((largest > 0.5).mean())
-            row["load_spread"] = max(of["load_balance"][label]["spread"])
-        found.append(row)
+            if (label := labels[path.resolve()]) in traced.get(seed, {}):
+                experts[seed] = traced[seed][label]
+        found.append({"method": method, "sizes": sizes, "losses": losses, "experts": experts})
     return found
+
+
+def traces(analysis: Path) -> dict[str, dict[str, Any]]:
+    """Return by method's label the bits that its experts tell of a token's domain in each layer, the share of experts
+    with a majority of one domain, and the largest load over the mean."""
+    data = {name: json.loads((analysis / f"{name}.json").read_text(encoding="utf-8")) for name in FIGURES}
+    of = {name: {entry["method"]: entry for entry in found["methods"]} for name, found in data.items()}
+    largest = {
+        label: array(entry["shares"]).max(1) for label, entry in of["domain_shares"].items()
+    }  # (layers, experts)
+    return {
+        label: {
+            "bits": entry["bits"],
+            "majority": float((largest[label] > 0.5).mean()),
+            "load_spread": max(of["load_balance"][label]["spread"]),
+        }
+        for label, entry in of["specialisation"].items()
+    }
 
 
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -131,7 +144,7 @@ def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
             key = row["method"], *row["sizes"].values()
             whole = rows.setdefault(key, row)
             losses = {name: found | whole["losses"][name] for name, found in row["losses"].items()}
-            rows[key] = row | whole | {"losses": losses}
+            rows[key] = whole | {"losses": losses, "experts": row["experts"] | whole["experts"]}
     return {**first, "machine": machines, "methods": list(rows.values())}
 
 
@@ -174,21 +187,27 @@ def to_markdown(result: dict[str, Any], baseline: str) -> str:
         if name != baseline:
             cells = [difference(row["losses"][domain], base[domain]) for domain in (MIXED, *domains)]
             lines.append(f"| {name} | {' | '.join(cells)} |")
+    of_experts = {name: row["experts"] for name, row in rows.items() if row["experts"]}
+    bits = {name: {seed: fmean(one["bits"]) for seed, one in seeds.items()} for name, seeds in of_experts.items()}
     lines += ["", "Differences under the same seed, with the 95 % interval of their mean.", ""]
-    lines += ["| method | bits | most of a layer | experts with a majority | max load / mean |"]
-    lines += ["| --- | ---: | ---: | ---: | ---: |"]
-    for name, row in rows.items():
-        if "bits" in row:
-            bits = row["bits"]
-            lines.append(
-                f"| {name} | {fmean(bits):.3f} | {max(bits):.3f} | {100 * row['majority']:.0f} % | "
-                f"{row['load_spread']:.2f} |"
-            )
+    if not of_experts:
+        return "\n".join(lines)
+    lines += [f"| method | bits | minus {baseline} | most of a layer | experts with a majority | max load / mean |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, seeds in of_experts.items():
+        most, majority, spread = (
+            fmean(of_seed(one) for one in seeds.values())
+            for of_seed in (lambda one: max(one["bits"]), lambda one: one["majority"], lambda one: one["load_spread"])
+        )
+        told = "" if name == baseline else difference(bits[name], bits.get(baseline, {}))
+        cells = [f"{fmean(bits[name].values()):.3f}", told, f"{most:.3f}", f"{100 * majority:.0f} %", f"{spread:.2f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
         "Bits: information of a routed token's expert about its domain, averaged over layers, with equally many tokens "
         f"of every domain; at most {math.log2(len(domains)):.3g}. Experts with a majority: more than half of their "
-        "tokens are of one domain. Routing is that of inference, of the first seed; loads are of the validation text.",
+        "tokens are of one domain. Routing is that of inference, loads are of the validation text, and all are means "
+        "over seeds.",
         "",
     ]
     return "\n".join(lines)
@@ -196,11 +215,8 @@ def to_markdown(result: dict[str, Any], baseline: str) -> str:
 
 def difference(losses: dict[str, float], base: dict[str, float]) -> str:
     """Return the mean difference over the seeds that both have, with its interval if there are two or more."""
-    both = [losses[seed] - base[seed] for seed in losses if seed in base]
-    if not both:
-        return "–"
-    mean, low, _, _ = paired(both, MARGIN)
-    return f"{mean:+.3f}" if low is None else f"{mean:+.3f} ± {mean - low:.3f}"
+    both = [value - base[seed] for seed, value in losses.items() if seed in base]
+    return shown(paired(both, MARGIN) if both else None)
 
 
 def parse() -> argparse.Namespace:
@@ -234,8 +250,12 @@ def measure(arguments: argparse.Namespace, domains: dict[str, str]) -> dict[str,
     call("evaluate", *sorted(runs.glob("*/seed_*")), "--no-validation", "--bundle", "none", *texts,
          "--eval-tokens", arguments.domain_tokens)  # fmt: skip
     names = [flag for domain in domains.items() for flag in ("--domain", "=".join(domain))]
-    call("analyze", runs, "--figures", ",".join(FIGURES), *names, "--out", arguments.out / "analysis")
     methods = json.loads((runs / "compare.json").read_text(encoding="utf-8"))["methods"]
+    for seed in range(arguments.seeds):
+        analysis = arguments.out / "analysis" / f"seed_{seed}"
+        with_experts = [runs / method / analysis.name for method in methods if method != DENSE]
+        if with_experts:
+            call("analyze", *with_experts, "--figures", ",".join(FIGURES), *names, "--out", analysis)
     first = RunFolder.open(next(runs.glob("*/seed_0"))).config
     shared = {name: first["train"][name] for name in SHARED}
     shared |= {name: value for name, value in first["model"].items() if name not in NOT_SHARED}

@@ -53,8 +53,12 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
         each = {"all": 0.0, "code": -1.0, "prose": 1.0}
         by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
         sizes = {"experts": None if method == "dense" else 16, "steps": 4}
-        traced = {"bits": [0.5, 0.7], "majority": 0.25, "load_spread": 1.5}
-        rows.append({"method": method, "sizes": sizes, "losses": by_name} | traced)
+        traced = {
+            seed: {"bits": [loss - 2.5, loss - 2.3], "majority": 0.25, "load_spread": 1.5}
+            for seed, loss in losses.items()
+        }
+        experts = {} if method == "dense" else traced
+        rows.append({"method": method, "sizes": sizes, "losses": by_name, "experts": experts})
     here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
     of_all = {
         "machine": here,
@@ -67,12 +71,13 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
 
 
 def test_the_table_judges_each_domain_under_the_same_seed() -> None:
-    text = domains.to_markdown(
-        result({"dense": {"0": 3.1, "1": 3.3}, "expert_threshold": {"0": 3.0, "1": 3.18}}), "expert_threshold"
-    )
+    losses = {"dense": {"0": 3.1, "1": 3.3}, "expert_threshold": {"0": 3.0, "1": 3.18}, "relu": {"0": 3.1, "1": 3.3}}
+    text = domains.to_markdown(result(losses), "expert_threshold")
     assert "| dense | 2 | 3.200 | 2.200 | 4.200 |" in text
     assert "| dense | +0.110 ± 0.127 | +0.110 ± 0.127 | +0.110 ± 0.127 |" in text  # t(1) = 12.706, error 0.01
-    assert "| expert_threshold | 0.600 | 0.700 | 25 % | 1.50 |" in text
+    assert "| expert_threshold | 0.690 |  | 0.790 | 25 % | 1.50 |" in text
+    assert "| relu | 0.800 | +0.110 ± 0.127 | 0.900 | 25 % | 1.50 |" in text
+    assert "| dense | 0" not in text  # it has no experts
 
 
 def test_results_are_joined_by_method_and_seed() -> None:
@@ -90,8 +95,9 @@ def test_results_are_joined_by_method_and_seed() -> None:
     assert "| relu | – | – | – |" in text
     again = domains.joined([whole, here])
     assert [machine["cpu"] for machine in again["machine"]] == ["a processor", "another", "a processor"]
-    del here["methods"][0]["bits"]
-    assert "bits" in domains.joined([here, there])["methods"][0]  # traced elsewhere
+    del here["methods"][1]["experts"]["0"]
+    there = result({"expert_threshold": {"0": 9.9}})
+    assert domains.joined([here, there])["methods"][1]["experts"] == there["methods"][0]["experts"]  # traced elsewhere
     with pytest.raises(ValueError, match="--join: domain_tokens=1 differs from 50000 of the first"):
         domains.joined([here, result({}, domain_tokens=1)])
 
@@ -104,8 +110,8 @@ def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
     text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold (16 experts, 4 steps)")
     assert "16,384 and 20,480 tokens" in text
     assert "| dense (4 steps) | +0.100 |" in text
-    assert "| dense (5 steps) | -0.100 |" in text.replace("−", "-")
-    assert "| expert_threshold (64 experts, 4 steps) | +0.000 |" in text
+    assert "| dense (5 steps) | −0.100 |" in text
+    assert "| expert_threshold (64 experts, 4 steps) | 0.000 |" in text
 
 
 @pytest.mark.parametrize(
