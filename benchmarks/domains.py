@@ -26,7 +26,7 @@ from typing import Any
 from bare import origin
 from common import call, machine, run
 
-from expert_threshold.analysis.comparison import names_with_sizes
+from expert_threshold.analysis.comparison import names_with_sizes, sizes
 from expert_threshold.analysis.judgement import MARGIN, chosen_baseline, shown
 from expert_threshold.analysis.methods import find_runs, read_subjects
 from expert_threshold.analysis.paired import paired
@@ -93,12 +93,11 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
     found = []
     for method in methods:
         losses: dict[str, dict[str, float]] = {name: {} for name in (MIXED, *domains)}
-        sizes: dict[str, int | None] = {}
+        named, steps = dict[str, str | None](), 0
         experts: dict[str, Any] = {}
         for path in sorted((out / "runs" / method).glob("seed_*")):
             seed, folder = path.name.removeprefix("seed_"), RunFolder.open(path)
-            config = folder.config
-            sizes = {"experts": config["model"]["rule"].get("num_experts"), "steps": config["train"]["steps"]}
+            named, steps = sizes(folder.config), folder.config["train"]["steps"]
             validations = [r for r in folder.metrics.read() if r["split"] == "validation"]
             losses[MIXED][seed] = validations[-1]["loss"]
             measured = json.loads((path / RESULTS).read_text(encoding="utf-8"))["data"]
@@ -106,7 +105,7 @@ def rows(out: Path, methods: list[str], domains: dict[str, str]) -> list[dict[st
                 losses[name][seed] = measured[absolute(source)]["loss"]
             if (label := labels[path.resolve()]) in traced.get(seed, {}):
                 experts[seed] = traced[seed][label]
-        found.append({"method": method, "sizes": sizes, "losses": losses, "experts": experts})
+        found.append({"method": method, "sizes": named, "steps": steps, "losses": losses, "experts": experts})
     return found
 
 
@@ -168,7 +167,7 @@ def named_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def to_markdown(result: dict[str, Any], baseline: str) -> str:
     domains, rows, budget = list(result["domains"]), named_rows(result), result["budget"]
     per_step = budget["batch_size"] * budget["accumulation"] * budget["context"]
-    tokens = listed([f"{per_step * steps:,}" for steps in sorted({row["sizes"]["steps"] for row in rows.values()})])
+    tokens = listed([f"{per_step * steps:,}" for steps in sorted({row["steps"] for row in rows.values()})])
     machines = result["machine"] if isinstance(result["machine"], list) else [result["machine"]]
     cpus = listed(list(dict.fromkeys(here["cpu"] for here in machines)))
     lines = [

@@ -718,12 +718,13 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
     for rule in record["methods"].values():
         rule["num_experts"] = 64
     record["options"]["train"]["steps"] = 1200
+    record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
     record["machines"][0]["expert_threshold"] = "9.9"
     (copy / "compare.json").write_text(json.dumps(record))
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
-    sizes = ((4, "4"), (64, "1,200"))
-    both = [f"{method} ({experts} experts, {steps} steps)" for experts, steps in sizes for method in CHOSEN[1:]]
+    sizes = ("4 experts of 64, 1 shared, 4 steps", "64 experts of 8, 4 shared, fanout norm, 1,200 steps")
+    both = [f"{method} ({told})" for told in sizes for method in CHOSEN[1:]]
     assert [row["method"] for row in rows] == ["dense (4 steps)", *both]
     for page in ("compare.html", "compare.md"):
         assert "several versions of expert-threshold: 0.1.0 and 9.9" in (tmp_path / "out" / page).read_text()

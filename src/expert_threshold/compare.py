@@ -20,6 +20,7 @@ from .analysis.comparison import (
     names_with_sizes,
     read_result,
     result_from,
+    sizes,
     summarise,
     to_csv,
     to_markdown,
@@ -218,21 +219,21 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
     return {"state_bytes": layers * state, "bytes_sent": None if sent is None else layers * sent}
 
 
-# Options in which joined comparisons must agree, beside the model's; steps, seeds, rules and optimizers may differ.
+# Options in which joined comparisons must agree: these and the model's. Rules and what `sizes` names may differ.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
-NOT_SHARED = ("rule", "dispatch")  # the second decides how a layer is computed, not what
+NOT_SHARED = ("rule", "d_expert", "shared_experts", "gate_norm", "dispatch")  # the last is how a layer is computed
 
 
 class _Run(NamedTuple):
     """A finished run of a comparison to join.
 
-    sizes: what its name tells if others differ in it. options: those of the run, and the versions that made the
+    sizes: `sizes` of the run. options: those of the run, and the versions that made the
     comparison.
     """
 
     folder: str
     result: Result
-    sizes: Mapping[str, int | None]
+    sizes: Mapping[str, str | None]
     options: Mapping[str, Any]
     costs: Mapping[str, Any]
 
@@ -260,8 +261,8 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
         for result in map(result_from, record["runs"]):
             rule, its_costs = record["methods"][result.method], record["costs"][result.method]
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
-            sizes = {"experts": rule.get("num_experts"), "steps": options["train"]["steps"]}
-            runs.append(_Run(folder, result, sizes, shared | options["optim"] | rule, own))
+            named = sizes({"model": model | {"rule": rule}, "train": options["train"]})
+            runs.append(_Run(folder, result, named, shared | options["optim"] | rule, own))
     if not runs:
         raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
     return budget, runs, machines
@@ -270,8 +271,8 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
 def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
     """Return the runs of several comparisons as one. baseline: None is the usual one.
 
-    If their numbers of experts or steps differ, methods are named with them. A run that two folders have in common is
-    taken from the first. Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or
+    Methods are named with what differs of `sizes`. A run that two folders have in common is taken from the first.
+    Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or
     if runs of one method and seed differ in their options or versions.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):

@@ -52,13 +52,13 @@ def result(methods: dict[str, dict[str, float]], **changed: Any) -> dict[str, An
     for method, losses in methods.items():
         each = {"all": 0.0, "code": -1.0, "prose": 1.0}
         by_name = {name: {seed: loss + more for seed, loss in losses.items()} for name, more in each.items()}
-        sizes = {"experts": None if method == "dense" else 16, "steps": 4}
+        sizes = {"experts": None if method == "dense" else "16 experts of 8", "steps": "4 steps"}
         traced = {
             seed: {"bits": [loss - 2.5, loss - 2.3], "majority": 0.25, "load_spread": 1.5}
             for seed, loss in losses.items()
         }
         experts = {} if method == "dense" else traced
-        rows.append({"method": method, "sizes": sizes, "losses": by_name, "experts": experts})
+        rows.append({"method": method, "sizes": sizes, "steps": 4, "losses": by_name, "experts": experts})
     here = {"cpu": "a processor", "torch": "2.13.0", "threads": 1}
     of_all = {
         "machine": here,
@@ -105,13 +105,13 @@ def test_results_are_joined_by_method_and_seed() -> None:
 def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
     here, longer = (result({"dense": {"0": loss}, "expert_threshold": {"0": 3.0}}) for loss in (3.1, 2.9))
     for row in longer["methods"]:
-        row["sizes"]["steps"] = 5
-    longer["methods"][1]["sizes"] = {"experts": 64, "steps": 4}
-    text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold (16 experts, 4 steps)")
+        row |= {"steps": 5, "sizes": row["sizes"] | {"steps": "5 steps"}}
+    longer["methods"][1] |= {"steps": 4, "sizes": {"experts": "64 experts of 2", "steps": "4 steps"}}
+    text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold (16 experts of 8, 4 steps)")
     assert "16,384 and 20,480 tokens" in text
     assert "| dense (4 steps) | +0.100 |" in text
     assert "| dense (5 steps) | −0.100 |" in text
-    assert "| expert_threshold (64 experts, 4 steps) | 0.000 |" in text
+    assert "| expert_threshold (64 experts of 2, 4 steps) | 0.000 |" in text
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..files import damage_told
 from ..model import GPTConfig, flops_per_token
+from ..routing import DENSE
 from ..runs import RunFolder
 from .sentences import fixed
 
@@ -144,13 +145,26 @@ def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
     return runs
 
 
-def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, int | None]]]) -> list[str]:
-    """Return the method of each run with those of its sizes in which runs differ, such as `dense (1,260 steps)`."""
-    values = [{(unit, number) for _, sizes in runs if (number := sizes[unit]) is not None} for unit in runs[0][1]]
-    differing = {unit for found in values if len(found) > 1 for unit, _ in found}
+def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return in words the options of a run in which methods that share a table may differ; None if it has none."""
+    model, rule = config["model"], config["model"]["rule"]
+    dense = rule["name"] == DENSE
+    return {
+        "experts": None if dense else f"{rule['num_experts']} experts of {model['d_expert']}",
+        "shared": None if dense else f"{model['shared_experts']} shared",
+        "gate_norm": None if dense or model["gate_norm"] is None else f"{model['gate_norm']} norm",
+        "steps": f"{config['train']['steps']:,} steps",
+    }
+
+
+def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> list[str]:
+    """Return the method of each run with those of its `sizes` in which runs differ, such as `dense (1,260 steps)`,
+    and its norm of gates, if any."""
+    by_name = {name: {run_sizes[name] for _, run_sizes in runs} for name in runs[0][1]}
+    differing = [name for name, found in by_name.items() if len(found - {None}) > 1 or name == "gate_norm"]
     names = []
-    for method, sizes in runs:
-        told = [f"{n:,} {unit}" for unit, n in sizes.items() if n is not None and unit in differing]
+    for method, run_sizes in runs:
+        told = [text for name in differing if (text := run_sizes[name]) is not None]
         names.append(f"{method} ({', '.join(told)})" if told else method)
     return names
 
