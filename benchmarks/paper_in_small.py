@@ -22,8 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from bare import origin
-from common import call, machine, over_seeds
+from common import call, machine, over_seeds, positive, run
 
+from expert_threshold.analysis.judgement import MARGIN
+from expert_threshold.analysis.paired import paired
 from expert_threshold.data import open_source, pack
 from expert_threshold.recipes import RECIPES
 from expert_threshold.runs import RunFolder
@@ -51,8 +53,6 @@ DIFFERENCES = {
     "EC 2k − EC 512k": ("expert_choice_512k", "expert_choice_2k", 0.067),
     "EC 8k − EC 512k": ("expert_choice_512k", "expert_choice_8k", 0.002),
 }
-# Student's t, 97.5 %, by the number of seeds.
-T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def train(arguments: argparse.Namespace, recipe: str, seed: int) -> Path:
@@ -111,18 +111,17 @@ def reached(before: list[float], after: list[float], goal: float) -> float:
     return before[0] + min(max(share, 0.0), 1.0) * (after[0] - before[0])
 
 
-def paired(values: list[float]) -> dict[str, float | None]:
-    """Mean and spread of differences, and half of the mean's 95 % interval; None for other numbers than T has."""
-    found = over_seeds(values)
-    half = T[len(values)] * found["spread"] / len(values) ** 0.5 if len(values) in T else None
-    return found | {"interval": half}
+def with_interval(values: list[float]) -> dict[str, float | None]:
+    """Mean and spread of differences, and half of the mean's 95 % interval; None for a single one."""
+    mean, low, _, _ = paired(values, MARGIN)
+    return {"mean": mean, "spread": over_seeds(values)["spread"], "interval": None if low is None else mean - low}
 
 
 def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """A difference of two recipes: the paper's, and that of runs here under the same seeds."""
     last = {name: [run["loss"] for run in found] for name, found in runs.items()}
     return {
-        what: {"paper": paper, "ours": paired([b - a for a, b in zip(last[first], last[second], strict=True)])}
+        what: {"paper": paper, "ours": with_interval([b - a for a, b in zip(last[first], last[second], strict=True)])}
         for what, (first, second, paper) in DIFFERENCES.items()
         if first in last and second in last
     }
@@ -192,9 +191,9 @@ def main() -> None:
     parser.add_argument("--redraw", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--preset", default="quickstart")
-    parser.add_argument("--tokens", type=int, default=2_000_000)
-    parser.add_argument("--eval-tokens", type=int)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tokens", type=positive, default=2_000_000)
+    parser.add_argument("--eval-tokens", type=positive)
+    parser.add_argument("--seeds", type=positive, default=3)
     parser.add_argument("--recipes", default=",".join(D12))
     parser.add_argument("options", nargs="*", help="more options of et train, after --")
     arguments = parser.parse_args()
@@ -214,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main, "interrupted; the same command continues")
