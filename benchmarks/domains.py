@@ -157,6 +157,12 @@ def read_result(path: Path) -> dict[str, Any]:
     return result
 
 
+def baseline_among(methods: list[str], named: str | None) -> str:
+    """Return the method to compare with. Raises ValueError if the named one takes no part."""
+    preferred = "expert_threshold" if named is None and "expert_threshold" in methods else named or methods[0]
+    return chosen_baseline(preferred, methods)
+
+
 def named_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the rows by method, which is named with its experts or steps if rows differ in them."""
     rows = result["methods"]
@@ -225,7 +231,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--megabytes", type=float, default=4.0, help="text of each domain")
-    parser.add_argument("--baseline", default="expert_threshold", help="the method that losses are compared with")
+    parser.add_argument("--baseline", help="the method compared with; expert_threshold, or the first if it is absent")
     parser.add_argument("--domain-tokens", type=int, default=50_000, help="held-out tokens of each domain for its loss")
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="domains.json of several, for one table")
     parser.add_argument("options", nargs="*", help="options of et compare")
@@ -278,13 +284,14 @@ def main() -> None:
         domains = dict(text.split("=", 1) for text in arguments.domain if "=" in text)
         if len(domains) < 2 or len(domains) != len(arguments.domain):
             raise ValueError("--domain NAME=SOURCE: name two domains or more, each by a name of its own")
+        baseline_among(arguments.methods.split(","), arguments.baseline)
         result = measure(arguments, domains)
     if result is not None:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = read_result(record)
-    chosen_baseline(arguments.baseline, list(named_rows(result)))
-    (arguments.out / "domains.md").write_text(to_markdown(result, arguments.baseline), encoding="utf-8")
+    baseline = baseline_among(list(named_rows(result)), arguments.baseline)
+    (arguments.out / "domains.md").write_text(to_markdown(result, baseline), encoding="utf-8")
 
 
 if __name__ == "__main__":

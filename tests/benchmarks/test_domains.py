@@ -114,6 +114,18 @@ def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
     assert "| expert_threshold (64 experts of 2, 4 steps) | 0.000 |" in text
 
 
+def test_the_baseline_is_checked_before_training_and_is_expert_threshold_where_it_takes_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert domains.baseline_among(["dense", "expert_threshold"], None) == "expert_threshold"
+    assert domains.baseline_among(["relu", "dense"], None) == "relu"
+    given = ["--domain", "a=a.jsonl", "--domain", "b=b.jsonl", "--methods", "relu", "--baseline", "dense"]
+    monkeypatch.setattr(sys, "argv", ["domains.py", "--out", str(tmp_path / "out"), *given])
+    with pytest.raises(ValueError, match="--baseline dense: does not take part; use one of relu"):
+        domains.main()
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
