@@ -130,15 +130,19 @@ def traces(analysis: Path) -> dict[str, dict[str, Any]]:
 def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return one result of several. A run that two parts have is taken from the first.
 
-    Raises ValueError if mixtures, held-out tokens, or options other than steps and rules differ.
+    Raises ValueError if mixtures, held-out tokens, or options differ other than those that may in et compare --join.
     """
+
+    def shared(part: dict[str, Any]) -> dict[str, Any]:
+        return {"domains": part["domains"], "domain_tokens": part["domain_tokens"], **part["budget"]}
+
     machines: list[Any] = []
     first, rows = parts[0], dict[tuple[Any, ...], Any]()
     for part in parts:
         machines += part["machine"] if isinstance(part["machine"], list) else [part["machine"]]
-        for name in ("domains", "domain_tokens", "budget"):
-            if part[name] != first[name]:
-                raise ValueError(f"--join: {name}={part[name]!r} differs from {first[name]!r} of the first")
+        for name, value in shared(part).items():
+            if value != shared(first)[name]:
+                raise ValueError(f"--join: {name}={value!r} differs from {shared(first)[name]!r} of the first")
         for row in part["methods"]:
             key = row["method"], *row["sizes"].values()
             whole = rows.setdefault(key, row)

@@ -100,6 +100,8 @@ def test_results_are_joined_by_method_and_seed() -> None:
     assert domains.joined([here, there])["methods"][1]["experts"] == there["methods"][0]["experts"]  # traced elsewhere
     with pytest.raises(ValueError, match="--join: domain_tokens=1 differs from 50000 of the first"):
         domains.joined([here, result({}, domain_tokens=1)])
+    with pytest.raises(ValueError, match="--join: context=256 differs from 512 of the first"):
+        domains.joined([here, result({}, budget=here["budget"] | {"context": 256})])
 
 
 def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
