@@ -167,22 +167,23 @@ def baseline_among(methods: list[str], named: str | None) -> str:
     return chosen_baseline(preferred, methods)
 
 
-def named_rows(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows by method, which is named with its experts or steps if rows differ in them."""
+def named_rows(result: dict[str, Any]) -> tuple[dict[str, dict[str, Any]], str]:
+    """Return the rows by their methods' names, and what the names leave out, as `names_with_sizes` does."""
     rows = result["methods"]
-    names = names_with_sizes([(row["method"], row["sizes"]) for row in rows])
-    return dict(zip(names, rows, strict=True))
+    names, usual = names_with_sizes([(row["method"], row["sizes"]) for row in rows])
+    return dict(zip(names, rows, strict=True)), usual
 
 
 def to_markdown(result: dict[str, Any], baseline: str) -> str:
-    domains, rows, budget = list(result["domains"]), named_rows(result), result["budget"]
+    domains, (rows, usual), budget = list(result["domains"]), named_rows(result), result["budget"]
     per_step = budget["batch_size"] * budget["accumulation"] * budget["context"]
     tokens = listed([f"{per_step * steps:,}" for steps in sorted({row["steps"] for row in rows.values()})])
     machines = result["machine"] if isinstance(result["machine"], list) else [result["machine"]]
     cpus = listed(list(dict.fromkeys(here["cpu"] for here in machines)))
     lines = [
         f"{', '.join(domains)}: {next(iter(result['domains'].values())) / 1e6:.1f} MB of each; {tokens} "
-        f"tokens; {cpus}, torch {machines[0]['torch']}, {result['date']}, commit {str(result['commit'])[:8]}",
+        f"tokens{usual and f'; {usual}'}; {cpus}, torch {machines[0]['torch']}, {result['date']}, "
+        f"commit {str(result['commit'])[:8]}",
         "",
         f"| method | seeds | validation loss | {' | '.join(domains)} |",
         "| --- |" + " ---: |" * (len(domains) + 2),
@@ -294,7 +295,7 @@ def main() -> None:
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     result = read_result(record)
-    baseline = baseline_among(list(named_rows(result)), arguments.baseline)
+    baseline = baseline_among(list(named_rows(result)[0]), arguments.baseline)
     (arguments.out / "domains.md").write_text(to_markdown(result, baseline), encoding="utf-8")
 
 

@@ -723,11 +723,12 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
     (copy / "compare.json").write_text(json.dumps(record))
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
-    sizes = ("4 experts of 64, 1 shared, 4 steps", "64 experts of 8, 4 shared, fanout norm, 1,200 steps")
-    both = [f"{method} ({told})" for told in sizes for method in CHOSEN[1:]]
-    assert [row["method"] for row in rows] == ["dense (4 steps)", *both]
+    others = [f"{method} (64 experts of 8, 4 shared, fanout norm, 1,200 steps)" for method in CHOSEN[1:]]
+    assert [row["method"] for row in rows] == [*CHOSEN, *others]
     for page in ("compare.html", "compare.md"):
-        assert "several versions of expert-threshold: 0.1.0 and 9.9" in (tmp_path / "out" / page).read_text()
+        text = (tmp_path / "out" / page).read_text()
+        assert "several versions of expert-threshold: 0.1.0 and 9.9" in text
+        assert "4 experts of 64, 1 shared, no norm and 4 steps where no other is named" in text
 
 
 def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(

@@ -290,7 +290,8 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
         machines += here
     kept: dict[tuple[str, int], _Run] = {}
     repeated: Counter[str] = Counter()
-    for run, name in zip(runs, names_with_sizes([(run.result.method, run.sizes) for run in runs]), strict=True):
+    names, usual = names_with_sizes([(run.result.method, run.sizes) for run in runs])
+    for run, name in zip(runs, names, strict=True):
         seed = run.result.seed
         before = kept.setdefault((name, seed), run)
         repeated[run.folder] += before is not run
@@ -307,7 +308,7 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
         headlines.append(f"{folder} ({count}{again})")
     costs_of = {name: run.costs for (name, _), run in kept.items()}
     return Findings(
-        f"joined from {listed(headlines)}{_several(_versions(machines))}",
+        f"joined from {listed(headlines)}{_several(_versions(machines))}{usual and f'; {usual}'}",
         [run.result._replace(method=name) for (name, _), run in kept.items()],
         costs_of,
         chosen_baseline(baseline, list(costs_of)),

@@ -109,11 +109,11 @@ def test_joined_rows_name_the_experts_and_steps_in_which_they_differ() -> None:
     for row in longer["methods"]:
         row |= {"steps": 5, "sizes": row["sizes"] | {"steps": "5 steps"}}
     longer["methods"][1] |= {"steps": 4, "sizes": {"experts": "64 experts of 2", "steps": "4 steps"}}
-    text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold (16 experts of 8, 4 steps)")
-    assert "16,384 and 20,480 tokens" in text
-    assert "| dense (4 steps) | +0.100 |" in text
+    text = domains.to_markdown(domains.joined([here, longer]), "expert_threshold")
+    assert "16,384 and 20,480 tokens; 16 experts of 8 and 4 steps where no other is named" in text
+    assert "| dense | +0.100 |" in text
     assert "| dense (5 steps) | −0.100 |" in text
-    assert "| expert_threshold (64 experts of 2, 4 steps) | 0.000 |" in text
+    assert "| expert_threshold (64 experts of 2) | 0.000 |" in text
 
 
 def test_the_baseline_is_checked_before_training_and_is_expert_threshold_where_it_takes_part(

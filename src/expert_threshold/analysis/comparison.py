@@ -14,7 +14,7 @@ from ..files import damage_told
 from ..model import GPTConfig, flops_per_token
 from ..routing import DENSE
 from ..runs import RunFolder
-from .sentences import fixed
+from .sentences import fixed, listed
 
 
 class Result(NamedTuple):
@@ -152,21 +152,24 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
     return {
         "experts": None if dense else f"{rule['num_experts']} experts of {model['d_expert']}",
         "shared": None if dense else f"{model['shared_experts']} shared",
-        "gate_norm": None if dense or model["gate_norm"] is None else f"{model['gate_norm']} norm",
+        "gate_norm": None if dense else f"{model['gate_norm'] or 'no'} norm",
         "steps": f"{config['train']['steps']:,} steps",
     }
 
 
-def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> list[str]:
-    """Return the method of each run with those of its `sizes` in which runs differ, such as `dense (1,260 steps)`,
-    and its norm of gates, if any."""
-    by_name = {name: {run_sizes[name] for _, run_sizes in runs} for name in runs[0][1]}
-    differing = [name for name, found in by_name.items() if len(found - {None}) > 1 or name == "gate_norm"]
-    names = []
+def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tuple[list[str], str]:
+    """Return the method of each run with those of its `sizes` that are not the first run's: `dense (1,260 steps)`.
+
+    And words that tell what the first run's are; empty if none differs.
+    """
+    usual = {name: next((run_sizes[name] for _, run_sizes in runs if run_sizes[name]), None) for name in runs[0][1]}
+    names, differing = [], set[str]()
     for method, run_sizes in runs:
-        told = [text for name in differing if (text := run_sizes[name]) is not None]
-        names.append(f"{method} ({', '.join(told)})" if told else method)
-    return names
+        told = {name: text for name, text in run_sizes.items() if text not in (None, usual[name])}
+        names.append(f"{method} ({', '.join(map(str, told.values()))})" if told else method)
+        differing |= told.keys()
+    shared = [str(text) for name, text in usual.items() if name in differing]
+    return names, f"{listed(shared)} where no other is named" if shared else ""
 
 
 def summarise(results: Sequence[Result]) -> list[Row]:
