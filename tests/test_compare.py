@@ -29,6 +29,7 @@ from expert_threshold.analysis.comparison import (
     Row,
     cells,
     curves,
+    names_with_sizes,
     read_result,
     summarise,
     to_csv,
@@ -748,10 +749,51 @@ def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
     for section, option, value in (("optim", "matrix_lr", 0.5), ("train", "log_every", 9)):
         changed = record | {"options": record["options"] | {section: record["options"][section] | {option: value}}}
         (copy / "compare.json").write_text(json.dumps(changed))
-        refused(capsys, et(*join), f"dense with seed 0 is in {finished}, too, with {option}=", f" instead of {value}")
+        refused(
+            capsys, et(*join), f"--join {copy}: dense has {option}={value} there and ", f" in {finished}; leave one"
+        )
     record["machines"][0]["expert_threshold"] = "9.9"
     (copy / "compare.json").write_text(json.dumps(record))
-    refused(capsys, et(*join), f"too, with expert_threshold='{__version__}' instead of '9.9'; leave one of the folders")
+    refused(
+        capsys, et(*join), f"expert_threshold='9.9' there and '{__version__}' in {finished}; leave one of the folders"
+    )
+
+
+def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(
+    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read(copy)
+    for run in record["runs"]:
+        run["seed"] += 10
+    record["options"]["train"]["log_every"] = 9
+    (copy / "compare.json").write_text(json.dumps(record))
+    join = ["compare", "--join", finished, "--join", copy, "--out", tmp_path / "out"]
+    assert et(*join) == 0
+    assert json.loads((tmp_path / "out" / "joined.json").read_text())["table"][0]["seeds"] == 4
+    capsys.readouterr()
+    record["options"]["optim"]["matrix_lr"] = 0.5
+    (copy / "compare.json").write_text(json.dumps(record))
+    refused(capsys, et(*join), f"--join {copy}: dense has matrix_lr=0.5 there and ")
+
+
+def test_dense_is_the_same_beside_other_experts(finished: Path, copy: Path, tmp_path: Path) -> None:
+    record = read(copy)
+    record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
+    (copy / "compare.json").write_text(json.dumps(record))
+    assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
+    rows = {row["method"]: row["seeds"] for row in json.loads((tmp_path / "out" / "joined.json").read_text())["table"]}
+    others = {f"{method} (4 experts of 8, 4 shared, fanout norm)": 2 for method in CHOSEN[1:]}
+    assert rows == dict.fromkeys(CHOSEN, 2) | others
+
+
+def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
+    few, many = ({"experts": f"{n} experts of 8", "steps": "4 steps"} for n in (4, 64))
+    dense = {"experts": None, "steps": "9 steps"}
+    runs = [("relu", few), ("dense", dense), ("relu", many), ("top_p", many)]
+    names, usual = names_with_sizes(runs)
+    assert names == ["relu (4 experts of 8)", "dense (9 steps)", "relu", "top_p"]
+    assert usual == "64 experts of 8 and 4 steps where no other is named"
+    assert names_with_sizes(runs[2:]) == (["relu", "top_p"], "")
 
 
 def test_seconds_of_different_machines_are_not_compared(finished: Path, small: list[object], tmp_path: Path) -> None:

@@ -221,24 +221,34 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
 
 # Options in which joined comparisons must agree: these and the model's. Rules and what `sizes` names may differ.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
-NOT_SHARED = ("rule", "d_expert", "shared_experts", "gate_norm", "dispatch")  # the last is how a layer is computed
+OF_EXPERTS = ("d_expert", "shared_experts", "gate_norm")
+NOT_SHARED = ("rule", "dispatch", *OF_EXPERTS)  # the second is how a layer is computed
 
 
-class _Run(NamedTuple):
-    """A finished run of a comparison to join.
+class JoinedRun(NamedTuple):
+    """A finished run of the comparison in `folder`, with the method's name there.
 
-    sizes: `sizes` of the run. options: those of the run, and the versions that made the
-    comparison.
+    recipe: options of its optimizer, model and rule. options: these, those of training, and the comparison's versions.
     """
 
     folder: str
     result: Result
     sizes: Mapping[str, str | None]
+    recipe: Mapping[str, Any]
     options: Mapping[str, Any]
     costs: Mapping[str, Any]
 
 
-def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
+class JoinedRuns(NamedTuple):
+    """Runs of several comparisons by name and seed. usual: the sizes that names leave out; empty if none differ."""
+
+    runs: dict[tuple[str, int], JoinedRun]
+    usual: str
+    machines: list[Any]
+    repeated: Counter[str]
+
+
+def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
     """Return a comparison's budget, finished runs and machines. Raises ValueError if it is none or has no such run."""
     path = Path(folder) / COMPARISON.file
     if not path.is_file():
@@ -246,7 +256,7 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
     record = read_json(path)
     require_format(record, COMPARISON, path, ELSEWHERE)
     with damage_told(path, ELSEWHERE):
-        has_flops_of_steps = all(isinstance(run["flops"], list) for run in record["runs"])
+        has_flops_of_steps = all(isinstance(run.get("flops"), list) for run in record["runs"])
     if not has_flops_of_steps:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
     with damage_told(path, ELSEWHERE):
@@ -256,29 +266,32 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[_Run], list[Any]]:
         budget = {"text": record["corpus"]["hash"]} | {name: options["train"][name] for name in SHARED}
         budget |= {name: value for name, value in model.items() if name not in NOT_SHARED}
         _are_one(machines)
-        shared = {"expert_threshold": listed(_versions(machines))} | options["train"] | options["model"]
+        versions = {"expert_threshold": listed(_versions(machines))}
         runs = []
         for result in map(result_from, record["runs"]):
             rule, its_costs = record["methods"][result.method], record["costs"][result.method]
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
+            recipe = options["optim"] | model | rule
+            if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
+                recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}
             named = sizes({"model": model | {"rule": rule}, "train": options["train"]})
-            runs.append(_Run(folder, result, named, shared | options["optim"] | rule, own))
+            whole = versions | options["train"] | recipe
+            runs.append(JoinedRun(folder, result, named, recipe, whole, own))
     if not runs:
         raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
     return budget, runs, machines
 
 
-def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
-    """Return the runs of several comparisons as one. baseline: None is the usual one.
+def joined_runs(folders: Sequence[str]) -> JoinedRuns:
+    """Return the runs of several comparisons. A run that two have in common is taken from the first.
 
-    Methods are named with what differs of `sizes`. A run that two folders have in common is taken from the first.
-    Raises ValueError if a folder is no comparison or named twice, if budgets or texts differ, or
-    if runs of one method and seed differ in their options or versions.
+    Methods are named with what differs of `sizes`. Raises ValueError if a folder is no comparison or named twice, if
+    budgets or texts differ, if runs of one name differ in their recipes, or one run that two have in any option.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
     first: dict[str, Any] = {}
-    runs: list[_Run] = []
+    runs: list[JoinedRun] = []
     machines: list[Any] = []
     for folder in folders:
         budget, found, here = _runs_of(folder)
@@ -288,28 +301,42 @@ def join(folders: Sequence[str], baseline: str | None, margin: float) -> Finding
                 raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
         runs += found
         machines += here
-    kept: dict[tuple[str, int], _Run] = {}
-    repeated: Counter[str] = Counter()
     names, usual = names_with_sizes([(run.result.method, run.sizes) for run in runs])
+    of_name: dict[str, JoinedRun] = {}
+    kept: dict[tuple[str, int], JoinedRun] = {}
+    repeated: Counter[str] = Counter()
     for run, name in zip(runs, names, strict=True):
-        seed = run.result.seed
-        before = kept.setdefault((name, seed), run)
+        before = kept.setdefault((name, run.result.seed), run)
         repeated[run.folder] += before is not run
-        for option, value in run.options.items():
-            if value != before.options.get(option):
-                raise ValueError(
-                    f"--join {run.folder}: {name} with seed {seed} is in {before.folder}, too, with "
-                    f"{option}={before.options.get(option)!r} instead of {value!r}; leave one of the folders out"
-                )
+        _require_same(run, before, name, run.options, before.options)
+        same = of_name.setdefault(name, run)
+        _require_same(run, same, name, run.recipe, same.recipe)
+    return JoinedRuns(kept, usual, machines, repeated)
+
+
+def _require_same(
+    run: JoinedRun, other: JoinedRun, name: str, mine: Mapping[str, Any], others: Mapping[str, Any]
+) -> None:
+    for option, value in mine.items():
+        if value != others.get(option):
+            raise ValueError(
+                f"--join {run.folder}: {name} has {option}={value!r} there and {others.get(option)!r} in "
+                f"{other.folder}; leave one of the folders out"
+            )
+
+
+def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
+    """Return the runs of several comparisons as one. baseline: None is the usual one. Raises as `joined_runs` does."""
+    runs, usual, machines, repeated = joined_runs(folders)
     headlines = []
     for folder in folders:
-        count = counted(sum(run.folder == folder for run in runs), "run")
+        count = counted(sum(run.folder == folder for run in runs.values()) + repeated[folder], "run")
         again = f", {repeated[folder]} of them in an earlier folder, too" if repeated[folder] else ""
         headlines.append(f"{folder} ({count}{again})")
-    costs_of = {name: run.costs for (name, _), run in kept.items()}
+    costs_of = {name: run.costs for (name, _), run in runs.items()}
     return Findings(
         f"joined from {listed(headlines)}{_several(_versions(machines))}{usual and f'; {usual}'}",
-        [run.result._replace(method=name) for (name, _), run in kept.items()],
+        [run.result._replace(method=name) for (name, _), run in runs.items()],
         costs_of,
         chosen_baseline(baseline, list(costs_of)),
         margin,

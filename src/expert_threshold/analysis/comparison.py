@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any, NamedTuple
@@ -158,11 +159,13 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def names_with_sizes(runs: Sequence[tuple[str, Mapping[str, str | None]]]) -> tuple[list[str], str]:
-    """Return the method of each run with those of its `sizes` that are not the first run's: `dense (1,260 steps)`.
+    """Return each run's method, followed by those of its `sizes` that are not the usual ones, as in
+    `dense (1,260 steps)`, and a clause that tells the usual ones, empty if all runs have them.
 
-    And words that tell what the first run's are; empty if none differs.
+    Usual is what most runs have, the first of equals.
     """
-    usual = {name: next((run_sizes[name] for _, run_sizes in runs if run_sizes[name]), None) for name in runs[0][1]}
+    counts = {name: Counter(run_sizes[name] for _, run_sizes in runs) for name in runs[0][1]}
+    usual = {name: max(count, key=lambda text: (text is not None, count[text])) for name, count in counts.items()}
     names, differing = [], set[str]()
     for method, run_sizes in runs:
         told = {name: text for name, text in run_sizes.items() if text not in (None, usual[name])}
