@@ -108,10 +108,10 @@ def measure(name: str, tokenizer: Tokenizer, model: GPT, count: int, repeats: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="quickstart")
-    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--context", type=positive, default=1024)
     parser.add_argument("--questions", type=int, default=64)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=positive, default=5)
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()

@@ -74,11 +74,11 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--d-model", type=int, nargs="+", default=[256, 512, 768])
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--d-model", type=positive, nargs="+", default=[256, 512, 768])
+    parser.add_argument("--tokens", type=positive, default=8192)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--compile", action="store_true", help="all layers, each as one graph")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()

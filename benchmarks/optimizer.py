@@ -93,12 +93,12 @@ def measure(optimizers: Optimizers, device: torch.device, repeats: int) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--d-model", type=int, default=256)
-    parser.add_argument("--experts", type=int, default=16)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--d-model", type=positive, default=256)
+    parser.add_argument("--experts", type=positive, default=16)
     parser.add_argument("--width", type=int, default=512, help="of one expert")
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=positive, default=10)
     parser.add_argument("--ns-dtype", choices=("auto", "bfloat16", "float32"), default="auto")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads())

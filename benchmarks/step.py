@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--rule", nargs="+", default=["expert_threshold"])
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off"], help="one line for each")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")

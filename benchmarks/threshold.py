@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--repeats", type=positive, default=15)
     parser.add_argument("--warm-steps", type=int, default=20)
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--device", type=torch.device, default="cuda" if torch.cuda.is_available() else "cpu")
