@@ -156,14 +156,17 @@ def read_table(folders: list[str]) -> Table:
                 raise ValueError(f"--join {folder}: {name}={record[name]!r} differs from {others}")
         with damage_told(Path(folder) / RECORD, REMEDY):
             for (name, seed), run in joined.runs.items():
-                if run.folder == folder:
-                    row = record["methods"][run.result.method]
-                    of_name = losses.setdefault(name, {domain: {} for domain in (MIXED, *domains)})
-                    of_name[MIXED][seed] = run.result.loss + 0.0
-                    for domain in domains:
-                        of_name[domain][seed] = row["losses"][domain][str(seed)] + 0.0
-                    if str(seed) in row["experts"]:
-                        experts.setdefault(name, {})[seed] = row["experts"][str(seed)]
+                if run.folder != folder:
+                    continue
+                if run.result.loss is None:
+                    raise ValueError(f"{name} diverged under seed {seed}")
+                row = record["methods"][run.result.method]
+                of_name = losses.setdefault(name, {domain: {} for domain in (MIXED, *domains)})
+                of_name[MIXED][seed] = run.result.loss
+                for domain in domains:
+                    of_name[domain][seed] = float(row["losses"][domain][str(seed)])
+                if str(seed) in row["experts"]:
+                    experts.setdefault(name, {})[seed] = row["experts"][str(seed)]
     cpus = listed(list(dict.fromkeys(machine["cpu"] for machine in joined.machines)))
     commits = listed(list(dict.fromkeys(str(record["commit"])[:8] for record in records.values())))
     size = next(iter(first["domains"].values())) / 1e6

@@ -162,6 +162,15 @@ def test_parts_that_do_not_fit_or_are_damaged_are_refused(
         domains.read_table([str(folders["both"]), str(folders["longer"])])
 
 
+def test_a_run_that_diverged_is_named(folders: dict[str, Path]) -> None:
+    path = folders["both"] / "compare.json"
+    record = json.loads(path.read_text())
+    record["runs"][-1]["loss"] = None
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="expert_threshold diverged under seed 1"):
+        domains.read_table([str(folders["both"])])
+
+
 def test_experts_are_traced_under_every_seed(trained: dict[str, Path], tmp_path: Path) -> None:
     """`methods_of` reads what et evaluate and et analyze write."""
     source = str(tmp_path / "a.jsonl")
