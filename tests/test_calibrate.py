@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT
 from expert_threshold.model.calibrate import calibrate
+from expert_threshold.routing import ExpertChoice
 from expert_threshold.routing.sketch import sketch
 from expert_threshold.runs import RunFolder, load_model
 
@@ -58,6 +60,21 @@ def test_cutoffs_are_the_mean_of_the_pools_k_th_largest_scores(name: str) -> Non
     router = model.moe_layers()[0][1].router
     torch.testing.assert_close(router.thresholds(), (kth[0] + kth[1]) / 2)
     torch.testing.assert_close(router.state.sketch, (sketch(scores[0]) + sketch(scores[1])) / 2)
+
+
+@pytest.mark.parametrize("name", BY_CUTOFF)
+def test_deeper_cutoffs_are_measured_with_the_rules_own_gates(name: str) -> None:
+    """They were measured with sigmoid gates."""
+    options = {"gate": "softmax", "null_scores": 2}
+    model, tokens = small_model(replace(RULES[name], **options)), tokens_of(1)
+    calibrate(model, [(tokens, tokens)])
+    measured = model.moe_layers()[1][1].router.thresholds()
+    for _, moe in model.moe_layers():
+        moe.router.rule = ExpertChoice(4, moe.router.rule.experts_per_token, pool="batch", **options)
+    with torch.no_grad():
+        scores = model.train()(tokens, tokens, record=True).routings[1].scores[..., :4].flatten(0, 1)
+    k = int(len(scores) * model.config.rule.experts_per_token / 4)
+    torch.testing.assert_close(measured, scores.sort(0, descending=True).values[k - 1])
 
 
 @pytest.mark.parametrize("name", BY_CUTOFF)

@@ -47,6 +47,7 @@ METHODS: dict[str, Method] = {
 expert choice's pool in tokens of d12 and with an ablation's change; figures use the rule's label."""
 UNBOUNDED: Options = {"capacity_slack": None}
 LAST_BATCH: Options = {"estimator": "mean", "decay": 0.0}
+SOFTMAX: Options = {"gate": "softmax", "null_scores": 16}
 VARIANTS: dict[str, Method] = {
     # Expert threshold's kin differ in the estimator of the cutoff and in whether loads are bounded.
     "expert_threshold_last_batch": Method(
@@ -62,6 +63,12 @@ VARIANTS: dict[str, Method] = {
     ),
     "expert_threshold_trend_unbounded": Method(
         "expert_threshold", {"estimator": "trend", **UNBOUNDED}, "by the mean and its trend, without bounds"
+    ),
+    # Softmax gates, where the paper has sigmoids.
+    "expert_threshold_softmax": Method("expert_threshold", SOFTMAX, "expert threshold with softmax gates"),
+    "expert_choice_batch_softmax": Method("expert_choice", {"pool": "batch", **SOFTMAX}, "expert choice with the same"),
+    "quantile_balancing_softmax": Method(
+        "quantile_balancing", {"gate": "softmax"}, "quantile balancing with softmax gates"
     ),
     # Gates and balancing of published models. Normalised gates are 1 at one expert per token.
     "token_choice_mixtral": Method(

@@ -306,9 +306,10 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
         scores = make_scores(rule)
         thresholds, best = rule.thresholds(state), rule.biased_top_k(state)
         if thresholds is not None:
-            scores[0, 0] = thresholds
+            of_experts = scores[..., : rule.num_experts]
+            of_experts[0, 0] = thresholds
             assignment = rule.route(scores, state, training=False).assignment
-            _require(torch.equal(assignment, scores > thresholds), "inference is not scores > thresholds")
+            _require(torch.equal(assignment, of_experts > thresholds), "inference is not scores > thresholds")
         if best is not None:
             order = (scores + best[0]).sort(dim=-1, descending=True, stable=True).indices[..., : best[1]]
             chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, True)

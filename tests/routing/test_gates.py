@@ -1,4 +1,4 @@
-"""Gates of token choice: by their definitions, and equal to those of published models."""
+"""Gates: by their definitions, and equal to those of published models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_threshold.routing import BiasState, TokenChoice
+from expert_threshold.routing import BiasState, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.routing.gates import Gate
 
 EXPERTS, FANOUT = 8, 3
@@ -123,3 +123,25 @@ def test_biases_over_gates_are_added_to_them_and_leave_gates_alone() -> None:
     assert torch.equal(routing.assignment.int().argmax(-1), (scores.sigmoid() + bias).argmax(-1))
     assert torch.equal(routing.gates, scores.sigmoid())
     assert rule.biased_top_k(BiasState(bias)) is None
+
+
+@pytest.mark.parametrize("kind", [ExpertThreshold, ExpertChoice])
+@pytest.mark.parametrize("training", [True, False])
+def test_null_scores_lower_softmax_gates_and_decide_nothing(
+    kind: type[ExpertThreshold | ExpertChoice], training: bool
+) -> None:
+    rule, scores = kind(EXPERTS, 2, gate="softmax", null_scores=3), torch.randn(2, 16, EXPERTS + 3) * 2
+    paper = kind(EXPERTS, 2)
+    own = scores[..., :EXPERTS]
+    state = paper.update(paper.init(), paper.route(make_scores(1), paper.init(), training=True).observation)
+    routing, by_paper = rule.route(scores, state, training=training), paper.route(own, state, training=training)
+    assert torch.equal(routing.assignment, by_paper.assignment)
+    torch.testing.assert_close(routing.gates, own.exp() / scores.exp().sum(-1, keepdim=True))
+    assert torch.equal(by_paper.gates, own.sigmoid())
+    assert torch.equal(routing.observation.score_sum, by_paper.observation.score_sum)
+
+
+@pytest.mark.parametrize("kind", [ExpertThreshold, ExpertChoice])
+def test_null_scores_need_a_softmax(kind: type[ExpertThreshold | ExpertChoice]) -> None:
+    with pytest.raises(ValueError, match="null_scores=3 need gate='softmax'"):
+        kind(EXPERTS, 1, null_scores=3)

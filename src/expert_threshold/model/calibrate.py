@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..moe import ExpertChoice, Observation, Routing, scores_not_finite
+from ..moe import Observation, scores_not_finite
 from .gpt import GPT
-
-
-@dataclass(frozen=True)
-class _ByPools(ExpertChoice):
-    """Expert choice in a router that holds another rule's state."""
-
-    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
-        own = (part.to(scores.device) for part in self.init())
-        return super().route(scores, type(self.init())(*own), training=training, group=group)
 
 
 @torch.no_grad()
@@ -43,7 +31,7 @@ def calibrate(
     rule = model.config.rule
     assert rule is not None
     rate = rule.experts_per_token if experts_per_token is None else experts_per_token
-    pooled = _ByPools(rule.num_experts, rate, pool="batch")
+    pooled = rule.by_pools(rate)
     routers = [moe.router for _, moe in model.moe_layers()]
     was_training, rules = model.training, [router.rule for router in routers]
     observations: tuple[Observation, ...] | None = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .gates import PlainGate, label_of_gates
 from .observation import Observation
 from .pools import CutoffState, Pool, as_ratio, batch_sketch, begin_run, bounds, cutoff, dial, init_cutoff
 from .rule import Rule, Scope, Window
@@ -35,6 +36,15 @@ class ByCutoff(Rule):
     pool: Pool
     decay: float
     debias: bool
+    gate: PlainGate
+    null_scores: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.null_scores and self.gate == "sigmoid":
+            raise ValueError(
+                f"null_scores={self.null_scores} need gate='softmax', which they enter; a sigmoid sees one score"
+            )
 
     @property
     def slack(self) -> float | None:
@@ -50,8 +60,25 @@ class ByCutoff(Rule):
         return {"decay": scaled_decay(PAPER_DECAY, steps)}
 
     @property
+    def num_scores(self) -> int:
+        return self.num_experts + self.null_scores
+
+    @property
     def sigmoid_gates(self) -> bool:
-        return True
+        return self.gate == "sigmoid"
+
+    def scores_and_gates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the experts' scores and gates for scores (batch, time, num_scores): σ(r), or their part of softmax(r)
+        over all scores.
+        """
+        of_experts = scores[..., : self.num_experts]
+        if self.gate == "sigmoid":
+            return of_experts, of_experts.sigmoid()
+        return of_experts, scores.softmax(-1)[..., : self.num_experts]
+
+    def label_of_gates(self) -> str:
+        """Return the part of a label that names the gates; empty for the paper's."""
+        return label_of_gates(self.gate) + (f" {self.null_scores} null" if self.null_scores else "")
 
     def scope(self, training: bool) -> Scope:
         return self.pool_scope() if training else "token"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Decay, option
+from ..option import Count, Decay, Whole, option
 from .by_cutoff import ByCutoff
+from .gates import PlainGate
 from .observation import Observation, Routing
 from .pools import (
     CutoffState,
@@ -38,18 +39,23 @@ class ExpertChoice(ByCutoff):
     )
     decay: Decay = option(0.999, "Decay of the running mean of cutoffs; presets scale it with their number of steps.")
     debias: bool = option(True, "Correct the running mean for its start at 0.")
+    gate: PlainGate = option(
+        "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
+    )
+    null_scores: Whole = option(0, "Scores beside the experts' that only enter the gates' softmax.")
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return z = 1{t ∈ Top_k(r_i)} per pool in training, else 1{r > c}. scores: (batch, time, experts) float32."""
+        """Return z = 1{t ∈ Top_k(r_i)} per pool in training, else 1{r > c}. scores: (batch, time, num_scores)."""
         c = cutoff(state)
+        of_experts, gates = self.scores_and_gates(scores)
         if not training:
-            return route_by_cutoff(scores, c, self.experts_per_token)
-        pools = form_pools(scores, self.pool, group)
+            return route_by_cutoff(scores, gates, c, self.experts_per_token)
+        pools = form_pools(of_experts, self.pool, group)
         k, _, _ = bounds(pools.tokens, self.experts_per_token, self.num_experts, slack=0)
         (kth,) = kth_largest(pools.scores, [k], pools.group)
-        return route_by_cut(scores, pools, kth, k=k, kth=kth, cutoff=c)
+        return route_by_cut(scores, gates, pools, kth, k=k, kth=kth, cutoff=c)
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         return update_cutoff(state, observation, self.decay, self.debias)
@@ -60,10 +66,13 @@ class ExpertChoice(ByCutoff):
 
     @property
     def label(self) -> str:
-        return f"EC {pool_label(self.pool)}"
+        return self.label_of(None)
 
     def label_of(self, pool: int | None) -> str:
-        return self.label if pool is None else f"EC {pool_label(pool)}"
+        return f"EC {pool_label(self.pool if pool is None else pool)}{self.label_of_gates()}"
+
+    def by_pools(self, experts_per_token: float) -> Rule:
+        return replace(self, experts_per_token=experts_per_token, pool="batch")
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:
@@ -74,6 +83,8 @@ class ExpertChoice(ByCutoff):
             "24 tokens": cls(6, 1, pool=24),
             "fractional": cls(6, 1.3, pool="sequence"),
             "every token": cls(6, 6),
+            "softmax gates": cls(6, 1, gate="softmax"),
+            "null scores": cls(6, 1, gate="softmax", null_scores=3),
             "not debiased": cls(6, 1, decay=0.9, debias=False),
         }
 

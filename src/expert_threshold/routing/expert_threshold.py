@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ..option import Count, Decay, NotNegative, Whole, option
 from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
+from .gates import PlainGate
 from .observation import Observation, Routing
 from .pools import (
     CutoffState,
@@ -58,6 +60,10 @@ class ExpertThreshold(ByCutoff):
         "Estimator of cutoffs: mean is the paper's running mean; trend adds a slope, so that cutoffs do not lag "
         "behind drifting scores, for runs of up to 2000 steps with a decay of 0.6.",
     )
+    gate: PlainGate = option(
+        "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
+    )
+    null_scores: Whole = option(0, "Scores beside the experts' that only enter the gates' softmax.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,16 +73,17 @@ class ExpertThreshold(ByCutoff):
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return z = 1{r > c}, within the capacity bounds in training. scores: (batch, time, experts) float32."""
+        """Return z = 1{r > c}, within the capacity bounds in training. scores: (batch, time, num_scores) float32."""
         c = cutoff(state)
+        of_experts, gates = self.scores_and_gates(scores)
         if not training:
-            return route_by_cutoff(scores, c, self.experts_per_token)
-        pools = form_pools(scores, self.pool, group)
+            return route_by_cutoff(scores, gates, c, self.experts_per_token)
+        pools = form_pools(of_experts, self.pool, group)
         k, k_min, k_max = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.capacity_slack)
         kth, at_least, at_most = kth_largest(pools.scores, [k, k_min, k_max], pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
         cut = clamp(c, at_least=kth.where(warmup, at_least), at_most=kth.where(warmup, at_most))
-        return route_by_cut(scores, pools, cut, k=k, kth=kth, cutoff=c)
+        return route_by_cut(scores, gates, pools, cut, k=k, kth=kth, cutoff=c)
 
     def update(self, state: CutoffState, observation: Observation) -> CutoffState:
         if self.estimator == "trend":
@@ -98,7 +105,7 @@ class ExpertThreshold(ByCutoff):
 
     @property
     def label(self) -> str:
-        return "ET" if self.warmup_steps else "ET no warmup"
+        return ("ET" if self.warmup_steps else "ET no warmup") + self.label_of_gates()
 
     def scope(self, training: bool) -> Scope:
         """Return "token" in training too if there is no warmup and no bound can bind."""
@@ -108,6 +115,10 @@ class ExpertThreshold(ByCutoff):
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
         return super().window(sequence, batch, step)._replace(remembered=round(step / (1 - self.decay)))
+
+    def by_pools(self, experts_per_token: float) -> Rule:
+        """Return this rule in endless warmup."""
+        return replace(self, experts_per_token=experts_per_token, pool="batch", warmup_steps=sys.maxsize)
 
     def progress(self, state: CutoffState) -> str:
         step = int(state.step)
@@ -143,5 +154,7 @@ class ExpertThreshold(ByCutoff):
             "sequence": cls(6, 1, warmup_steps=0, pool="sequence"),
             "96 tokens": cls(6, 1, warmup_steps=0, pool=96),
             "trend": cls(6, 1, warmup_steps=2, decay=0.5, estimator="trend"),
+            "softmax gates": cls(6, 1, warmup_steps=2, decay=0.5, gate="softmax"),
+            "null scores": cls(6, 1, warmup_steps=2, decay=0.5, gate="softmax", null_scores=3),
             "not debiased": cls(6, 1, warmup_steps=0, decay=0.9, debias=False),
         }

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
+PlainGate = Literal["sigmoid", "softmax"]
+"""Gates that do not depend on which experts are chosen, so that none may be."""
 _LABELS: dict[Gate, str] = {
     "sigmoid": "",
     "softmax": " softmax",
@@ -16,7 +18,7 @@ _LABELS: dict[Gate, str] = {
 }
 
 
-def label_of_gates(gate: Gate, scale: float) -> str:
+def label_of_gates(gate: Gate, scale: float = 1) -> str:
     """Return the part of a rule's label that names its gates; empty for plain sigmoids."""
     return _LABELS[gate] + ("" if scale == 1 else f" ×{scale:g}")
 

@@ -183,13 +183,17 @@ def as_ratio(number: float) -> tuple[int, int]:
     return Fraction(str(number)).as_integer_ratio()
 
 
-def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
-    """Return the routing z = 1{r > c}, by each token's own score alone (paper, Eq. 6; Algorithm 1, line 3)."""
-    gates, assignment = scores.sigmoid(), scores > cutoff
-    target = scores[..., 0].numel() * experts_per_token / scores.shape[-1]
+def route_by_cutoff(scores: Tensor, gates: Tensor, cutoff: Tensor, experts_per_token: float) -> Routing:
+    """Return the routing z = 1{r > c}, by each token's own score alone (paper, Eq. 6; Algorithm 1, line 3).
+
+    scores: (batch, time, num_scores), the experts' first. gates: (batch, time, experts).
+    """
+    of_experts = scores[..., : len(cutoff)]
+    assignment = of_experts > cutoff
+    target = scores[..., 0].numel() * experts_per_token / len(cutoff)
     nothing = torch.zeros_like(cutoff)
     observation = observe(
-        scores,
+        of_experts,
         assignment,
         gates,
         target=target,
@@ -198,22 +202,23 @@ def route_by_cutoff(scores: Tensor, cutoff: Tensor, experts_per_token: float) ->
         raw_load=assignment.flatten(0, -2).sum(0),
         dropped=nothing.long(),
         filled=nothing.long(),
-        sketch_sum=scores.new_zeros(LEVELS, scores.shape[-1]),
+        sketch_sum=scores.new_zeros(LEVELS, len(cutoff)),
     )
     return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
 
-def route_by_cut(scores: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
+def route_by_cut(scores: Tensor, gates: Tensor, pools: Pools, cut: Cut, *, k: int, kth: Cut, cutoff: Tensor) -> Routing:
     """Return the routing that takes the tokens of `pools` up to the cut, observed against the running cutoff.
 
-    scores: (batch, time, experts), from which the pools were formed; kth: the pools' cuts of the k largest.
+    scores: (batch, time, num_scores); pools were formed from the experts', which come first. gates: (batch, time,
+    experts). kth: the pools' cuts of the k largest.
     """
     taken = take(pools.scores, cut)
     above = (pools.scores > cutoff).sum(1)
     excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
-    gates, assignment = scores.sigmoid(), taken.reshape(scores.shape)
+    assignment = taken.reshape(gates.shape)
     observation = observe(
-        scores,
+        scores[..., : len(cutoff)],
         assignment,
         gates,
         target=k * scores[..., 0].numel() / max(pools.tokens, 1),

@@ -154,7 +154,7 @@ class Rule(ABC):
         return Window(None, None)
 
     def thresholds(self, state: Any) -> Tensor | None:
-        """Return thresholds (num_experts,) if inference is exactly scores > thresholds; None otherwise."""
+        """Return thresholds (num_experts,) if inference is exactly: experts' scores > thresholds; None otherwise."""
         return None
 
     def biased_top_k(self, state: Any) -> tuple[Tensor, int] | None:
@@ -173,8 +173,15 @@ class Rule(ABC):
             "as expert_threshold or expert_choice"
         )
 
+    def by_pools(self, experts_per_token: float) -> Rule:
+        """Return expert choice over a micro-batch with this rule's gates and state, which measures cutoffs in training.
+
+        Raises ValueError if the rule has no thresholds.
+        """
+        raise ValueError(f"{self.label} has no cutoffs to calibrate; name a run whose rule has thresholds")
+
     def calibrated(self, state: Any, observation: Observation) -> Any:
-        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by expert choice.
+        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by `by_pools`.
 
         Raises ValueError if the rule has no thresholds.
         """

@@ -20,8 +20,10 @@ def require_independent(model: GPT) -> None:
         generator = torch.Generator().manual_seed(0)
         shape = (2, max(64, 4 * rule.num_experts), rule.num_scores)  # enough for a pool's k to be at least 1
         thresholds = router.thresholds()
-        around = torch.zeros(rule.num_scores) if thresholds is None else thresholds.cpu()
-        scores = (torch.randn(shape, generator=generator) + around).to(router.weight.device)
+        scores = torch.randn(shape, generator=generator)
+        if thresholds is not None:
+            scores[..., : rule.num_experts] += thresholds.cpu()
+        scores = scores.to(router.weight.device)
         half = shape[1] // 2
         others = scores + 2
         others[0, :half] = scores[0, :half]
