@@ -263,6 +263,10 @@ def _gradients_reach_scores_through_gates_alone(rule: Rule) -> None:
         if rule.sigmoid_gates:
             _require(torch.equal(routing.gates, scores.sigmoid()), "sigmoid_gates is True, but gates are not σ(scores)")
             _require(routing.passthrough is None, "sigmoid_gates is True, but x itself is passed through")
+        if rule.softmax_gates:
+            shares = scores.softmax(-1)[..., : rule.num_experts]
+            _require(torch.equal(routing.gates, shares), "softmax_gates is True, but gates are not softmax(scores)")
+            _require(routing.passthrough is None, "softmax_gates is True, but x itself is passed through")
         if routing.loss is not None:
             _require(routing.loss.requires_grad, "the loss has no gradient")
 

@@ -34,6 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wide heads": {"d_model": 64, "heads": 1, "kv_heads": 1, "dense_layers": 0},
     "trunk": ODD | PIECES["all of them"],
 }
+SOFTMAX = (
+    ExpertThreshold(4, 1, warmup_steps=2, gate="softmax"),
+    ExpertThreshold(4, 1, warmup_steps=2, gate="softmax", null_scores=3),
+    TokenChoice(4, 2, gate="softmax"),
+)
 ROWS = 7
 
 
@@ -55,6 +60,8 @@ def same(a: Decoded, b: Decoded, compare: Callable[..., None]) -> None:
     compare(torch.tensor(a.peaks), torch.tensor(b.peaks))
     compare(a.scores, b.scores)
     assert torch.equal(a.assignment, b.assignment)
+    if a.gates is not None and b.gates is not None:
+        compare(a.gates * a.assignment, b.gates * b.assignment)
     assert a.assigned == b.assigned == b.assignment.sum()
 
 
@@ -66,7 +73,8 @@ def bits(a: torch.Tensor, b: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("rule", "options"),
     [pytest.param(rule, options, id=f"{a}, {b}") for a, rule in RULES.items() for b, options in OPTIONS.items()]
-    + [pytest.param(RULES["expert_threshold"], piece, id=name) for name, piece in PIECES.items()],
+    + [pytest.param(RULES["expert_threshold"], piece, id=name) for name, piece in PIECES.items()]
+    + [pytest.param(rule, {"gate_norm": "fanout"}, id=rule.label) for rule in SOFTMAX],
 )
 def test_it_equals_torchs_operations_at_any_size(
     rule: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -79,6 +87,12 @@ def test_it_equals_torchs_operations_at_any_size(
     monkeypatch.setattr(kernel, "library", lambda: None)
     for a, b in zip(found, steps(filled(model)), strict=True):
         same(a, b, lambda a, b: torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rule", [*RULES.values(), *SOFTMAX], ids=[*RULES, *(rule.label for rule in SOFTMAX)])
+def test_it_decodes_every_rule_whose_gates_are_of_scores_alone(rule: Any) -> None:
+    assert Decoder(small_model(rule), 1, 8).accelerator is not None
 
 
 def test_switched_off_no_kernel_decodes() -> None:

@@ -183,7 +183,9 @@ def test_usage_in_inference_comes_to_the_target(rule: Rule) -> None:
     changes: dict[str, Any] = {"decay": 0.95, "pool": rule.pool if isinstance(rule.pool, str) else 8 * rule.pool}
     rule = replace(rule, **changes)  # type: ignore[type-var]
     state = train(rule, steps=80, time=384, grain=1e-6)
-    usage = rule.route(make_scores(1, 64, 384, grain=1e-6), state, training=False).observation.usage
+    usage = rule.route(
+        make_scores(1, 64, 384, grain=1e-6, width=rule.num_scores), state, training=False
+    ).observation.usage
     torch.testing.assert_close(usage, torch.full((EXPERTS,), rule.experts_per_token / EXPERTS), rtol=0.06, atol=0)
 
 
@@ -320,13 +322,14 @@ def test_observations_add_up(rule: Rule, training: bool) -> None:
 @both_modes
 def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
     scores, state = make_scores(width=rule.num_scores), train(rule)
+    of_experts = scores[..., :EXPERTS]
     routing = rule.route(scores, state, training=training)
     seen, z, gates = routing.observation, routing.assignment.flatten(0, 1), routing.gates
     assert seen.tokens == BATCH * TIME
     assert torch.equal(seen.load, z.sum(0))
     assert seen.fanout_counts.tolist() == [int((z.sum(1) == n).sum()) for n in range(EXPERTS + 1)]
     torch.testing.assert_close(seen.usage, z.float().mean(0))
-    torch.testing.assert_close(seen.score_std, scores[..., :EXPERTS].flatten(0, 1).std(0, correction=0))
+    torch.testing.assert_close(seen.score_std, of_experts.flatten(0, 1).std(0, correction=0))
     torch.testing.assert_close(seen.gate_std, gates.flatten(0, 1).std(0, correction=0))
     torch.testing.assert_close(seen.fanout_mean, z.sum(1).float().mean())
     torch.testing.assert_close(seen.fanout_std, z.sum(1).float().std(correction=0))
@@ -341,13 +344,13 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
         target = z.sum() / EXPERTS if fixed else torch.tensor(BATCH * TIME * rule.experts_per_token / EXPERTS)
         torch.testing.assert_close(seen.target, target)
         return
-    above = (scores > cutoff(state)).flatten(0, 1)
+    above = (of_experts > cutoff(state)).flatten(0, 1)
     # Without bounds the taken tokens of a pool are a subset or a superset of those above the cutoff.
     assert torch.equal(seen.raw_load, above.sum(0))
     assert torch.equal(seen.dropped, (above & ~z).sum(0))
     assert torch.equal(seen.filled, (z & ~above).sum(0))
     assert torch.equal(seen.load, seen.raw_load - seen.dropped + seen.filled)
-    pools = scores.reshape(-1, pool_of(rule), EXPERTS)
+    pools = of_experts.reshape(-1, pool_of(rule), EXPERTS)
     k = int(pools.shape[1] * Fraction(str(rule.experts_per_token)) / EXPERTS)
     assert (seen.pools, seen.target) == (len(pools), len(pools) * k)
     torch.testing.assert_close(seen.batch_cutoff, pools.sort(1, descending=True).values[:, k - 1].mean(0))

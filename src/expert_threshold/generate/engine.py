@@ -376,7 +376,8 @@ def _routing(decoded: Decoded, row: int) -> tuple[TokenRouting, ...]:
 
 def _of_token(scores: Tensor, gates: Tensor, assignment: Tensor) -> TokenRouting:
     experts = assignment.nonzero()[:, 0]
-    return TokenRouting(tuple(scores.tolist()), tuple(experts.tolist()), tuple(gates[experts].tolist()))
+    of_experts = scores[: len(assignment)]
+    return TokenRouting(tuple(of_experts.tolist()), tuple(experts.tolist()), tuple(gates[experts].tolist()))
 
 
 def generate(

@@ -30,6 +30,7 @@ class Kernel:
     def __init__(self, model: GPT, cache: Cache) -> None:
         config = model.config
         self._vocab, self._rows, self._capacity = config.vocab_size, len(cache.lengths), cache.capacity
+        self._softmax = config.rule is not None and config.rule.softmax_gates
         self._thresholds: dict[int, Tensor] = {}  # (rows, experts), by layer
         self._work = config.vocab_size * config.d_model  # multiplications for a token that goes to one expert
         places = torch.arange(cache.capacity, dtype=torch.float32, device="cpu")
@@ -70,7 +71,8 @@ class Kernel:
             self._decoder, list(tokens), list(rows), list(places), first, threads
         )
         found = [Peak(int(likeliest), highest, logsumexp) for likeliest, highest, logsumexp in peaks.tolist()]
-        return Decoded(logits, found, scores, assignment, None, assigned)
+        gates = scores.softmax(-1)[..., : assignment.shape[-1]] if self._softmax else None
+        return Decoded(logits, found, scores, assignment, gates, assigned)
 
     def _add(self, block: nn.Module, residual: float, skip: float) -> None:
         assert isinstance(block, Block)
@@ -105,6 +107,7 @@ class Kernel:
             cutoffs=cutoffs,
             bias=bias,
             chosen=chosen,
+            softmax_gates=self._softmax,
             divide_by_fanout=moe is not None and moe.gate_norm == "fanout",
         )
         used = (qkv, output, *feed_forward, *experts)
@@ -123,7 +126,7 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 
 def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler or switched off, or unless the rule has sigmoid gates and either thresholds or a biased top k.
+    a compiler or switched off, or unless the rule has sigmoid or softmax gates and either thresholds or a biased top k.
     """
     if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -133,7 +136,7 @@ def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
 
 def _knows(router: Router) -> bool:
     decides = router.thresholds() is not None or router.rule.biased_top_k(router.state) is not None
-    return router.rule.sigmoid_gates and decides
+    return decides and (router.rule.sigmoid_gates or router.rule.softmax_gates)
 
 
 def library() -> ctypes.CDLL | None:

@@ -37,8 +37,8 @@ class Past(NamedTuple):
     """The part of a sequence's past by which its next tokens are routed in inference.
 
     state: the rule's state for this sequence, None is the router's own. thresholds: (experts,), given if routing is
-    exactly scores > thresholds with gates σ(scores). scores: those of the tokens so far, (past, num_scores), None if
-    there are none or the rule looks only at a token's own.
+    exactly scores > thresholds with gates σ(scores) or softmax(scores). scores: those of the tokens so far, (past,
+    num_scores), None if there are none or the rule looks only at a token's own.
     """
 
     state: Any = None
@@ -90,7 +90,8 @@ class Router(nn.Module):
         Raises ValueError as `state_at` does.
         """
         state = None if rate is None else self.state_at(rate)
-        return Past(state, self.thresholds(rate) if self.rule.sigmoid_gates else None)
+        of_scores = self.rule.sigmoid_gates or self.rule.softmax_gates
+        return Past(state, self.thresholds(rate) if of_scores else None)
 
     def infer(self, scores: Tensor, pasts: Sequence[Past] | None) -> Routing:
         """Return the inference routing of scores (batch, time, num_scores)."""
@@ -98,8 +99,11 @@ class Router(nn.Module):
             return self._route_after(scores, Past())
         thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
         if len(thresholds) == len(pasts):
-            gates, assignment = scores.sigmoid(), scores > torch.stack(thresholds)[:, None]
-            observation = observe(scores, assignment, gates)
+            experts = self.rule.num_experts
+            of_experts = scores[..., :experts]
+            gates = of_experts.sigmoid() if self.rule.sigmoid_gates else scores.softmax(-1)[..., :experts]
+            assignment = of_experts > torch.stack(thresholds)[:, None]
+            observation = observe(of_experts, assignment, gates)
             return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
         routings = [self._route_after(of_row[None], past) for of_row, past in zip(scores, pasts, strict=True)]
         passed = [routing.passthrough for routing in routings if routing.passthrough is not None]

@@ -67,6 +67,10 @@ class ByCutoff(Rule):
     def sigmoid_gates(self) -> bool:
         return self.gate == "sigmoid"
 
+    @property
+    def softmax_gates(self) -> bool:
+        return self.gate == "softmax"
+
     def scores_and_gates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts' scores and gates for scores (batch, time, num_scores): σ(r), or their part of softmax(r)
         over all scores.

@@ -116,6 +116,10 @@ class QuantileBalancing(Rule):
     def sigmoid_gates(self) -> bool:
         return self.gate == "sigmoid" and self.gate_scale == 1
 
+    @property
+    def softmax_gates(self) -> bool:
+        return self.gate == "softmax" and self.gate_scale == 1
+
     def scope(self, training: bool) -> Scope:
         return "token"
 

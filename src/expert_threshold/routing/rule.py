@@ -106,6 +106,11 @@ class Rule(ABC):
         """True guarantees that gates are exactly σ(scores), so that kernels may compute them."""
         return False
 
+    @property
+    def softmax_gates(self) -> bool:
+        """True guarantees that gates are exactly the experts' part of softmax(scores), over all num_scores."""
+        return False
+
     def scope(self, training: bool) -> Scope:
         """Return whose scores decide where a token goes: its own, its sequence's, this rank's micro-batch's or all
         ranks'. In inference it is "token", or "sequence" up to and including this token.

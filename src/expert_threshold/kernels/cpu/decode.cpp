@@ -41,10 +41,10 @@ struct Layer {
   int64_t window;        // tokens before its own that a token attends to
   float residual, skip;  // the layer's input is residual · x + skip · the first layer's
   FeedForward dense, expert;
-  const float* router;   // (experts, d_model)
+  const float* router;   // (scores, d_model), the experts' first; the others only enter the softmax of the gates
   const float* cutoffs;  // (rows, experts); null if every token takes `chosen` experts
   const float* bias;     // (experts), added to scores to choose those
-  int64_t experts, chosen, divide_by_fanout;
+  int64_t experts, scores, chosen, softmax_gates, divide_by_fanout;
 };
 
 struct Model {
@@ -443,11 +443,11 @@ struct Pass {
 
   // Computes scores and the assignment; each expert's tokens are in order.
   void route(const Layer& layer, Own& own) const {
-    int64_t experts = layer.experts;
-    product(layer.router, model.d_model, 0, experts, model.d_model, own.inputs.data(), tokens.count,
-            [&](int64_t r, int64_t e, float score) { own.scores[r * experts + e] = score; });
+    int64_t experts = layer.experts, width = layer.scores;
+    product(layer.router, model.d_model, 0, width, model.d_model, own.inputs.data(), tokens.count,
+            [&](int64_t r, int64_t e, float score) { own.scores[r * width + e] = score; });
     for (int64_t r = 0; r < tokens.count; r++) {
-      const float* of_token = &own.scores[r * experts];
+      const float* of_token = &own.scores[r * width];
       uint8_t* taken = &own.taken[r * experts];
       if (layer.cutoffs) {
         const float* cutoffs = layer.cutoffs + tokens.rows[r] * experts;
@@ -458,8 +458,14 @@ struct Pass {
       int64_t fanout = 0;
       for (int64_t e = 0; e < experts; e++) fanout += taken[e];
       float divisor = layer.divide_by_fanout && fanout ? float(fanout) : 1;
+      float highest = *std::max_element(of_token, of_token + width), sum = 0;
+      if (layer.softmax_gates)
+        for (int64_t e = 0; e < width; e++) sum += std::exp(of_token[e] - highest);
       for (int64_t e = 0; e < experts; e++)
-        if (taken[e]) own.gates[r * experts + e] = sigmoid(of_token[e]) / divisor;
+        if (taken[e]) {
+          float gate = layer.softmax_gates ? std::exp(of_token[e] - highest) / sum : sigmoid(of_token[e]);
+          own.gates[r * experts + e] = gate / divisor;
+        }
     }
     own.groups.clear();
     int64_t pairs = 0;
@@ -541,7 +547,7 @@ struct Pass {
 
   void run(int64_t thread) const {
     int64_t d = model.d_model, count = tokens.count, most = 0, seen = 0;
-    for (int64_t i = 0; i < model.layers; i++) most = most < model.layer[i].experts ? model.layer[i].experts : most;
+    for (int64_t i = 0; i < model.layers; i++) most = most < model.layer[i].scores ? model.layer[i].scores : most;
     for (int64_t r = 0; r < count; r++) seen = seen <= tokens.places[r] ? tokens.places[r] + 1 : seen;
     Own own;
     own.normed.resize(count * d);
@@ -555,7 +561,7 @@ struct Pass {
       pass_on(-1, {0, d});
     }
     barrier();
-    int64_t routed = 0;
+    int64_t routed = 0, scored = 0;
     for (int64_t i = 0; i < model.layers; i++) {
       const Layer& layer = model.layer[i];
       attention(i, thread, own);
@@ -563,10 +569,10 @@ struct Pass {
       pass_on(i, share(thread, d));
       barrier();
       if (thread == 0 && layer.experts) {
-        int64_t numbers = count * layer.experts;
-        memcpy(results.scores + routed, own.scores.data(), numbers * sizeof(float));
-        memcpy(results.assignment + routed, own.taken.data(), numbers);
-        routed += numbers;
+        int64_t pairs = count * layer.experts, numbers = count * layer.scores;
+        memcpy(results.scores + scored, own.scores.data(), numbers * sizeof(float));
+        memcpy(results.assignment + routed, own.taken.data(), pairs);
+        routed += pairs, scored += numbers;
         for (Group& group : own.groups) results.assigned += int64_t(group.tokens.size());
       }
     }
@@ -713,7 +719,7 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
                const std::optional<Tensor>& values_gate, int64_t window, double residual, double skip,
                const std::vector<Tensor>& dense, const std::vector<Tensor>& experts,
                const std::optional<Tensor>& router, const std::optional<Tensor>& cutoffs,
-               const std::optional<Tensor>& bias, int64_t chosen, bool divide_by_fanout) {
+               const std::optional<Tensor>& bias, int64_t chosen, bool softmax_gates, bool divide_by_fanout) {
   Decoder& decoder = decoder_at(handle);
   const auto numbers = [&](const std::optional<Tensor>& tensor) {
     return tensor ? decoder.keep<const float>(*tensor) : nullptr;
@@ -733,7 +739,9 @@ void add_layer(int64_t handle, const Tensor& qkv, const Tensor& output, const st
       .cutoffs = numbers(cutoffs),
       .bias = numbers(bias),
       .experts = experts.empty() ? 0 : experts[0].size(0),
+      .scores = router ? router->size(0) : 0,
       .chosen = chosen,
+      .softmax_gates = softmax_gates,
       .divide_by_fanout = divide_by_fanout,
   });
   decoder.model.layers = decoder.layers.size();
@@ -747,15 +755,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t> append(
     const std::vector<int64_t>& places, int64_t from, int64_t threads) {
   Decoder& decoder = decoder_at(handle);
   const Model& model = decoder.model;
-  int64_t count = ids.size(), asked = count - from, routed = 0, experts = 0;
+  int64_t count = ids.size(), asked = count - from, routed = 0, experts = 0, width = 0;
   for (const Layer& layer : decoder.layers)
-    if (layer.experts) routed++, experts = layer.experts;
+    if (layer.experts) routed++, experts = layer.experts, width = layer.scores;
   Sizes size = sizes(model, count);
   if (decoder.scratch.numel() < size.total()) decoder.scratch = new_empty(decoder.scratch, {size.total()});
   const auto floats = [&](torch::headeronly::IntHeaderOnlyArrayRef shape) { return new_empty(decoder.scratch, shape); };
-  const Tensor logits = floats({asked, model.vocab}), scores = floats({routed, count, experts});
+  const Tensor logits = floats({asked, model.vocab}), scores = floats({routed, count, width});
   const Tensor peaks = new_empty(logits, {asked, 3}, ScalarType::Double);
-  const Tensor assignment = new_empty(scores, scores.sizes(), ScalarType::Bool);
+  const Tensor assignment = new_empty(scores, {routed, count, experts}, ScalarType::Bool);
   const Tokens tokens{.count = count, .first = from, .ids = ids.data(), .rows = rows.data(), .places = places.data()};
   Results results{
       .logits = data<float>(logits),

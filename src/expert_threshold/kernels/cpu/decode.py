@@ -53,14 +53,15 @@ def decoder_add_layer(
     cutoffs: Tensor | None,
     bias: Tensor | None,
     chosen: int,
+    softmax_gates: bool,
     divide_by_fanout: bool,
 ) -> None:
     """Append a layer to a decoder; it maps residual · x + skip · the first layer's input.
 
     values: value embeddings (vocab, kv_heads · head_dim), float32, with values_gate (kv_heads, channels). window:
     tokens before its own that a token attends to. dense, experts: up, down and, for swiglu, gate; empty for none.
-    router: (experts, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them each token
-    takes the `chosen` highest of score + bias (experts,).
+    router: (num_scores, d_model), float32. cutoffs: (rows, experts), float32, may change later; without them each token
+    takes the `chosen` highest of score + bias (experts,). softmax_gates: gates are the softmax of all scores, else σ.
     """
 
 
@@ -71,7 +72,8 @@ def decoder_append(
     """Append each token at its place in a row of the cache; results are for tokens from `first` on.
 
     Returns logits (tokens - first, vocab); each row's argmax, maximum and log Σ exp, float64 (tokens - first, 3); of
-    all tokens scores and assignment (MoE layers, tokens, experts); and the number of assigned pairs.
+    all tokens scores (MoE layers, tokens, num_scores) and assignment (MoE layers, tokens, experts); and the number of
+    assigned pairs.
     """
     raise NotImplementedError
 
