@@ -30,6 +30,9 @@ RULES: dict[str, Rule | None] = {
 }
 """Each way to route in inference."""
 
+NULL_SCORES = ExpertThreshold(4, 1, warmup_steps=2, gate="softmax", null_scores=3)
+"""A rule whose router computes more scores than there are experts."""
+
 TRAINED: dict[str, Rule | None] = RULES | {
     "token_choice_aux": TokenChoice(4, 1, balance="aux"),
     "expert_choice_sequence": ExpertChoice(4, 2, pool="sequence", decay=0.5),

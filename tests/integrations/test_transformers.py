@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from cases import RULES, small_model, small_tokenizer, write_run
+from cases import NULL_SCORES, RULES, small_model, small_tokenizer, write_run
 from expert_threshold.generate import generate
 from expert_threshold.integrations.export import export_run, import_folder
 from expert_threshold.integrations.follow import follow
@@ -43,6 +43,7 @@ CACHED = {"smear": False, "key_offset": None}
 OPTIONS |= {"trunk": TRUNK, "cached_trunk": TRUNK | CACHED | {"kv_heads": 1, "value_embeddings": "all"}}
 MODELS = RULES | {
     "trend": ExpertThreshold(4, 1, warmup_steps=2, decay=0.5, estimator="trend"),
+    "null_scores": NULL_SCORES,
     "trunk": RULES["expert_threshold"],
     "cached_trunk": RULES["expert_threshold"],
 }
@@ -104,7 +105,7 @@ def test_logits_equal_ours(folders: dict[str, Path], rule: str) -> None:
     )
 
 
-@pytest.mark.parametrize("rule", [*RULES, "trunk"])
+@pytest.mark.parametrize("rule", [*RULES, "null_scores", "trunk"])
 def test_loss_and_gradients_equal_ours_under_frozen_routing(folders: dict[str, Path], rule: str) -> None:
     model, reference = load(folders[rule]).train(), ours(folders[rule])
     targets = torch.cat((tokens()[:, 1:], torch.full((3, 1), -1)), 1)
