@@ -256,6 +256,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     "weight decay": {"weight_decay": 0.1, "weight_decay_schedule": "cosine", "cautious_weight_decay": True},
     "betas": {"embed_betas": (0.8, 0.995), "head_betas": (0, 0.96), "muon_warmup_steps": 3, "momentum_end": 0.5},
     "weight decay of AdamW": {"embed_weight_decay": 0.1, "head_weight_decay": 0.2},
+    "experts in turns": {"expert_period": 3},
 }
 
 
@@ -302,6 +303,25 @@ def test_embedding_and_head_can_have_betas_of_their_own() -> None:
     groups = optimizers(model(), config).groups
     found = {name: groups[name].optimizers[0].param_groups[0]["betas"] for name in ("embed", "head", "router")}
     assert found == {"embed": (0.8, 0.995), "head": (0.0, 0.96), "router": (0.9, 0.95)}
+
+
+def test_layers_take_turns_at_moving_their_experts() -> None:
+    stacks = {
+        f"blocks.{layer}.moe.experts.{part}": SHAPES[f"blocks.1.moe.experts.{part}"]
+        for layer in (1, 2, 3)
+        for part in ("up", "down")
+    }
+    named = {name: nn.Parameter(torch.ones(shape)) for name, shape in (SHAPES | stacks).items()}
+    optimizer = optimizers(named, dataclasses.replace(SHORT, expert_period=2))
+    moved = []
+    for step in range(4):
+        before = {name: parameter.detach().clone() for name, parameter in named.items()}
+        train(named, optimizer, step, step + 1)
+        changed = {name for name in named if not torch.equal(before[name], named[name])}
+        assert named.keys() - stacks.keys() <= changed
+        moved.append(sorted(name.removeprefix("blocks.") for name in changed & stacks.keys()))
+    odd, even = ([f"{layer}.moe.experts.{part}" for layer in of for part in ("down", "up")] for of in ((1, 3), (2,)))
+    assert moved == [odd, even, odd, even]
 
 
 def test_muon_can_have_a_warmup_and_no_lambda() -> None:

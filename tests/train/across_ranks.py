@@ -45,6 +45,7 @@ ADDITIONS = replace(
     equilibrate="rows",
     renormalize="matrix",
     normuon="longer",
+    expert_period=2,
     weight_decay=0.1,  # not the cautious one, which rounding applies or not where an update is next to 0
 )
 CONFIG = TrainConfig(

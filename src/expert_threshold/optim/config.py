@@ -66,6 +66,11 @@ class OptimConfig:
         None, "Divide the update by second moments of its rows, columns or longer side (NorMuon); none is off."
     )
     normuon_beta: Decay = option(0.95, "Decay of NorMuon's second moments.")
+    expert_period: Count = option(
+        1,
+        "Steps in which layers take turns at Muon's costly update of the experts' matrices, at as many times the rate; "
+        "momentum follows every step.",
+    )
     weight_decay: Strength = option(0.0, "Decoupled weight decay of Muon's matrices, times their learning rate.")
     weight_decay_schedule: DecayName = option("constant", "Course of the weight decay; cosine ends at 0.")
     cautious_weight_decay: bool = option(False, "Decay only weights that the update moves towards 0, too.")

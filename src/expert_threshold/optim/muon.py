@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from ..kernels.cpu import muon as kernels
-from ..option import Count, Decay, NotNegative, require_kind
+from ..option import Count, Decay, NotNegative, Whole, require_kind
 from . import orthogonal
 from .orthogonal import ORTHOGONALIZERS, Lines, OrthogonalizerName, Parts, Side, normalize, normuon, second_moment_shape
 
@@ -53,8 +53,9 @@ class Muon(Optimizer):
 
     params: each (…, out, in); leading dimensions stack matrices, such as experts'. By default each matrix is updated as
     by `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the iteration's products;
-    None is `fast_dtype`. The options behind it are those of `OptimConfig` and off by default. Raises ValueError for a
-    vector.
+    None is `fast_dtype`. period: stacks take turns, and a step moves only every period-th of a group, beginning with
+    number `turn` modulo period, at period times the learning rate; the momenta of the others move, too. The other
+    options behind ns_dtype are those of `OptimConfig` and off by default. Raises ValueError for a vector.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Muon(Optimizer):
         normuon_beta: float = 0.95,
         weight_decay: float = 0.0,
         cautious: bool = False,
+        period: int = 1,
+        turn: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -87,6 +90,8 @@ class Muon(Optimizer):
             "normuon_beta": normuon_beta,
             "weight_decay": weight_decay,
             "cautious": cautious,
+            "period": period,
+            "turn": turn,
         }
         super().__init__(params, defaults)
 
@@ -119,20 +124,29 @@ class Muon(Optimizer):
         """Update W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
 
         Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
-        W. closure: recomputes the loss and the gradients; its loss is returned.
+        W. A stack whose turn it is not only updates its momentum. closure: recomputes the loss and the gradients; its
+        loss is returned.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            alike: dict[object, list[_Piece]] = {}
+            period, stacks = group["period"], 0
+            alike: dict[tuple[object, int], list[_Piece]] = {}
             for weight in group["params"]:
-                if weight.grad is not None and weight.numel():
+                is_stack = weight.ndim > 2
+                stacks += is_stack
+                if weight.grad is None or not weight.numel():
+                    continue
+                piece = self._piece(weight, group["normuon"] is not None)
+                if is_stack and (stacks - 1 - group["turn"]) % period:
+                    piece.momentum.lerp_(piece.grad, 1 - group["momentum"])
+                else:
                     kind = weight.shape[-2:], weight.dtype, weight.device
-                    alike.setdefault(kind, []).append(self._piece(weight, group["normuon"] is not None))
-            for pieces in alike.values():
-                _move(pieces, group)
+                    alike.setdefault((kind, period if is_stack else 1), []).append(piece)
+            for (_, steps), pieces in alike.items():
+                _move(pieces, {**group, "lr": steps * float(group["lr"])})
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
@@ -161,6 +175,8 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         "momentum": Decay,
         "ns_steps": Count,
         "normuon_beta": Decay,
+        "period": Count,
+        "turn": Whole,
         "weight_decay": NotNegative,
         "orthogonalizer": OrthogonalizerName,
         "equilibrate": Lines | None,
