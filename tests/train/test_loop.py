@@ -23,7 +23,7 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT, GPTConfig, Output, gpt
 from expert_threshold.optim import NANOCHAT, OptimConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult, loop
 from expert_threshold.train.checks import require_pools_fit
@@ -304,6 +304,32 @@ def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start
             assert 0 < moved.max() < 0.05
         else:
             assert "blocks.1.moe.router.state_mean" not in tensors
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (TokenChoice(4, 1, balance="loss_free"), NullSlots(4, 1, null_slots=3)),
+        (NullSlots(4, 1, null_slots=3), ExpertThreshold(4, 1, gate="softmax", null_scores=2)),
+    ],
+)
+def test_scores_beside_the_experts_begin_anew(rules: tuple[Rule, Rule], start: Start, tmp_path: Path) -> None:
+    """Another number of scores ended in a traceback of torch."""
+    first, second = rules
+    start("first", tiny(first))
+    tensors: dict[str, Tensor] = {}
+
+    def keep(model: GPT, *_: Any) -> str:
+        tensors.update({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return ""
+
+    still = OptimConfig(matrix_lr=1e-30)
+    start("second", tiny(second), still, init_from=tmp_path / "first", steps=1, sample_every=1, sample=keep)
+    saved = RunFolder.open(tmp_path / "first").load_checkpoint().tensors["model"]
+    weight = tensors["blocks.1.moe.router.weight"]
+    assert len(weight) == second.num_scores
+    torch.testing.assert_close(weight[:4], saved["blocks.1.moe.router.weight"][:4], rtol=0, atol=1e-6)
+    assert (weight[4:].norm(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize(

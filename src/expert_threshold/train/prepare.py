@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import __version__
 from ..data import Corpus, DataConfig, Loader, Tokenizer, Tokens, open_source, pack
@@ -286,7 +287,7 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     _require_equal("num_experts", my_experts, their_experts, source)
     saved = source.load_checkpoint(parts=("model",))
-    weights = saved.tensors["model"]
+    weights = _fitted(saved.tensors["model"], gpt)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
     told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
     for _, moe in gpt.moe_layers():
@@ -294,6 +295,21 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
         if not continue_warmup:
             moe.router.begin_run(theirs.rule.experts_per_token)
     return told + _of_the_rule(gpt, weights.keys()) + "; optimizers begin anew"
+
+
+def _fitted(weights: Mapping[str, Tensor], gpt: GPT) -> dict[str, Tensor]:
+    """Return a run's weights for a rule with other scores beside the experts', which begin anew, as does its state."""
+    fitted = dict(weights)
+    for layer, moe in gpt.moe_layers():
+        router, name = moe.router, f"blocks.{layer}.moe.router."
+        of_experts = weights[name + "weight"][: router.rule.num_experts]
+        own = router.weight.detach()[router.rule.num_experts :]
+        fitted[name + "weight"] = torch.cat((of_experts, own.to(of_experts)))
+        for field, value in router.state._asdict().items():
+            key = f"{name}state_{field}"
+            if key in weights and weights[key].shape != value.shape:
+                del fitted[key]
+    return fitted
 
 
 def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
