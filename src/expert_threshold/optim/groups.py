@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
 
 from .adamw import AdamW
 from .config import OptimConfig
@@ -42,7 +41,7 @@ class Optimizer(Protocol):
 class Kind(NamedTuple):
     """An optimizer and how a run uses it."""
 
-    make: Callable[[ParamsT, OptimConfig], Optimizer]
+    make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # of groups of named parameters
     whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
@@ -60,7 +59,7 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
     ),
     "muon": Kind(
         lambda params, config: Muon(
-            params,
+            [part for group in params for part in _in_turns(group, config.expert_period)],
             ns_steps=config.ns_steps,
             ns_dtype=NS_DTYPES[config.ns_dtype],
             orthogonalizer=config.orthogonalizer,
@@ -69,14 +68,13 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
             normuon=config.normuon,
             normuon_beta=config.normuon_beta,
             cautious=config.cautious_weight_decay,
-            period=config.expert_period,
         ),
         whole_matrices=True,
         scaled=lambda config: config.scale_muon,
         warmup_steps=lambda config: config.muon_warmup_steps,
         options=lambda step, place, steps, config: {
             "momentum": momentum_at(step, place, steps, config),
-            "turn": step % config.expert_period,
+            "turn": step,
             "weight_decay": weight_decay_at(place, steps, config),
         },
     ),
@@ -85,6 +83,17 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
 
 def _adamw(betas: tuple[float, float], weight_decay: float = 0.0) -> dict[str, Any]:
     return {"betas": tuple(map(float, betas)), "weight_decay": weight_decay}
+
+
+def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a group of named parameters that Muon updates in the same steps: experts by layer."""
+    parts: dict[int | None, list[tuple[str, Tensor]]] = {}
+    for name, parameter in group["params"]:
+        fields = name.split(".")
+        layer = next((int(field) for field in fields if field.isdigit()), 0)
+        parts.setdefault(layer % period if period > 1 and "experts" in fields else None, []).append((name, parameter))
+    for phase, named in parts.items():
+        yield {**group, "params": named, **({} if phase is None else {"period": period, "phase": phase})}
 
 
 class Row(NamedTuple):

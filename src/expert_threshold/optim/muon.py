@@ -53,9 +53,9 @@ class Muon(Optimizer):
 
     params: each (…, out, in); leading dimensions stack matrices, such as experts'. By default each matrix is updated as
     by `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the iteration's products;
-    None is `fast_dtype`. period: stacks take turns, and a step moves only every period-th of a group, beginning with
-    number `turn` modulo period, at period times the learning rate; the momenta of the others move, too. The other
-    options behind ns_dtype are those of `OptimConfig` and off by default. Raises ValueError for a vector.
+    None is `fast_dtype`. period: a parameter group is updated only in every period-th step, number `phase` of each
+    period, at period times the learning rate; in the other steps only its momenta are. turn: the number of the next
+    step. The remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class Muon(Optimizer):
         weight_decay: float = 0.0,
         cautious: bool = False,
         period: int = 1,
+        phase: int = 0,
         turn: int = 0,
     ) -> None:
         defaults = {
@@ -91,6 +92,7 @@ class Muon(Optimizer):
             "weight_decay": weight_decay,
             "cautious": cautious,
             "period": period,
+            "phase": phase,
             "turn": turn,
         }
         super().__init__(params, defaults)
@@ -124,29 +126,27 @@ class Muon(Optimizer):
         """Update W ← W − lr · √max(1, out/in) · newton_schulz(Nesterov momentum) for each W with a gradient.
 
         Weight decay first subtracts lr · weight_decay · W, or, if cautious, this only where the update has the sign of
-        W. A stack whose turn it is not only updates its momentum. closure: recomputes the loss and the gradients; its
-        loss is returned.
+        W. Between the steps of its period a group keeps W and its second moments. closure: recomputes the loss and the
+        gradients; its loss is returned.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            period, stacks = group["period"], 0
-            alike: dict[tuple[object, int], list[_Piece]] = {}
+            alike: dict[object, list[_Piece]] = {}
             for weight in group["params"]:
-                is_stack = weight.ndim > 2
-                stacks += is_stack
-                if weight.grad is None or not weight.numel():
-                    continue
-                piece = self._piece(weight, group["normuon"] is not None)
-                if is_stack and (stacks - 1 - group["turn"]) % period:
-                    piece.momentum.lerp_(piece.grad, 1 - group["momentum"])
-                else:
+                if weight.grad is not None and weight.numel():
                     kind = weight.shape[-2:], weight.dtype, weight.device
-                    alike.setdefault((kind, period if is_stack else 1), []).append(piece)
-            for (_, steps), pieces in alike.items():
-                _move(pieces, {**group, "lr": steps * float(group["lr"])})
+                    alike.setdefault(kind, []).append(self._piece(weight, group["normuon"] is not None))
+            is_due = (group["turn"] - group["phase"]) % group["period"] == 0
+            group["turn"] += 1
+            for pieces in alike.values():
+                if is_due:
+                    _move(pieces, {**group, "lr": group["period"] * float(group["lr"])})
+                else:
+                    for piece in pieces:
+                        piece.momentum.lerp_(piece.grad, 1 - group["momentum"])
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
@@ -176,6 +176,7 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         "ns_steps": Count,
         "normuon_beta": Decay,
         "period": Count,
+        "phase": Whole,
         "turn": Whole,
         "weight_decay": NotNegative,
         "orthogonalizer": OrthogonalizerName,

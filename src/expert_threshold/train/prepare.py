@@ -290,6 +290,8 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     weights = _fitted(saved.tensors["model"], gpt)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
     told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
+    if mine.rule is not None and theirs.rule is not None and mine.rule.num_scores != theirs.rule.num_scores:
+        told += ", but router scores beside the experts' begin anew"
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
         if not continue_warmup:
@@ -298,13 +300,16 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
 
 
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT) -> dict[str, Tensor]:
-    """Return a run's weights for a rule with other scores beside the experts', which begin anew, as does its state."""
+    """Return a run's weights for this model's rule: where the number of scores differs, those beside the experts' begin
+    anew, and so does state of another shape.
+    """
     fitted = dict(weights)
     for layer, moe in gpt.moe_layers():
         router, name = moe.router, f"blocks.{layer}.moe.router."
-        of_experts = weights[name + "weight"][: router.rule.num_experts]
-        own = router.weight.detach()[router.rule.num_experts :]
-        fitted[name + "weight"] = torch.cat((of_experts, own.to(of_experts)))
+        theirs, own = weights[name + "weight"], router.weight.detach()
+        if theirs.shape != own.shape:
+            experts = router.rule.num_experts
+            fitted[name + "weight"] = torch.cat((theirs[:experts], own[experts:].to(theirs)))
         for field, value in router.state._asdict().items():
             key = f"{name}state_{field}"
             if key in weights and weights[key].shape != value.shape:
