@@ -39,6 +39,7 @@ TRUNK = {
 OPTIMIZER = {
     "Polar Express": "--orthogonalizer newton_schulz",
     "fourth iteration": "--ns-steps 3",
+    "experts in turns": "--expert-period 1",
     "equilibration": "--equilibrate none",
     "renormalisation": "--renormalize none",
     "variance reduction": "--normuon none",

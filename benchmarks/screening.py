@@ -39,8 +39,9 @@ from expert_threshold.model import GPT
 from expert_threshold.optim import make_optimizers
 from expert_threshold.train import device
 
-LARGE = ("value embeddings", "smear", "key offset", "fourth iteration")
-PIECES = {name: options for name, options in (TRUNK | OPTIMIZER).items() if name not in LARGE}
+ALONE = ("value embeddings", "smear", "key offset", "fourth iteration", "experts in turns")
+"""Pieces measured one at a time: the large ones, and one that dense does not have."""
+PIECES = {name: options for name, options in (TRUNK | OPTIMIZER).items() if name not in ALONE}
 PART_OF = {"caution in it": "weight decay of matrices", "its fall": "weight decay of matrices"}
 """Pieces that do nothing where another is left out."""
 

@@ -1,10 +1,12 @@
 """A whole optimizer step of a preset: its model FLOPs over time, against a 2048³ product's rate in the same run.
 
-    python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--compile off on] [--json]
+    python benchmarks/step.py [--preset quickstart] [--rule expert_threshold] [--expert-period N] [--compile off on]
+        [--json]
 
 Model FLOPs are those of `flops_per_token`: 6 per active weight that multiplies and attention's products. Muon's
 products, routing and everything else count as time, not as work. Batches are of the embedded corpus; loads are those of
-a model that has trained `--warm-steps` steps, past the warmup of expert threshold, which is set to end before.
+a model that has trained `--warm-steps` steps, past the warmup of expert threshold, which is set to end before. Where
+layers take turns at moving their experts, what is timed is a whole round of steps.
 """
 
 from __future__ import annotations
@@ -26,11 +28,19 @@ from expert_threshold.train.compilation import compiled
 
 
 def measure(
-    preset: str, rule: str, dtype: torch.dtype, repeats: int, warm_steps: int, compiling: bool
+    preset: str,
+    rule: str,
+    dtype: torch.dtype,
+    repeats: int,
+    warm_steps: int,
+    compiling: bool,
+    expert_period: int | None,
 ) -> dict[str, float | int | str]:
     torch.manual_seed(0)
     options = {"warmup_steps": warm_steps // 2} if rule == "expert_threshold" else {}
-    run = resolve(preset, rule, rule_options=options)
+    optim = {} if expert_period is None else {"expert_period": expert_period}
+    run = resolve(preset, rule, rule_options=options, changes={"optim": optim})
+    turns = run.optim.expert_period
     corpus = open_source("embedded")
     tokenizer = Tokenizer.train(corpus.documents("train"), run.model.vocab_size)
     loader = Loader(pack(corpus, tokenizer, "validation"), run.train.batch_size, run.model.context, seed=0)
@@ -60,8 +70,8 @@ def measure(
     a, b = (torch.randn(2048, 2048).to(dtype) for _ in range(2))
     for _ in range(warm_steps):
         step()
-    times = time_interleaved({"step": step, "product": lambda: a @ b}, repeats, warmup=1)
-    step_seconds, product_seconds = (statistics.median(times[name]) for name in ("step", "product"))
+    times = time_interleaved({"steps": lambda: [step() for _ in range(turns)], "product": lambda: a @ b}, repeats, 1)
+    step_seconds, product_seconds = statistics.median(times["steps"]) / turns, statistics.median(times["product"])
     tokens = run.train.batch_size * run.model.context
     rate, peak = flops_per_token(run.model) * tokens / step_seconds, 2 * 2048**3 / product_seconds
     counts = parameter_counts(run.model)
@@ -72,7 +82,8 @@ def measure(
         "compiled": compiling,
         "utilisation": round(rate / peak, 4),
         "step_ms": round(step_seconds * 1e3, 2),
-        **{f"{part}_ms": round(statistics.median(v[-repeats:]) * 1e3, 2) for part, v in parts.items()},
+        **{f"{part}_ms": round(median_of_rounds(v[-repeats * turns :], turns) * 1e3, 2) for part, v in parts.items()},
+        "expert_period": turns,
         "tokens_per_step": tokens,
         "tokens_per_second": round(tokens / step_seconds),
         "gflops": round(rate / 1e9, 1),
@@ -84,10 +95,16 @@ def measure(
     }
 
 
+def median_of_rounds(seconds: list[float], turns: int) -> float:
+    """Return the median over rounds of `turns` steps of their mean time."""
+    return statistics.median(statistics.fmean(seconds[i : i + turns]) for i in range(0, len(seconds), turns))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="quickstart")
     parser.add_argument("--rule", nargs="+", default=["expert_threshold"])
+    parser.add_argument("--expert-period", type=positive, help="the preset's unless given")
     parser.add_argument("--compile", nargs="+", choices=["off", "on"], default=["off"], help="one line for each")
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto")
     parser.add_argument("--repeats", type=positive, default=15)
@@ -95,9 +112,12 @@ def main() -> None:
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--json", action="store_true", help="one flat JSON object a line")
     args = parser.parse_args()
+    if args.warm_steps + (args.repeats + 1) * (args.expert_period or 1) > 1000:
+        parser.error("--warm-steps and rounds of --expert-period come to more than 1,000 steps; ask for fewer")
     torch.set_num_threads(args.threads)
     for rule, compiling in itertools.product(args.rule, args.compile):
-        row = measure(args.preset, rule, compute_dtype(args.dtype), args.repeats, args.warm_steps, compiling == "on")
+        dtype = compute_dtype(args.dtype)
+        row = measure(args.preset, rule, dtype, args.repeats, args.warm_steps, compiling == "on", args.expert_period)
         if args.json:
             print(json.dumps(row), flush=True)
         else:

@@ -66,7 +66,9 @@ VARIANTS: dict[str, Method] = {
     ),
     # Softmax gates, where the paper has sigmoids.
     "expert_threshold_softmax": Method("expert_threshold", SOFTMAX, "expert threshold with softmax gates"),
-    "expert_choice_batch_softmax": Method("expert_choice", {"pool": "batch", **SOFTMAX}, "expert choice with the same"),
+    "expert_choice_batch_softmax": Method(
+        "expert_choice", {"pool": "batch", **SOFTMAX}, "expert choice over a batch with softmax gates"
+    ),
     "quantile_balancing_softmax": Method(
         "quantile_balancing", {"gate": "softmax"}, "quantile balancing with softmax gates"
     ),
@@ -320,7 +322,8 @@ RECIPES: dict[str, Recipe] = {
         optim=_NANOCHAT,
     ),
     "tuned": Recipe(
-        "the same without windows, with key offset, slower skip scalars, four iterations and swept rates of matrices",
+        "the same without windows, with key offset, slower skip scalars, four iterations, experts moved in turns, and "
+        "swept rates of matrices",
         _rule("expert_threshold"),
         Reported("docs/sweep.md"),
         model={"initialization": "nanochat", **TRUNKS["tuned"]},

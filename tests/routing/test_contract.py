@@ -45,7 +45,7 @@ CASES: dict[str, Rule] = {
     f"{name.replace('_', ' ')}, {case}": rule for name, cls in RULES.items() for case, rule in cls.cases().items()
 }
 TOKEN_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, TokenChoice)}
-BY_CUTOFF = {name: rule for name, rule in CASES.items() if isinstance(rule, ByCutoff)}
+BY_CUTOFF = {name: rule for name, rule in CASES.items() if isinstance(rule, ByCutoff) and not rule.null_scores}
 EXPERT_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, ExpertChoice)}
 
 

@@ -143,5 +143,5 @@ def test_null_scores_lower_softmax_gates_and_decide_nothing(
 
 @pytest.mark.parametrize("kind", [ExpertThreshold, ExpertChoice])
 def test_null_scores_need_a_softmax(kind: type[ExpertThreshold | ExpertChoice]) -> None:
-    with pytest.raises(ValueError, match="null_scores=3 need gate='softmax'"):
+    with pytest.raises(ValueError, match="null_scores=3 needs gate='softmax'"):
         kind(EXPERTS, 1, null_scores=3)

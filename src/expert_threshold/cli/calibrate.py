@@ -53,7 +53,8 @@ def run(arguments: Sequence[str]) -> None:
     given = parse(Command("et calibrate", DESCRIPTION, {"calibrate": OPTIONS}), arguments)
     options = {option.name: option.default for option in OPTIONS} | given
     source = RunFolder.open(options["run"])
-    require_cutoffs(source, "calibrated")
+    for method in ("calibrated", "by_pools"):
+        require_cutoffs(source, method)
     require_free(options["to"])
     device = pick_device(options["device"])
     keep_freed_memory()

@@ -50,7 +50,7 @@ class Decoded(NamedTuple):
             torch.stack([getattr(routing, name).flatten(0, 1) for routing in output.routings])
             for name in ("scores", "assignment", "gates")
         )
-        assignment, gates = assignment[..., :num_experts], gates[..., :num_experts]  # null slots come after them
+        assignment, gates = assignment[..., :num_experts], gates[..., :num_experts]  # null slots may follow them
         return cls(logits, peaks, scores, assignment, gates, int(assignment.sum()))
 
     @classmethod

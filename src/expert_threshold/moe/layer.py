@@ -84,7 +84,7 @@ class MoE(nn.Module):
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
         """Return y for x (batch, time, d_model) under a given routing, in the dtype of x even under autocast."""
-        experts = self.router.rule.num_experts  # null slots come after them
+        experts = self.router.rule.num_experts  # null slots and null scores come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
         weights = self.weights(routing.gates[..., :experts].flatten(0, 1), assignment)
         flat = x.flatten(0, 1)

@@ -43,7 +43,8 @@ class ByCutoff(Rule):
         super().__post_init__()
         if self.null_scores and self.gate == "sigmoid":
             raise ValueError(
-                f"null_scores={self.null_scores} need gate='softmax', which they enter; a sigmoid sees one score"
+                f"null_scores={self.null_scores} needs gate='softmax': a sigmoid gate depends on one score alone; "
+                "leave null_scores at 0, or set the gate"
             )
 
     @property
@@ -75,6 +76,7 @@ class ByCutoff(Rule):
         """Return the experts' scores and gates for scores (batch, time, num_scores): σ(r), or their part of softmax(r)
         over all scores.
         """
+        assert scores.shape[-1] == self.num_scores, f"{scores.shape[-1]} scores of a token, not {self.num_scores}"
         of_experts = scores[..., : self.num_experts]
         if self.gate == "sigmoid":
             return of_experts, of_experts.sigmoid()
@@ -82,7 +84,7 @@ class ByCutoff(Rule):
 
     def label_of_gates(self) -> str:
         """Return the part of a label that names the gates; empty for the paper's."""
-        return label_of_gates(self.gate) + (f" {self.null_scores} null" if self.null_scores else "")
+        return label_of_gates(self.gate) + (f", {self.null_scores} null scores" if self.null_scores else "")
 
     def scope(self, training: bool) -> Scope:
         return self.pool_scope() if training else "token"

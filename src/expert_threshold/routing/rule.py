@@ -98,7 +98,7 @@ class Rule(ABC):
 
     @property
     def num_scores(self) -> int:
-        """The width of the score matrix: num_experts, plus any null slots, which come last."""
+        """The width of the score matrix: num_experts, plus any null slots or null scores, which come last."""
         return self.num_experts
 
     @property
@@ -159,7 +159,9 @@ class Rule(ABC):
         return Window(None, None)
 
     def thresholds(self, state: Any) -> Tensor | None:
-        """Return thresholds (num_experts,) if inference is exactly: experts' scores > thresholds; None otherwise."""
+        """Return thresholds (num_experts,) if inference assigns exactly where an expert's score exceeds its threshold;
+        None otherwise.
+        """
         return None
 
     def biased_top_k(self, state: Any) -> tuple[Tensor, int] | None:
@@ -179,11 +181,15 @@ class Rule(ABC):
         )
 
     def by_pools(self, experts_per_token: float) -> Rule:
-        """Return expert choice over a micro-batch with this rule's gates and state, which measures cutoffs in training.
+        """Return the rule that measures cutoffs in calibration: expert choice over each micro-batch, with this rule's
+        gates and state.
 
         Raises ValueError if the rule has no thresholds.
         """
-        raise ValueError(f"{self.label} has no cutoffs to calibrate; name a run whose rule has thresholds")
+        raise ValueError(
+            f"{self.label} has no method by_pools, by which cutoffs are measured; name a run whose rule has it, such "
+            "as expert_threshold or expert_choice"
+        )
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
         """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by `by_pools`.

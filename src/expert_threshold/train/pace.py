@@ -46,7 +46,9 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         with objects_at_rest():
             while state.step <= WARMUP_STEPS or (time.perf_counter() < end and state.step < config.steps):
                 times.append(_seconds_of_step(state))
-    steps = SHARE_OF_STEPS * seconds / statistics.median(times[WARMUP_STEPS:])
+    turns = min(optimizers.config.expert_period, len(times) - WARMUP_STEPS)  # steps of a round differ in their time
+    rounds = [statistics.fmean(times[i : i + turns]) for i in range(WARMUP_STEPS, len(times) - turns + 1, turns)]
+    steps = SHARE_OF_STEPS * seconds / statistics.median(rounds)
     return max(round(steps), 1) * config.batch_size * config.accumulation * model.context
 
 

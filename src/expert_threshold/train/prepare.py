@@ -325,7 +325,7 @@ def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
     same = all(any(name.endswith(f"router.state_{field}") for name in saved) for field in router.state._fields)
     told = ""
     for name, values in router.rule.describe(router.state).items():
-        what = f"{name}s" if values.ndim else name  # one for each expert, or one
+        what = name + ("es" if name.endswith("s") else "s") if values.ndim else name  # one for each expert, or one
         told += f", its {what} too" if same and bool(values.any()) else f"; {what}: as in a new run"
     progress = router.rule.progress(router.state)
     return told + (f"; {progress}" if progress else "")
