@@ -46,7 +46,7 @@ CASES: dict[str, Rule] = {
 }
 TOKEN_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, TokenChoice)}
 BY_CUTOFF = {name: rule for name, rule in CASES.items() if isinstance(rule, ByCutoff) and not rule.null_scores}
-EXPERT_CHOICE = {name: rule for name, rule in CASES.items() if isinstance(rule, ExpertChoice)}
+EXPERT_CHOICE = {name: rule for name, rule in BY_CUTOFF.items() if isinstance(rule, ExpertChoice)}
 
 
 def each(cases: dict[str, Rule]) -> pytest.MarkDecorator:
