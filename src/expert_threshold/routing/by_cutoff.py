@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gates import PlainGate, label_of_gates
+from .gates import PlainGate, label_of_gates, weights_of
 from .observation import Observation
 from .pools import CutoffState, Pool, as_ratio, batch_sketch, begin_run, bounds, cutoff, dial, init_cutoff
 from .rule import Rule, Scope, Window
@@ -77,10 +77,8 @@ class ByCutoff(Rule):
         over all scores.
         """
         assert scores.shape[-1] == self.num_scores, f"{scores.shape[-1]} scores of a token, not {self.num_scores}"
-        of_experts = scores[..., : self.num_experts]
-        if self.gate == "sigmoid":
-            return of_experts, of_experts.sigmoid()
-        return of_experts, scores.softmax(-1)[..., : self.num_experts]
+        experts = slice(self.num_experts)
+        return scores[..., experts], weights_of(self.gate, scores)[..., experts]
 
     def label_of_gates(self) -> str:
         """Return the part of a label that names the gates; empty for the paper's."""

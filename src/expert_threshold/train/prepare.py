@@ -290,7 +290,8 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     weights = _fitted(saved.tensors["model"], gpt)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
     told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
-    if mine.rule is not None and theirs.rule is not None and mine.rule.num_scores != theirs.rule.num_scores:
+    my_scores, their_scores = (0 if c.rule is None else c.rule.num_scores for c in (mine, theirs))
+    if my_scores not in (their_scores, my_experts or 0):
         told += ", but router scores beside the experts' begin anew"
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
