@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.planned import no_autocast
 from ..routing import Observation, Routing, Rule, all_finite, observe
+from ..routing.gates import weights_of
 
 
 class _Scores(torch.autograd.Function):
@@ -101,7 +102,7 @@ class Router(nn.Module):
         if len(thresholds) == len(pasts):
             experts = self.rule.num_experts
             of_experts = scores[..., :experts]
-            gates = of_experts.sigmoid() if self.rule.sigmoid_gates else scores.softmax(-1)[..., :experts]
+            gates = weights_of("sigmoid" if self.rule.sigmoid_gates else "softmax", scores)[..., :experts]
             assignment = of_experts > torch.stack(thresholds)[:, None]
             observation = observe(of_experts, assignment, gates)
             return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 PlainGate = Literal["sigmoid", "softmax"]
-"""Gates that do not depend on which experts are chosen, so that none may be."""
+"""Gates that do not depend on the chosen experts, so that a token may have none."""
 _LABELS: dict[Gate, str] = {
     "sigmoid": "",
     "softmax": " softmax",
