@@ -252,9 +252,9 @@ def check_communication(rank: int, group: dist.ProcessGroup) -> None:
             assert everything.names == routing.names + BY_COUNT
 
 
-def small_model(checkpointing: bool) -> GPT:
+def small_model(checkpointing: bool, **options: Any) -> GPT:
     torch.manual_seed(5)
-    rule = ExpertThreshold(EXPERTS, 1, warmup_steps=1, decay=0.5, capacity_slack=0.5)
+    rule = ExpertThreshold(EXPERTS, 1, warmup_steps=1, decay=0.5, capacity_slack=0.5, **options)
     model = GPT(GPTConfig.preset("tiny", vocab_size=32, d_model=16, d_expert=8, heads=2, kv_heads=2, rule=rule))
     for name, weight in model.named_parameters():
         if name.endswith(("down", "down.weight", "output.weight", "head.weight")):  # the paper begins with zeros
@@ -314,11 +314,11 @@ def check_training(rank: int, ranks: int, world: dist.ProcessGroup) -> None:
         assert_same(gathered(dict(split.named_parameters()), split), dict(whole.named_parameters()), atol=2e-6)
 
 
-def check_fully_sharded(rank: int, ranks: int) -> None:
+def check_fully_sharded(rank: int, ranks: int, **options: Any) -> None:
     """FSDP2 shards a rank's own experts over those that hold the same, and the rest over all: the gradients stay."""
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "ep"))
     line = init_device_mesh("cpu", (ranks,))
-    whole, split = small_model(False), small_model(False)
+    whole, split = small_model(False, **options), small_model(False, **options)
     tokens = torch.randint(32, (2 * ranks, 17), generator=torch.Generator().manual_seed(0))
     shard_experts(split, mesh.get_group("ep"))
     for _, moe in split.moe_layers():
@@ -348,6 +348,7 @@ def main() -> None:
     check_training(rank, ranks, group)
     if ranks == 4:
         check_fully_sharded(rank, ranks)
+        check_fully_sharded(rank, ranks, gate="softmax", null_scores=3)
     if ranks == 2:
         check_refusals(rank, ranks, group)
     leave()

@@ -77,8 +77,11 @@ class ByCutoff(Rule):
         over all scores.
         """
         assert scores.shape[-1] == self.num_scores, f"{scores.shape[-1]} scores of a token, not {self.num_scores}"
+        gates = weights_of(self.gate, scores)
+        if not self.null_scores:
+            return scores, gates
         experts = slice(self.num_experts)
-        return scores[..., experts], weights_of(self.gate, scores)[..., experts]
+        return scores[..., experts], gates[..., experts].contiguous()  # FSDP2 warns of outputs that are views
 
     def label_of_gates(self) -> str:
         """Return the part of a label that names the gates; empty for the paper's."""
