@@ -192,6 +192,9 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
     near = draw_differences([*rows[:1], rows[2], rows[2], rows[3]], "base", 0.01).axes[0]
     assert near.get_xlim()[1] == pytest.approx(1.05 * 3 * 0.04)
     assert [text.get_text() for text in near.texts] == ["+0.700 ± 3.000"]
+    cut = draw_differences([*rows[:1], rows[2], rows[2], rows[1]], "base", 0.01).axes[0]
+    arrows = {line.get_marker(): line.get_xdata() for line in cut.lines if line.get_marker() in ("<", ">")}
+    assert arrows == {"<": [-cut.get_xlim()[1]], ">": [cut.get_xlim()[1]]}  # of "wide", which goes on beyond them
     diverged = Judged("diverged", 3, None, None, None, None, None, None)
     label = draw_differences([diverged, *rows], "base", 0.01).axes[0].get_xlabel()
     assert label == "validation loss minus base's (nats per token)"
