@@ -315,10 +315,11 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
             assignment = rule.route(scores, state, training=False).assignment
             _require(torch.equal(assignment, of_experts > thresholds), "inference is not scores > thresholds")
         if best is not None:
-            order = (scores + best[0]).sort(dim=-1, descending=True, stable=True).indices[..., : best[1]]
-            chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, True)
+            biased = scores[..., : rule.num_experts] + best[0]
+            order = biased.sort(dim=-1, descending=True, stable=True).indices[..., : best[1]]
+            chosen = torch.zeros_like(biased, dtype=torch.bool).scatter(-1, order, True)
             assignment = rule.route(scores, state, training=False).assignment
-            _require(torch.equal(assignment, chosen), "inference is not the k largest of scores + bias")
+            _require(torch.equal(assignment, chosen), "inference is not the k largest of experts' scores + bias")
         with suppress(ValueError):
             none, every = (rule.at_rate(state, rate) for rate in (0, rule.num_experts))
             fanout = [rule.route(scores, s, training=False).observation.fanout_mean for s in (none, every)]

@@ -38,6 +38,7 @@ SOFTMAX = (
     ExpertThreshold(4, 1, warmup_steps=2, gate="softmax"),
     ExpertThreshold(4, 1, warmup_steps=2, gate="softmax", null_scores=3),
     TokenChoice(4, 2, gate="softmax"),
+    TokenChoice(4, 2, gate="softmax", null_scores=3),
 )
 ROWS = 7
 

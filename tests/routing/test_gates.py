@@ -10,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_threshold.routing import BiasState, ExpertChoice, ExpertThreshold, TokenChoice
+from expert_threshold.routing import (
+    BiasState,
+    ExpertChoice,
+    ExpertThreshold,
+    QuantileBalancing,
+    Rule,
+    SeqTopK,
+    TokenChoice,
+)
 from expert_threshold.routing.gates import Gate
 
 EXPERTS, FANOUT = 8, 3
@@ -125,23 +133,54 @@ def test_biases_over_gates_are_added_to_them_and_leave_gates_alone() -> None:
     assert rule.biased_top_k(BiasState(bias)) is None
 
 
-@pytest.mark.parametrize("kind", [ExpertThreshold, ExpertChoice])
+def scores_with_nulls() -> tuple[Tensor, Tensor]:
+    """Scores of experts alone, and the same followed by three null scores."""
+    return make_scores(), torch.cat([make_scores(), make_scores(5)[..., :3]], -1)
+
+
+BY_SCORES = (ExpertThreshold, ExpertChoice, TokenChoice, QuantileBalancing)
+
+
+@pytest.mark.parametrize("kind", BY_SCORES)
 @pytest.mark.parametrize("training", [True, False])
-def test_null_scores_lower_softmax_gates_and_decide_nothing(
-    kind: type[ExpertThreshold | ExpertChoice], training: bool
-) -> None:
-    rule, scores = kind(EXPERTS, 2, gate="softmax", null_scores=3), torch.randn(2, 16, EXPERTS + 3) * 2
-    paper = kind(EXPERTS, 2)
-    own = scores[..., :EXPERTS]
-    state = paper.update(paper.init(), paper.route(make_scores(1), paper.init(), training=True).observation)
-    routing, by_paper = rule.route(scores, state, training=training), paper.route(own, state, training=training)
-    assert torch.equal(routing.assignment, by_paper.assignment)
+def test_null_scores_lower_softmax_gates_and_decide_nothing(kind: type[Rule], training: bool) -> None:
+    own, scores = scores_with_nulls()
+    rule, without = kind(EXPERTS, 2, gate="softmax", null_scores=3), kind(EXPERTS, 2)
+    state = without.update(without.init(), without.route(make_scores(1), without.init(), training=True).observation)
+    routing, expected = rule.route(scores, state, training=training), without.route(own, state, training=training)
+    assert torch.equal(routing.assignment, expected.assignment)
     torch.testing.assert_close(routing.gates, own.exp() / scores.exp().sum(-1, keepdim=True))
-    assert torch.equal(by_paper.gates, own.sigmoid())
-    assert torch.equal(routing.observation.score_sum, by_paper.observation.score_sum)
+    assert torch.equal(expected.gates, own.sigmoid())
+    assert torch.equal(routing.observation.score_sum, expected.observation.score_sum)
+    assert torch.equal(rule.update(state, routing.observation)[0], without.update(state, expected.observation)[0])
 
 
-@pytest.mark.parametrize("kind", [ExpertThreshold, ExpertChoice])
-def test_null_scores_need_a_softmax(kind: type[ExpertThreshold | ExpertChoice]) -> None:
+def test_pairs_of_a_sequence_are_compared_by_their_shares_of_all_scores() -> None:
+    own, scores = scores_with_nulls()
+    rule = SeqTopK(EXPERTS, 2, gate="softmax", null_scores=3)
+    routing = rule.route(scores, rule.init(), training=True)
+    shares = own.exp() / scores.exp().sum(-1, keepdim=True)
+    torch.testing.assert_close(routing.gates, shares)
+    order = shares.flatten(1).argsort(1, descending=True)[:, : 2 * scores.shape[1]]
+    assert torch.equal(
+        routing.assignment.flatten(1), torch.zeros(2, own[0].numel(), dtype=torch.bool).scatter(1, order, True)
+    )
+
+
+@pytest.mark.parametrize("kind", [*BY_SCORES, SeqTopK])
+def test_null_scores_need_a_softmax_over_all_scores(kind: type[Rule]) -> None:
     with pytest.raises(ValueError, match="null_scores=3 needs gate='softmax'"):
         kind(EXPERTS, 1, null_scores=3)
+
+
+def test_null_scores_do_not_enter_the_loss_and_enter_values_over_gates() -> None:
+    own, scores = scores_with_nulls()
+    rule, without = (TokenChoice(EXPERTS, 2, balance="aux", gate="softmax", null_scores=n) for n in (3, 0))
+    loss, expected = (r.route(s, r.init(), training=True).loss for r, s in ((rule, scores), (without, own)))
+    assert loss is not None
+    torch.testing.assert_close(loss, expected)
+    bias = BiasState(torch.linspace(0, 0.5, EXPERTS))
+    over = TokenChoice(EXPERTS, 1, balance="loss_free", gate="softmax", over="gates", null_scores=3)
+    shares = scores.softmax(-1)[..., :EXPERTS]
+    assignment = over.route(scores, bias, training=True).assignment
+    assert torch.equal(assignment.int().argmax(-1), (shares + bias.bias).argmax(-1))

@@ -78,8 +78,8 @@ def by_seconds(results: Sequence[Result]) -> Data:
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
-    One outlier does not decide the scale: an interval that goes on beyond the edge has an arrow there, and a mean beyond
-    it is a number there.
+    One outlier does not decide the scale: an interval that goes on beyond the edge has an arrow there, and a mean
+    beyond it is a number there.
     """
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .gates import PlainGate, label_of_gates, weights_of
+from .gates import Gated, PlainGate
 from .observation import Observation
 from .pools import CutoffState, Pool, as_ratio, batch_sketch, begin_run, bounds, cutoff, dial, init_cutoff
-from .rule import Rule, Scope, Window
+from .rule import Scope, Window
 
 PAPER_STEPS = 19_073
 """Optimizer steps of the paper's d12 (Table "Training hyperparameters"), the run its decay and warmup were chosen for.
@@ -30,22 +30,13 @@ def scaled_decay(decay: float, steps: int) -> float:
     return min(decay, max(LEAST_DECAY, round(share, 4)))
 
 
-class ByCutoff(Rule):
+class ByCutoff(Gated):
     """A rule that averages its pools' k-th largest scores into cutoffs, by which inference routes."""
 
     pool: Pool
     decay: float
     debias: bool
-    gate: PlainGate
-    null_scores: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.null_scores and self.gate == "sigmoid":
-            raise ValueError(
-                f"null_scores={self.null_scores} needs gate='softmax': a sigmoid gate depends on one score alone; "
-                "leave null_scores at 0, or set the gate"
-            )
+    gate: PlainGate  # a token may have no expert, over which gates could be normalised
 
     @property
     def slack(self) -> float | None:
@@ -59,33 +50,6 @@ class ByCutoff(Rule):
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a decay whose running mean covers the same share of the run as the paper's, but at least ten steps."""
         return {"decay": scaled_decay(PAPER_DECAY, steps)}
-
-    @property
-    def num_scores(self) -> int:
-        return self.num_experts + self.null_scores
-
-    @property
-    def sigmoid_gates(self) -> bool:
-        return self.gate == "sigmoid"
-
-    @property
-    def softmax_gates(self) -> bool:
-        return self.gate == "softmax"
-
-    def scores_and_gates(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the experts' scores and gates for scores (batch, time, num_scores): σ(r), or their part of softmax(r)
-        over all scores.
-        """
-        assert scores.shape[-1] == self.num_scores, f"{scores.shape[-1]} scores of a token, not {self.num_scores}"
-        gates = weights_of(self.gate, scores)
-        if not self.null_scores:
-            return scores, gates
-        experts = slice(self.num_experts)
-        return scores[..., experts], gates[..., experts].contiguous()  # FSDP2 warns of outputs that are views
-
-    def label_of_gates(self) -> str:
-        """Return the part of a label that names the gates; empty for the paper's."""
-        return label_of_gates(self.gate) + (f", {self.null_scores} null scores" if self.null_scores else "")
 
     def scope(self, training: bool) -> Scope:
         return self.pool_scope() if training else "token"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..option import Count, Decay, Whole, option
 from .by_cutoff import ByCutoff
-from .gates import PlainGate
+from .gates import NULL_SCORES, PlainGate
 from .observation import Observation, Routing
 from .pools import (
     CutoffState,
@@ -42,17 +42,17 @@ class ExpertChoice(ByCutoff):
     gate: PlainGate = option(
         "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
     )
-    null_scores: Whole = option(0, "Scores beside the experts' that only enter the gates' softmax.")
+    null_scores: Whole = option(0, NULL_SCORES)
 
     def route(
         self, scores: Tensor, state: CutoffState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
         """Return z = 1{t ∈ Top_k(r_i)} per pool in training, else 1{r > c}. scores: (batch, time, num_scores)."""
         c = cutoff(state)
-        of_experts, gates = self.scores_and_gates(scores)
+        gates = self.gates_of(scores)
         if not training:
             return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(of_experts, self.pool, group)
+        pools = form_pools(self.of_experts(scores), self.pool, group)
         k, _, _ = bounds(pools.tokens, self.experts_per_token, self.num_experts, slack=0)
         (kth,) = kth_largest(pools.scores, [k], pools.group)
         return route_by_cut(scores, gates, pools, kth, k=k, kth=kth, cutoff=c)

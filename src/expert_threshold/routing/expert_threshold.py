@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..option import Count, Decay, NotNegative, Whole, option
 from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
-from .gates import PlainGate
+from .gates import NULL_SCORES, PlainGate
 from .observation import Observation, Routing
 from .pools import (
     CutoffState,
@@ -63,7 +63,7 @@ class ExpertThreshold(ByCutoff):
     gate: PlainGate = option(
         "sigmoid", "Gate of an expert's output: sigmoid, the paper's, or softmax, over all experts and null scores."
     )
-    null_scores: Whole = option(0, "Scores beside the experts' that only enter the gates' softmax.")
+    null_scores: Whole = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,10 +75,10 @@ class ExpertThreshold(ByCutoff):
     ) -> Routing:
         """Return z = 1{r > c}, within the capacity bounds in training. scores: (batch, time, num_scores) float32."""
         c = cutoff(state)
-        of_experts, gates = self.scores_and_gates(scores)
+        gates = self.gates_of(scores)
         if not training:
             return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(of_experts, self.pool, group)
+        pools = form_pools(self.of_experts(scores), self.pool, group)
         k, k_min, k_max = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.capacity_slack)
         kth, at_least, at_most = kth_largest(pools.scores, [k, k_min, k_max], pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path

@@ -1,4 +1,4 @@
-"""Gates of published models: the factors of experts' outputs."""
+"""Gates, the factors of experts' outputs, and the base class of rules that have a choice of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
+
+from .rule import Rule
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
 PlainGate = Literal["sigmoid", "softmax"]
@@ -16,27 +18,67 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
+NULL_SCORES = "Scores beside the experts' that only enter the softmax of the gates."
+"""The help of an option that several rules have."""
 
 
-def label_of_gates(gate: Gate, scale: float = 1) -> str:
-    """Return the part of a rule's label that names its gates; empty for plain sigmoids."""
-    return _LABELS[gate] + ("" if scale == 1 else f" ×{scale:g}")
+class Gated(Rule):
+    """A rule with the options gate and null_scores, and perhaps gate_scale.
 
-
-def gates_of(gate: Gate, scores: Tensor, assignment: Tensor, scale: float) -> Tensor:
-    """Return the gates (batch, time, experts) for scores r and assignment z, times `scale`.
-
-    sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all experts, as in Switch and OLMoE. softmax_chosen: the same over
-    the chosen ones, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as in
-    DeepSeek-V3, whose routed_scaling_factor is `scale`. The gates of experts that are not chosen are unspecified.
+    Null scores come after the experts'. They select nothing, but a softmax over all scores includes them, so that they
+    lower the gates of a token that no expert suits.
     """
-    if gate == "sigmoid":
-        gates = scores.sigmoid()
-    elif gate == "softmax":
-        gates = scores.softmax(-1)
-    else:
-        gates = _log_weights(gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
-    return gates if scale == 1 else scale * gates
+
+    gate: Gate
+    gate_scale: float = 1
+    null_scores: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.null_scores and self.gate != "softmax":
+            raise ValueError(
+                f"null_scores={self.null_scores} needs gate='softmax': no other gate depends on more than the scores "
+                "of chosen experts; leave null_scores at 0, or set the gate"
+            )
+
+    @property
+    def num_scores(self) -> int:
+        return self.num_experts + self.null_scores
+
+    @property
+    def sigmoid_gates(self) -> bool:
+        return self.gate == "sigmoid" and self.gate_scale == 1
+
+    @property
+    def softmax_gates(self) -> bool:
+        return self.gate == "softmax" and self.gate_scale == 1
+
+    def of_experts(self, values: Tensor) -> Tensor:
+        """Return the experts' part of values (batch, time, num_scores)."""
+        assert values.shape[-1] == self.num_scores, f"{values.shape[-1]} scores of a token, not {self.num_scores}"
+        return values[..., : self.num_experts]
+
+    def gates_of(self, scores: Tensor, assignment: Tensor | None = None) -> Tensor:
+        """Return the gates (batch, time, experts) for scores r (batch, time, num_scores) and the assignment z, which
+        only normalised gates need.
+
+        sigmoid: σ(r). softmax: exp(r) / Σ exp(r) over all scores, as in Switch and OLMoE. softmax_chosen: the same over
+        the chosen experts, as in Mixtral, and in Qwen3-MoE with norm_topk_prob. sigmoid_normalised: σ(r) / Σ z σ(r), as
+        in DeepSeek-V3, whose routed_scaling_factor is gate_scale. The gates of experts that are not chosen are
+        unspecified.
+        """
+        if self.gate in ("sigmoid", "softmax"):
+            gates = self.of_experts(weights_of(self.gate, scores))
+            gates = gates.contiguous() if self.null_scores else gates  # FSDP2 warns of outputs that are views
+        else:
+            assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
+            gates = _log_weights(self.gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
+        return gates if self.gate_scale == 1 else self.gate_scale * gates
+
+    def label_of_gates(self) -> str:
+        """Return the part of a label that names the gates; empty for plain sigmoids."""
+        nulls = f", {self.null_scores} null scores" if self.null_scores else ""
+        return _LABELS[self.gate] + nulls + ("" if self.gate_scale == 1 else f" ×{self.gate_scale:g}")
 
 
 def weights_of(gate: Gate, scores: Tensor) -> Tensor:

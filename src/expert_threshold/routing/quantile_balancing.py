@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Decay, Positive, option
-from .gates import Gate, gates_of, label_of_gates, weights_of
+from ..option import Count, Decay, Positive, Whole, option
+from .gates import NULL_SCORES, Gate, Gated, weights_of
 from .observation import Observation, Routing, observe
 from .pools import form_pools
 from .rule import Rule, Scope, Window
@@ -35,7 +35,7 @@ def price(state: PriceState) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QuantileBalancing(Rule):
+class QuantileBalancing(Gated):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
 
     Solves the dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert,
@@ -67,6 +67,7 @@ class QuantileBalancing(Rule):
     bins: Count = option(1000, "Bins of each expert's histogram.")
     gate: Gate = option("sigmoid", "Gate of an expert's output, see token_choice; prices do not enter it.")
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
+    null_scores: Whole = option(0, NULL_SCORES)
 
     def init(self) -> PriceState:
         return PriceState(torch.zeros(self.num_experts, dtype=torch.float32), torch.tensor(0.0, dtype=torch.float32))
@@ -74,19 +75,22 @@ class QuantileBalancing(Rule):
     def route(
         self, scores: Tensor, state: PriceState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, experts) float32; in training, observe this batch's prices."""
+        """Return the routing of scores (batch, time, num_scores) float32; in training, observe this batch's prices."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
-        values = scores.detach() if self.over == "scores" else weights_of(self.gate, scores.detach())
+        detached = scores.detach()
+        values = self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
         # Experts compete for a token, so every token is a pool; if there is no (k+1)-th, it takes all of them.
         net = (values - price(state)).reshape(tokens, experts, 1)
         lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])
-        assignment = take(net, lowest).reshape(scores.shape)
-        gates = gates_of(self.gate, scores, assignment, self.gate_scale)
+        assignment = take(net, lowest).reshape(values.shape)
+        gates = self.gates_of(scores, assignment)
         pools, price_sum = assignment.new_zeros((), dtype=torch.int64), torch.zeros_like(state.mean)
         if training:
             pools, price_sum = self._measured(values - next_best.score.reshape(*scores.shape[:2], 1), group)
         target = tokens * k / experts
-        observation = observe(scores, assignment, gates, target=target, pools=pools, price_sum=price_sum)
+        observation = observe(
+            self.of_experts(scores), assignment, gates, target=target, pools=pools, price_sum=price_sum
+        )
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _measured(self, margins: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -110,15 +114,7 @@ class QuantileBalancing(Rule):
 
     @property
     def label(self) -> str:
-        return f"QB{'' if self.estimator == 'exact' else ' histogram'}{label_of_gates(self.gate, self.gate_scale)}"
-
-    @property
-    def sigmoid_gates(self) -> bool:
-        return self.gate == "sigmoid" and self.gate_scale == 1
-
-    @property
-    def softmax_gates(self) -> bool:
-        return self.gate == "softmax" and self.gate_scale == 1
+        return f"QB{'' if self.estimator == 'exact' else ' histogram'}{self.label_of_gates()}"
 
     def scope(self, training: bool) -> Scope:
         return "token"
@@ -153,6 +149,7 @@ class QuantileBalancing(Rule):
             "running mean": cls(6, 2, decay=0.5),
             "over gates": cls(6, 2, over="gates"),
             "over shares": cls(6, 2, over="gates", gate="softmax"),
+            "null scores": cls(6, 2, gate="softmax", null_scores=3),
             "histogram over sigmoids": cls(6, 2, over="gates", gate="sigmoid_normalised", estimator="histogram"),
             "micro-batch": cls(6, 2, pool="batch"),
             "histogram": cls(6, 2, estimator="histogram", bins=50),

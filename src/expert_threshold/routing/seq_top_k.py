@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, Positive, option
-from .gates import Gate, gates_of, label_of_gates, weights_of
+from ..option import Count, Positive, Whole, option
+from .gates import NULL_SCORES, Gate, Gated, weights_of
 from .observation import Observation, Routing, observe
 from .pools import as_ratio
 from .rule import Rule, Scope, Window
@@ -25,7 +25,7 @@ class Stateless(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SeqTopK(Rule):
+class SeqTopK(Gated):
     """The best token-expert pairs of a sequence; tokens share a budget, and a token may get none.
 
     With T tokens in a sequence, k experts_per_token and pairs (t, i) ordered by s, highest first, ties to the lower
@@ -46,6 +46,7 @@ class SeqTopK(Rule):
         "Gate of an expert's output, see token_choice; softmax also compares the pairs of a sequence by their shares.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
+    null_scores: Whole = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,9 +63,9 @@ class SeqTopK(Rule):
     def route(
         self, scores: Tensor, state: Stateless, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return the routing of scores (batch, time, experts) float32, every row a sequence from its first token."""
-        batch, time, experts = scores.shape
+        """Return the routing of scores (batch, time, num_scores) float32; a row is a sequence from its first token."""
         values = self._values(scores.detach())
+        batch, time, experts = values.shape
         pairs, budget = values.flatten(1)[..., None], self._budget(time)
         if training or batch * time == 0:
             assignment = take(pairs, kth_largest(pairs, [budget])[0])
@@ -74,16 +75,17 @@ class SeqTopK(Rule):
             rank.scatter_(1, order, torch.arange(time * experts, device=scores.device).expand(batch, -1))
             last = kth_of_prefixes(rank, experts, self._budget(torch.arange(1, time + 1, device=scores.device)))
             assignment = rank <= last.repeat_interleave(experts, 1)
-        assignment = assignment.reshape(scores.shape)
+        assignment = assignment.reshape(values.shape)
         # A token without experts has gates that nothing uses, but they must be numbers.
         chosen = assignment | ~assignment.any(-1, keepdim=True)
-        gates = gates_of(self.gate, scores, chosen, self.gate_scale)
-        observation = observe(scores, assignment, gates, target=batch * time * self.experts_per_token / experts)
+        gates = self.gates_of(scores, chosen)
+        target = batch * time * self.experts_per_token / experts
+        observation = observe(self.of_experts(scores), assignment, gates, target=target)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _values(self, scores: Tensor) -> Tensor:
-        """Return s, by which pairs are ordered; −∞ for those beyond the max_per_token best of their token."""
-        values = weights_of(self.gate, scores) if self.gate == "softmax" else scores
+        """Return s (batch, time, experts), by which pairs are ordered; −∞ beyond the max_per_token best of a token."""
+        values = self.of_experts(weights_of(self.gate, scores) if self.gate == "softmax" else scores)
         if self.max_per_token is None:
             return values
         of_token = values.reshape(-1, self.num_experts, 1)
@@ -101,11 +103,7 @@ class SeqTopK(Rule):
     @property
     def label(self) -> str:
         most = "" if self.max_per_token is None else f" ≤ {self.max_per_token}"
-        return f"SeqTopK{most}{label_of_gates(self.gate, self.gate_scale)}"
-
-    @property
-    def sigmoid_gates(self) -> bool:
-        return self.gate == "sigmoid" and self.gate_scale == 1
+        return f"SeqTopK{most}{self.label_of_gates()}"
 
     def scope(self, training: bool) -> Scope:
         return "sequence"
@@ -121,7 +119,8 @@ class SeqTopK(Rule):
         gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
         capped = {f"at most {most}": cls(6, 2, max_per_token=most) for most in (3, 4)}
         fractions = {f"{fanout} of them": cls(6, fanout) for fanout in (0.3, 1, 1.5, 6)}
-        return fractions | capped | gates | {"scaled": cls(6, 2, gate="softmax", gate_scale=2.5, max_per_token=4)}
+        scaled = {"scaled": cls(6, 2, gate="softmax", gate_scale=2.5, max_per_token=4, null_scores=2)}
+        return fractions | capped | gates | scaled
 
 
 def kth_of_prefixes(ranks: Tensor, width: int, ks: Tensor) -> Tensor:

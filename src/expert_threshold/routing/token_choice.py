@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..option import Count, NotNegative, Positive, option
+from ..option import Count, NotNegative, Positive, Whole, option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import Gate, gates_of, label_of_gates, shares_of, weights_of
+from .gates import NULL_SCORES, Gate, Gated, shares_of, weights_of
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
@@ -35,7 +35,7 @@ class BiasState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenChoice(Rule):
+class TokenChoice(Gated):
     """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
 
     With s the scores r, or with over="gates" σ(r) or softmax(r) as the gates have it, and biases b:
@@ -58,8 +58,8 @@ class TokenChoice(Rule):
     bias_rate: NotNegative = option(0.005, "Step u of the loss-free biases.")
     gate: Gate = option(
         "sigmoid",
-        "Gate of an expert's output: sigmoid; softmax, over all experts; softmax_chosen, over the chosen ones; "
-        "sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
+        "Gate of an expert's output: sigmoid; softmax, over all experts and null scores; softmax_chosen, over the "
+        "chosen experts; sigmoid_normalised, sigmoids divided by their sum over the chosen ones.",
     )
     gate_scale: Positive = option(1.0, "Factor applied to all gates.")
     over: Over = option(
@@ -68,6 +68,7 @@ class TokenChoice(Rule):
     )
     num_groups: Count = option(1, "Groups of experts, of equal size.")
     groups_per_token: Count = option(1, "Groups that the experts of one token may lie in.")
+    null_scores: Whole = option(0, NULL_SCORES)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,17 +88,18 @@ class TokenChoice(Rule):
     def route(
         self, scores: Tensor, state: BiasState, *, training: bool, group: dist.ProcessGroup | None = None
     ) -> Routing:
-        """Return z_t = Top(s_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, experts)."""
+        """Return z_t = Top(s_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, num_scores)."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
-        values = scores.detach() if self.over == "scores" else weights_of(self.gate, scores.detach())
+        of_experts, detached = self.of_experts(scores), scores.detach()
+        values = self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
-        assignment = _best(biased, self.experts_per_token).reshape(scores.shape)
-        gates = gates_of(self.gate, scores, assignment, self.gate_scale)
-        observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
+        assignment = _best(biased, self.experts_per_token).reshape(values.shape)
+        gates = self.gates_of(scores, assignment)
+        observation = observe(of_experts, assignment, gates, target=tokens * self.experts_per_token / experts)
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
-            loss = auxiliary_loss(shares_of(self.gate, scores), load, strength=self.aux_strength)
+            loss = auxiliary_loss(shares_of(self.gate, of_experts), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:
@@ -123,15 +125,7 @@ class TokenChoice(Rule):
     @property
     def label(self) -> str:
         groups = "" if self.num_groups == 1 else f" {self.groups_per_token} of {self.num_groups} groups"
-        return _LABELS[self.balance] + label_of_gates(self.gate, self.gate_scale) + groups
-
-    @property
-    def sigmoid_gates(self) -> bool:
-        return self.gate == "sigmoid" and self.gate_scale == 1
-
-    @property
-    def softmax_gates(self) -> bool:
-        return self.gate == "softmax" and self.gate_scale == 1
+        return _LABELS[self.balance] + self.label_of_gates() + groups
 
     def scope(self, training: bool) -> Scope:
         return "token"
@@ -176,7 +170,8 @@ class TokenChoice(Rule):
             ),
         }
         groups = {"one of six groups": cls(6, 1, num_groups=6), "over shares": cls(6, 2, gate="softmax", over="gates")}
-        return some | gates | {"all of them": cls(6, 6)} | published | groups
+        nulls = {"null scores": cls(6, 2, balance="aux", gate="softmax", null_scores=3)}
+        return some | gates | {"all of them": cls(6, 6)} | published | groups | nulls
 
 
 def _best(values: Tensor, k: int) -> Tensor:
