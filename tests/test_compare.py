@@ -825,6 +825,7 @@ def test_joining_an_empty_or_damaged_folder_is_refused(
     changes: list[tuple[str, Any, str]] = [
         ("runs", [], "has no finished run"),
         ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
+        ("runs", [whole["runs"][0] | {"loss": math.inf}], "damaged"),
         ("runs", [whole["runs"][0] | {"curve": [], "clock": [], "flops": []}], "damaged"),
         ("runs", [whole["runs"][0] | {"flops": 1e9}], "written by another version of expert-threshold; repeat its et"),
         ("version", 0, "written by another version of expert-threshold: format version 0, but this program reads 1"),

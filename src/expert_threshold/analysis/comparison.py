@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median, stdev
@@ -125,8 +126,10 @@ def _over_training(
 
 
 def _number(value: Any) -> Any:
-    """Return a number or None unchanged. Raises TypeError for anything else in a damaged record."""
-    return value if value is None else value + 0
+    """Return a finite number or None unchanged. Raises TypeError or ValueError for anything else."""
+    if value is not None and not math.isfinite(value):
+        raise ValueError(f"{value} is not finite")
+    return value
 
 
 def _moments(counts: Sequence[int]) -> tuple[float | None, float | None]:
