@@ -195,6 +195,7 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
     cut = draw_differences([*rows[:1], rows[2], rows[2], rows[1]], "base", 0.01).axes[0]
     arrows = {line.get_marker(): line.get_xdata() for line in cut.lines if line.get_marker() in ("<", ">")}
     assert arrows == {"<": [-cut.get_xlim()[1]], ">": [cut.get_xlim()[1]]}  # of "wide", which goes on beyond them
+    assert [line.get_xdata() for line in near.lines if line.get_marker() in ("<", ">")] == [[-near.get_xlim()[1]]]
     diverged = Judged("diverged", 3, None, None, None, None, None, None)
     label = draw_differences([diverged, *rows], "base", 0.01).axes[0].get_xlabel()
     assert label == "validation loss minus base's (nats per token)"
@@ -713,6 +714,21 @@ def test_comparisons_join_into_one_table(
         refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
 
 
+def test_options_that_an_earlier_version_did_not_know_have_their_defaults(
+    finished: Path, copy: Path, small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read(copy)
+    del record["options"]["optim"]["expert_period"], record["methods"]["token_choice"]["null_scores"]
+    (copy / "compare.json").write_text(json.dumps(record))
+    for number, folders in enumerate(((copy, finished), (finished, copy))):
+        join = ["compare", *(part for folder in folders for part in ("--join", folder))]
+        assert et(*join, "--out", tmp_path / f"joined{number}") == 0
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    capsys.readouterr()
+    other = et("compare", *small, "--rules", ",".join(CHOSEN), "--expert-period", 2, "--seeds", 2, "--out", copy)
+    refused(capsys, other, "expert_period=2 differs from 1")
+
+
 def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_versions(
     finished: Path, copy: Path, tmp_path: Path
 ) -> None:
@@ -825,7 +841,7 @@ def test_joining_an_empty_or_damaged_folder_is_refused(
     changes: list[tuple[str, Any, str]] = [
         ("runs", [], "has no finished run"),
         ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
-        ("runs", [whole["runs"][0] | {"loss": math.inf}], "damaged"),
+        *(("runs", [whole["runs"][0] | {"loss": loss}], "damaged") for loss in (math.inf, 10**400, True)),
         ("runs", [whole["runs"][0] | {"curve": [], "clock": [], "flops": []}], "damaged"),
         ("runs", [whole["runs"][0] | {"flops": 1e9}], "written by another version of expert-threshold; repeat its et"),
         ("version", 0, "written by another version of expert-threshold: format version 0, but this program reads 1"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline,
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
-from .config import SECTIONS, RunConfig
+from .config import RunConfig, with_defaults
 from .data import open_source
 from .experiment import Kind, record_corpus, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
@@ -260,22 +260,21 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
     if not has_flops_of_steps:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
     with damage_told(path, ELSEWHERE):
-        options, machines = record["options"], record["machines"]
-        # What an earlier version did not know it did not have.
-        model = {option.name: option.default for option in fields(SECTIONS["model"])} | options["model"]
-        budget = {"text": record["corpus"]["hash"]} | {name: options["train"][name] for name in SHARED}
+        machines = record["machines"]
+        train, model, optim = (with_defaults(name, record["options"][name]) for name in ("train", "model", "optim"))
+        budget = {"text": record["corpus"]["hash"]} | {name: train[name] for name in SHARED}
         budget |= {name: value for name, value in model.items() if name not in NOT_SHARED}
         _are_one(machines)
         versions = {"expert_threshold": listed(_versions(machines))}
         runs = []
         for result in map(result_from, record["runs"]):
-            rule, its_costs = record["methods"][result.method], record["costs"][result.method]
+            rule, its_costs = with_defaults("rule", record["methods"][result.method]), record["costs"][result.method]
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
-            recipe = options["optim"] | model | rule
+            recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
                 recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}
-            named = sizes({"model": model | {"rule": rule}, "train": options["train"]})
-            whole = versions | options["train"] | recipe
+            named = sizes({"model": {**model, "rule": rule}, "train": train})
+            whole = {**versions, **train, **recipe}
             runs.append(JoinedRun(folder, result, named, recipe, whole, own))
     if not runs:
         raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from .data import DataConfig
@@ -91,6 +91,17 @@ class RunConfig:
 
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
+
+
+def with_defaults(section: str, options: Options) -> Options:
+    """Return an older record's options of a section or of a rule, named in them, with the defaults of those that were
+    not known then: it had no others. A section or rule without defaults here is returned unchanged.
+    """
+    cls = RULES.get(options["name"]) if "name" in options and section not in SECTIONS else SECTIONS.get(section)
+    defaults = {} if cls is None else {each.name: each.default for each in fields(cls) if each.default is not MISSING}
+    return defaults | dict(options)
+
+
 # The other entries of config.json: facts of that run, which have no effect on another.
 FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup", "time")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import __version__
-from .config import RunConfig
+from .config import RunConfig, with_defaults
 from .data import Corpus
 from .files import damage_told, missing_folders, read_json, remove_empty, to_json
 from .routing import rule_to_dict
@@ -109,7 +109,8 @@ def read_record(
     before = read_json(path)
     require_format(before, kind, path, OTHER_FOLDER)
     with damage_told(path, OTHER_FOLDER):
-        sections = before["options"] | before["methods"]
+        recorded = (before["options"] | before["methods"]).items()
+        sections = {name: with_defaults(name, options) for name, options in recorded}
         machines = [{name: machine[name] for name in here} for machine in before["machines"]]
         known = now | {
             "methods": before["methods"] | now["methods"],

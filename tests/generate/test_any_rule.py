@@ -92,7 +92,11 @@ def test_passthrough_is_added_to_the_routed_sum() -> None:
     assert moe.router.weight.grad[-1].any()  # the slot's own row learns
 
 
-@pytest.mark.parametrize("rule", [*RULES, SeqTopK(4, 1.5)], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize(
+    "rule",
+    [*RULES, SeqTopK(4, 1.5), SeqTopK(4, 2, gate="softmax", null_scores=2)],
+    ids=lambda rule: type(rule).__name__,
+)
 @torch.no_grad()
 def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) -> None:
     model = small_model(rule)
@@ -114,6 +118,19 @@ def test_cached_and_decoded_logits_are_those_of_the_whole_forward(rule: Rule) ->
     for place in range(9, 24):
         decoded = decoder.step({0: int(tokens[0, place]), 2: int(tokens[1, place])})
     torch.testing.assert_close(decoded.logits, expected[:, -1])
+
+
+@pytest.mark.parametrize("rule", [LooksBack(), SeqTopK(4, 2), SeqTopK(4, 2, gate="softmax", null_scores=2)])
+@torch.no_grad()
+def test_a_new_sequence_is_decoded_beside_one_that_has_begun(rule: Rule) -> None:
+    model, tokens = small_model(rule), torch.arange(10)[None]
+    decoder = Decoder(model, 2, 24)
+    decoder.open(0)
+    decoder.read(0, tokens[0, :9].tolist())
+    decoder.open(1)
+    decoded = decoder.step({0: 9, 1: 5})
+    expected = torch.stack([model(tokens).logits[0, -1], model(torch.tensor([[5]])).logits[0, -1]])
+    torch.testing.assert_close(decoded.logits, expected)
 
 
 @torch.no_grad()

@@ -145,6 +145,13 @@ def test_an_observation_has_the_same_shapes_and_dtypes_everywhere(rule: Rule, tr
     }
 
 
+@each(CASES)
+@both_modes
+def test_gates_are_no_views_of_which_fsdp2_would_warn(rule: Rule, training: bool) -> None:
+    scores = make_scores(width=rule.num_scores).requires_grad_()
+    assert not rule.route(scores, train(rule), training=training).gates._is_view()
+
+
 # Loads
 
 

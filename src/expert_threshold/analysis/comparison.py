@@ -108,7 +108,7 @@ def result_from(record: Mapping[str, Any]) -> Result:
     lists = ("curve", "clock", "flops")
     numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", *lists)}
     curve = [(_number(tokens), _number(loss)) for tokens, loss in record["curve"]]
-    clock, flops = ([float(value) for value in record[name]] for name in ("clock", "flops"))
+    clock, flops = ([float(_number(value)) for value in record[name]] for name in ("clock", "flops"))
     if not curve or not len(curve) == len(clock) == len(flops):
         raise ValueError(f"{len(curve)} losses at {len(clock)} times and {len(flops)} numbers of FLOPs")
     return Result(method=str(record["method"]), curve=curve, clock=clock, flops=flops, **numbers)
@@ -126,9 +126,9 @@ def _over_training(
 
 
 def _number(value: Any) -> Any:
-    """Return a finite number or None unchanged. Raises TypeError or ValueError for anything else."""
-    if value is not None and not math.isfinite(value):
-        raise ValueError(f"{value} is not finite")
+    """Return a finite number or None unchanged. Raises OverflowError, TypeError or ValueError for anything else."""
+    if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
+        raise ValueError(f"{value} is no finite number")
     return value
 
 

@@ -78,8 +78,8 @@ def by_seconds(results: Sequence[Result]) -> Data:
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
-    One outlier does not decide the scale: an interval that goes on beyond the edge has an arrow there, and a mean
-    beyond it is a number there.
+    One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow there, and a mean beyond
+    it is a number there.
     """
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
@@ -93,9 +93,9 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
     for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
         if difference.low is not None and difference.high is not None:
             axes.plot([difference.low, difference.high], [place, place], color=colour)
-            for end, arrow in ((difference.low, "<"), (difference.high, ">")):
-                if abs(end) > edge and abs(difference.mean) <= edge:
-                    axes.plot([math.copysign(edge, end)], [place], arrow, markersize=5, color=colour, clip_on=False)
+            for at, arrow, goes_on in ((-edge, "<", difference.low < -edge), (edge, ">", difference.high > edge)):
+                if goes_on and (abs(difference.mean) <= edge or at * difference.mean < 0):
+                    axes.plot([at], [place], arrow, markersize=5, color=colour, clip_on=False)
         if abs(difference.mean) <= edge:
             axes.plot([difference.mean], [place], marker="o", markersize=4, color=colour)
             continue

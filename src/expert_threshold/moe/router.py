@@ -101,10 +101,9 @@ class Router(nn.Module):
         thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
         if len(thresholds) == len(pasts):
             experts = self.rule.num_experts
-            of_experts = scores[..., :experts]
             gates = weights_of("sigmoid" if self.rule.sigmoid_gates else "softmax", scores)[..., :experts]
-            assignment = of_experts > torch.stack(thresholds)[:, None]
-            observation = observe(of_experts, assignment, gates)
+            assignment = scores[..., :experts] > torch.stack(thresholds)[:, None]
+            observation = observe(scores, assignment, gates)
             return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
         routings = [self._route_after(of_row[None], past) for of_row, past in zip(scores, pasts, strict=True)]
         passed = [routing.passthrough for routing in routings if routing.passthrough is not None]

@@ -18,27 +18,27 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Scores beside the experts' that only enter the softmax of the gates."
+NULL_SCORES = "Scores beside the experts', of no expert, that enter the softmax of the gates."
 """The help of an option that several rules have."""
 
 
 class Gated(Rule):
     """A rule with the options gate and null_scores, and perhaps gate_scale.
 
-    Null scores come after the experts'. They select nothing, but a softmax over all scores includes them, so that they
+    Null scores come after the experts' and belong to none, but a softmax over all scores includes them, so that they
     lower the gates of a token that no expert suits.
     """
 
     gate: Gate
-    gate_scale: float = 1
+    gate_scale: float = 1  # of rules without the option
     null_scores: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.null_scores and self.gate != "softmax":
             raise ValueError(
-                f"null_scores={self.null_scores} needs gate='softmax': no other gate depends on more than the scores "
-                "of chosen experts; leave null_scores at 0, or set the gate"
+                f"null_scores={self.null_scores} needs gate='softmax', the only gate over all scores; leave "
+                "null_scores at 0, or set the gate"
             )
 
     @property
@@ -54,9 +54,9 @@ class Gated(Rule):
         return self.gate == "softmax" and self.gate_scale == 1
 
     def of_experts(self, values: Tensor) -> Tensor:
-        """Return the experts' part of values (batch, time, num_scores)."""
+        """Return the experts' part of values (batch, time, num_scores); the values themselves without null scores."""
         assert values.shape[-1] == self.num_scores, f"{values.shape[-1]} scores of a token, not {self.num_scores}"
-        return values[..., : self.num_experts]
+        return values[..., : self.num_experts] if self.null_scores else values
 
     def gates_of(self, scores: Tensor, assignment: Tensor | None = None) -> Tensor:
         """Return the gates (batch, time, experts) for scores r (batch, time, num_scores) and the assignment z, which
@@ -68,8 +68,7 @@ class Gated(Rule):
         unspecified.
         """
         if self.gate in ("sigmoid", "softmax"):
-            gates = self.of_experts(weights_of(self.gate, scores))
-            gates = gates.contiguous() if self.null_scores else gates  # FSDP2 warns of outputs that are views
+            gates = self.of_experts(weights_of(self.gate, scores)).contiguous()  # FSDP2 warns of outputs that are views
         else:
             assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
             gates = _log_weights(self.gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
@@ -77,8 +76,9 @@ class Gated(Rule):
 
     def label_of_gates(self) -> str:
         """Return the part of a label that names the gates; empty for plain sigmoids."""
-        nulls = f", {self.null_scores} null scores" if self.null_scores else ""
-        return _LABELS[self.gate] + nulls + ("" if self.gate_scale == 1 else f" ×{self.gate_scale:g}")
+        scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
+        nulls = f", {self.null_scores} null score{'s'[: self.null_scores - 1]}" if self.null_scores else ""
+        return _LABELS[self.gate] + scale + nulls
 
 
 def weights_of(gate: Gate, scores: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def weights_of(gate: Gate, scores: Tensor) -> Tensor:
 
 
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return the unscaled gates before selection, whose mean is P_i in the auxiliary losses: σ(r), or normalised over
-    all experts, softmax(r) or σ(r) / Σ σ(r).
+    """Return what the auxiliary losses average to P_i, for experts' scores r: σ(r), or normalised over all experts,
+    softmax(r) or σ(r) / Σ σ(r).
     """
     return scores.sigmoid() if gate == "sigmoid" else _log_weights(gate, scores).softmax(-1)
 

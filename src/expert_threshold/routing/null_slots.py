@@ -69,17 +69,18 @@ class NullSlots(Rule):
         (lowest,) = kth_largest(biased, [self.slots_per_token])
         chosen = take(biased, lowest).reshape(scores.shape)
         gates = self.gate_scale * shares
+        of_experts = gates[..., :experts].contiguous()  # FSDP2 warns of outputs that are views
         null = chosen[..., experts:]
         observation = observe(
-            scores[..., :experts],
+            scores,
             chosen[..., :experts],
-            gates[..., :experts],
+            of_experts,
             target=tokens * self.experts_per_token / experts,
             null_load=null.flatten(0, 1).sum(0),
         )
         return Routing(
             scores=scores,
-            gates=gates[..., :experts],
+            gates=of_experts,
             assignment=chosen[..., :experts],
             observation=observation,
             passthrough=(gates[..., experts:] * null).sum(-1) if self.null == "copy" else None,

@@ -21,8 +21,8 @@ class Observation(NamedTuple):
     target: Tensor  # () float32, target tokens per expert
     load: Tensor  # tokens per expert
     fanout_counts: Tensor  # (experts + 1,) tokens with fanout 0, 1, …, experts
-    score_sum: Tensor  # (num_scores,)
-    score_sq_sum: Tensor  # (num_scores,)
+    score_sum: Tensor  # (experts,)
+    score_sq_sum: Tensor  # (experts,)
     gate_sum: Tensor
     gate_sq_sum: Tensor
     sums: dict[str, Tensor]  # the rule's own, of any shape
@@ -149,7 +149,8 @@ def observe(
     target: float | None = None,
     **sums: Tensor,
 ) -> Observation:
-    """Return the observation of an assignment (batch, time, experts) from scores (batch, time, num_scores).
+    """Return the observation of an assignment (batch, time, experts) from scores (batch, time, num_scores), of which it
+    takes as many as the assignment has columns.
 
     gates: shaped like the assignment; None is σ(scores). target: target tokens per expert; None is the mean load. sums:
     the rule's own, each a sum over tokens or batches. Raises ValueError if one has a name that every observation
@@ -157,7 +158,8 @@ def observe(
     """
     if taken := [name for name in sums if name in _TAKEN]:
         raise ValueError(f"sums={sorted(taken)} are reserved names of every observation; rename them")
-    scores, assignment = scores.detach().flatten(0, -2), assignment.flatten(0, -2)
+    scores = scores.detach()[..., : assignment.shape[-1]].flatten(0, -2)
+    assignment = assignment.flatten(0, -2)
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)
     load, fanout = assignment.sum(0), assignment.sum(1)
     return Observation(

@@ -188,12 +188,11 @@ def route_by_cutoff(scores: Tensor, gates: Tensor, cutoff: Tensor, experts_per_t
 
     scores: (batch, time, num_scores), the experts' first. gates: (batch, time, experts).
     """
-    of_experts = scores[..., : len(cutoff)]
-    assignment = of_experts > cutoff
+    assignment = scores[..., : len(cutoff)] > cutoff
     target = scores[..., 0].numel() * experts_per_token / len(cutoff)
     nothing = torch.zeros_like(cutoff)
     observation = observe(
-        of_experts,
+        scores,
         assignment,
         gates,
         target=target,
@@ -218,7 +217,7 @@ def route_by_cut(scores: Tensor, gates: Tensor, pools: Pools, cut: Cut, *, k: in
     excess = above - taken.sum(1)  # (pools, experts): tokens dropped or, where negative, filled in
     assignment = taken.reshape(gates.shape)
     observation = observe(
-        scores[..., : len(cutoff)],
+        scores,
         assignment,
         gates,
         target=k * scores[..., 0].numel() / max(pools.tokens, 1),

@@ -88,9 +88,7 @@ class QuantileBalancing(Gated):
         if training:
             pools, price_sum = self._measured(values - next_best.score.reshape(*scores.shape[:2], 1), group)
         target = tokens * k / experts
-        observation = observe(
-            self.of_experts(scores), assignment, gates, target=target, pools=pools, price_sum=price_sum
-        )
+        observation = observe(scores, assignment, gates, target=target, pools=pools, price_sum=price_sum)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _measured(self, margins: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class SeqTopK(Gated):
         chosen = assignment | ~assignment.any(-1, keepdim=True)
         gates = self.gates_of(scores, chosen)
         target = batch * time * self.experts_per_token / experts
-        observation = observe(self.of_experts(scores), assignment, gates, target=target)
+        observation = observe(scores, assignment, gates, target=target)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation)
 
     def _values(self, scores: Tensor) -> Tensor:
@@ -119,8 +119,9 @@ class SeqTopK(Gated):
         gates = {f"{gate} gates": cls(6, 2, gate=gate) for gate in get_args(Gate) if gate != "sigmoid"}
         capped = {f"at most {most}": cls(6, 2, max_per_token=most) for most in (3, 4)}
         fractions = {f"{fanout} of them": cls(6, fanout) for fanout in (0.3, 1, 1.5, 6)}
+        nulls = {"null scores": cls(6, 2, gate="softmax", null_scores=3)}
         scaled = {"scaled": cls(6, 2, gate="softmax", gate_scale=2.5, max_per_token=4, null_scores=2)}
-        return fractions | capped | gates | scaled
+        return fractions | capped | gates | nulls | scaled
 
 
 def kth_of_prefixes(ranks: Tensor, width: int, ks: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class TokenChoice(Gated):
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
         assignment = _best(biased, self.experts_per_token).reshape(values.shape)
         gates = self.gates_of(scores, assignment)
-        observation = observe(of_experts, assignment, gates, target=tokens * self.experts_per_token / experts)
+        observation = observe(scores, assignment, gates, target=tokens * self.experts_per_token / experts)
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
@@ -170,7 +170,19 @@ class TokenChoice(Gated):
             ),
         }
         groups = {"one of six groups": cls(6, 1, num_groups=6), "over shares": cls(6, 2, gate="softmax", over="gates")}
-        nulls = {"null scores": cls(6, 2, balance="aux", gate="softmax", null_scores=3)}
+        nulls = {
+            "null scores": cls(6, 2, balance="aux", gate="softmax", null_scores=3),
+            "null scores in groups": cls(
+                6,
+                2,
+                balance="loss_free",
+                gate="softmax",
+                over="gates",
+                num_groups=3,
+                groups_per_token=2,
+                null_scores=3,
+            ),
+        }
         return some | gates | {"all of them": cls(6, 6)} | published | groups | nulls
 
 
