@@ -798,10 +798,12 @@ def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(
 def test_dense_is_the_same_beside_other_experts(finished: Path, copy: Path, tmp_path: Path) -> None:
     record = read(copy)
     record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
+    for method in CHOSEN[1:]:
+        record["methods"][method] |= {"gate": "softmax", "null_scores": 3}
     (copy / "compare.json").write_text(json.dumps(record))
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
     rows = {row["method"]: row["seeds"] for row in json.loads((tmp_path / "out" / "joined.json").read_text())["table"]}
-    others = {f"{method} (4 experts of 8, 4 shared, fanout norm)": 2 for method in CHOSEN[1:]}
+    others = {f"{method} (4 experts of 8, 4 shared, 3 null scores, fanout norm)": 2 for method in CHOSEN[1:]}
     assert rows == dict.fromkeys(CHOSEN, 2) | others
 
 

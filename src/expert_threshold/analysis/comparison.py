@@ -156,6 +156,7 @@ def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
     return {
         "experts": None if dense else f"{rule['num_experts']} experts of {model['d_expert']}",
         "shared": None if dense else f"{model['shared_experts']} shared",
+        "null_scores": f"{rule['null_scores']} null scores" if "null_scores" in rule else None,
         "gate_norm": None if dense else f"{model['gate_norm'] or 'no'} norm",
         "steps": f"{config['train']['steps']:,} steps",
     }
