@@ -55,7 +55,8 @@ class Gated(Rule):
 
     def of_experts(self, values: Tensor) -> Tensor:
         """Return the experts' part of values (batch, time, num_scores); the values themselves without null scores."""
-        assert values.shape[-1] == self.num_scores, f"{values.shape[-1]} scores of a token, not {self.num_scores}"
+        width = self.num_experts + self.null_scores
+        assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
         return values[..., : self.num_experts] if self.null_scores else values
 
     def gates_of(self, scores: Tensor, assignment: Tensor | None = None) -> Tensor:
