@@ -31,13 +31,13 @@ from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline,
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
-from .config import RunConfig, with_defaults
+from .config import SECTIONS, RunConfig, with_defaults
 from .data import open_source
 from .experiment import Kind, record_corpus, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
-from .routing import DENSE
+from .routing import DENSE, RULES
 from .runs import RunFolder
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
@@ -261,14 +261,17 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
     with damage_told(path, ELSEWHERE):
         machines = record["machines"]
-        train, model, optim = (with_defaults(name, record["options"][name]) for name in ("train", "model", "optim"))
+        train, model, optim = (
+            with_defaults(SECTIONS[name], record["options"][name]) for name in ("train", "model", "optim")
+        )
         budget = {"text": record["corpus"]["hash"]} | {name: train[name] for name in SHARED}
         budget |= {name: value for name, value in model.items() if name not in NOT_SHARED}
         _are_one(machines)
         versions = {"expert_threshold": listed(_versions(machines))}
         runs = []
         for result in map(result_from, record["runs"]):
-            rule, its_costs = with_defaults("rule", record["methods"][result.method]), record["costs"][result.method]
+            rule, its_costs = record["methods"][result.method], record["costs"][result.method]
+            rule = with_defaults(RULES.get(rule["name"]), rule)
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
             recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have

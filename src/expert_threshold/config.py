@@ -93,11 +93,11 @@ class RunConfig:
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
 
 
-def with_defaults(section: str, options: Options) -> Options:
-    """Return an older record's options of a section or of a rule, named in them, with the defaults of those that were
-    not known then: it had no others. A section or rule without defaults here is returned unchanged.
+def with_defaults(cls: type | None, options: Options) -> Options:
+    """Return an earlier version's options of a record `cls`, with defaults for the options that it did not know.
+
+    cls: None returns the options unchanged.
     """
-    cls = RULES.get(options["name"]) if "name" in options and section not in SECTIONS else SECTIONS.get(section)
     defaults = {} if cls is None else {each.name: each.default for each in fields(cls) if each.default is not MISSING}
     return defaults | dict(options)
 

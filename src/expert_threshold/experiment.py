@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from . import __version__
-from .config import RunConfig, with_defaults
+from .config import SECTIONS, RunConfig, with_defaults
 from .data import Corpus
 from .files import damage_told, missing_folders, read_json, remove_empty, to_json
-from .routing import rule_to_dict
+from .routing import RULES, rule_to_dict
 from .runs.lock import LOCK, exclusive, is_vacant
 from .train.device import machine, pick_device
 from .train.log import Title, clock
@@ -109,8 +109,9 @@ def read_record(
     before = read_json(path)
     require_format(before, kind, path, OTHER_FOLDER)
     with damage_told(path, OTHER_FOLDER):
-        recorded = (before["options"] | before["methods"]).items()
-        sections = {name: with_defaults(name, options) for name, options in recorded}
+        sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
+        rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
+        recorded = sections | rules
         machines = [{name: machine[name] for name in here} for machine in before["machines"]]
         known = now | {
             "methods": before["methods"] | now["methods"],
@@ -118,7 +119,7 @@ def read_record(
             "machines": [*(machine for machine in machines if machine != here), here],
         }
         pairs = [
-            (option, value, sections.get(name, section).get(option))
+            (option, value, recorded.get(name, section).get(option))
             for name, section in (now["options"] | now["methods"]).items()
             for option, value in section.items()
         ]

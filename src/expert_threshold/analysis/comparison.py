@@ -128,7 +128,7 @@ def _over_training(
 def _number(value: Any) -> Any:
     """Return a finite number or None unchanged. Raises OverflowError, TypeError or ValueError for anything else."""
     if value is not None and (isinstance(value, bool) or not math.isfinite(value)):
-        raise ValueError(f"{value} is no finite number")
+        raise ValueError(f"{value} is not a finite number")
     return value
 
 

@@ -12,7 +12,7 @@ from .observation import Observation
 def auxiliary_loss(gates: Tensor, load: Tensor, *, strength: float) -> Tensor:
     """Return α Σ_i f_i P_i (paper, Related Work, Load Balancing), differentiable through the gates alone.
 
-    gates: (batch, time, experts), as `shares_of` has them; load: (experts,), the loads from which f is computed. P_i is
+    gates: (batch, time, experts), from `shares_of`; load: (experts,), the loads from which f is computed. P_i is
     the mean of these gates. Equals α Σ_i P_i under perfect balance.
     """
     gates = gates.reshape(-1, gates.shape[-1])

@@ -36,7 +36,7 @@ class ByCutoff(Gated):
     pool: Pool
     decay: float
     debias: bool
-    gate: PlainGate  # a token may have no expert, over which gates could be normalised
+    gate: PlainGate  # never a normalised one, since a token may have no expert
 
     @property
     def slack(self) -> float | None:

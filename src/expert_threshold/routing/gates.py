@@ -18,19 +18,19 @@ _LABELS: dict[Gate, str] = {
     "softmax_chosen": " softmax chosen",
     "sigmoid_normalised": " sigmoid norm.",
 }
-NULL_SCORES = "Scores beside the experts', of no expert, that enter the softmax of the gates."
-"""The help of an option that several rules have."""
+NULL_SCORES = "Extra router scores that belong to no expert; they only enter the softmax of the gates."
+"""Help of the option null_scores, which several rules have."""
 
 
 class Gated(Rule):
     """A rule with the options gate and null_scores, and perhaps gate_scale.
 
-    Null scores come after the experts' and belong to none, but a softmax over all scores includes them, so that they
+    Null scores follow the experts' scores. No token goes to them, but the softmax of the gates includes them, so they
     lower the gates of a token that no expert suits.
     """
 
     gate: Gate
-    gate_scale: float = 1  # of rules without the option
+    gate_scale: float = 1  # fixed for rules without this option
     null_scores: int
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Gated(Rule):
         return self.gate == "softmax" and self.gate_scale == 1
 
     def of_experts(self, values: Tensor) -> Tensor:
-        """Return the experts' part of values (batch, time, num_scores); the values themselves without null scores."""
+        """Return the experts' part of values (batch, time, num_scores)."""
         width = self.num_experts + self.null_scores
         assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
         return values[..., : self.num_experts] if self.null_scores else values
@@ -78,7 +78,8 @@ class Gated(Rule):
     def label_of_gates(self) -> str:
         """Return the part of a label that names the gates; empty for plain sigmoids."""
         scale = "" if self.gate_scale == 1 else f" ×{self.gate_scale:g}"
-        nulls = f", {self.null_scores} null score{'s'[: self.null_scores - 1]}" if self.null_scores else ""
+        plural = "" if self.null_scores == 1 else "s"
+        nulls = f", {self.null_scores} null score{plural}" if self.null_scores else ""
         return _LABELS[self.gate] + scale + nulls
 
 
@@ -88,8 +89,9 @@ def weights_of(gate: Gate, scores: Tensor) -> Tensor:
 
 
 def shares_of(gate: Gate, scores: Tensor) -> Tensor:
-    """Return what the auxiliary losses average to P_i, for experts' scores r: σ(r), or normalised over all experts,
-    softmax(r) or σ(r) / Σ σ(r).
+    """Return the shares whose mean over tokens is P_i of the auxiliary losses, for the experts' scores r.
+
+    They are σ(r), or, normalised over all experts, softmax(r) or σ(r) / Σ σ(r).
     """
     return scores.sigmoid() if gate == "sigmoid" else _log_weights(gate, scores).softmax(-1)
 

@@ -149,8 +149,8 @@ def observe(
     target: float | None = None,
     **sums: Tensor,
 ) -> Observation:
-    """Return the observation of an assignment (batch, time, experts) from scores (batch, time, num_scores), of which it
-    takes as many as the assignment has columns.
+    """Return the observation of an assignment (batch, time, experts) and the experts' part of scores (batch, time,
+    num_scores).
 
     gates: shaped like the assignment; None is σ(scores). target: target tokens per expert; None is the mean load. sums:
     the rule's own, each a sum over tokens or batches. Raises ValueError if one has a name that every observation
