@@ -146,7 +146,8 @@ def _kth_largest_in_linear_time(scores: Tensor, ks: Sequence[int]) -> tuple[Tens
     for start in range(0, len(columns), width):
         block = top = columns[start : start + width]
         for row in widest_first:  # each k is selected among the tokens that the larger k before it left
-            top = _quickest(*top.shape, ks[row])(top, ks[row])
+            if ks[row] < top.shape[1]:
+                top = _quickest(*top.shape, ks[row])(top, ks[row])
             kth = np.fmin.reduce(top, axis=1, keepdims=True) + 0.0  # NaN counts as the largest; -0.0 becomes 0.0
             # Positions of all tokens with the k-th score; the extra one is for NaN, which equals nothing.
             ties = np.append(np.flatnonzero(block == kth), -1)
