@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.text import Text
 
 from cases import et, write_text
 from expert_threshold import __version__, compare
@@ -35,9 +36,11 @@ from expert_threshold.analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from expert_threshold.analysis.comparison_page import draw_differences
+from expert_threshold.analysis.comparison_page import VERDICTS, draw_differences
+from expert_threshold.analysis.figures.learning import draw_losses
+from expert_threshold.analysis.figures.style import MUTED
 from expert_threshold.analysis.judgement import Judged
-from expert_threshold.analysis.paired import Difference
+from expert_threshold.analysis.paired import Difference, Verdict
 from expert_threshold.cli.compare import configure
 from expert_threshold.data import Batch, Loader
 from expert_threshold.experiment import run_title
@@ -199,6 +202,38 @@ def test_an_outlier_does_not_flatten_the_figure_of_differences() -> None:
     diverged = Judged("diverged", 3, None, None, None, None, None, None)
     label = draw_differences([diverged, *rows], "base", 0.01).axes[0].get_xlabel()
     assert label == "validation loss minus base's (nats per token)"
+
+
+def test_the_figure_of_differences_tells_verdicts_by_colour() -> None:
+    verdicts: list[Verdict] = ["lower", "equivalent", "open", "higher", "higher"]
+    rows = [
+        Judged(f"method {place}", 3, Difference(place, place - 0.5, place + 0.5, verdict), None, None, 1.0, None, None)
+        for place, verdict in enumerate(verdicts)
+    ]
+    figure = draw_differences(rows, "base", 0.01)
+    means = [line.get_color() for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert means == [VERDICTS[verdict] for verdict in verdicts]
+    assert [text.get_text() for text in figure.texts] == ["lower", "equivalent", "open", "higher"]
+    some = draw_differences(rows[3:], "base", 0.01)
+    assert [text.get_text() for text in some.texts] == ["higher"]
+
+
+def test_of_many_methods_the_paper_s_and_the_lowest_are_named() -> None:
+    of_paper = [entry("expert_threshold", 9.0), entry("dense", 8.0)]
+    others = [entry(f"method {place}", 1.0 + place / 10) for place in range(13)]
+    few = draw_losses({"methods": [*others[:10], *of_paper]})
+    assert "other" not in "".join(text.get_text() for text in few.findobj(Text))
+    many = draw_losses({"methods": [*reversed(others), *of_paper]})
+    texts = [text.get_text() for text in many.findobj(Text)]
+    named = {f"method {place}  {1 + place / 10:.3f}" for place in range(10)}
+    assert {text for text in texts if "  " in text} == named | {"expert_threshold  9.000", "dense  8.000"}
+    assert "3 others" in texts
+    grey = [line for line in many.axes[0].lines if line.get_color() == MUTED]
+    assert [line.get_ydata()[-1] for line in grey] == [2.0, 2.1, 2.2]
+
+
+def entry(method: str, loss: float) -> dict[str, Any]:
+    return {"method": method, "kind": method, "points": [[1, 10.0], [2, loss + 0.1], [3, loss]]}
 
 
 def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: list[object], tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
-from .figures.axes import single
+from .figures.axes import Strokes, single
 from .figures.learning import draw_losses, seconds_axis
-from .figures.style import GRID, INK, NARROW, strokes
+from .figures.style import GRID, INK, METHODS, MUTED, NARROW
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .judgement import shown as interval
 from .page import SORT, Exhibit, exhibits, page, table
+from .paired import Verdict
 from .plain import Data
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 BEYOND = 3
 """The figure of differences ends at so many times the median distance from 0 to the far end of an interval."""
+VERDICTS: dict[Verdict, str] = {"lower": METHODS[3], "equivalent": INK, "open": MUTED, "higher": METHODS[6]}
+"""The colours of verdicts."""
 
 
 def comparison_page(
@@ -78,19 +81,22 @@ def by_seconds(results: Sequence[Result]) -> Data:
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
-    One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow there, and a mean beyond
-    it is a number there.
+    Colours tell verdicts. One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow
+    there, and a mean beyond it is a number there.
     """
     rows = [(row.method, row.difference) for row in judged if row.difference is not None]
     rows.sort(key=lambda row: row[1].mean)
-    colours = [stroke["color"] for stroke in strokes([{"kind": method} for method, _ in rows])]
-    figure, axes = single(width, 0.24 * len(rows) + 0.2, left=0.075 * max(len(method) for method, _ in rows) + 0.2)
+    given = {difference.verdict for _, difference in rows}
+    key: Strokes = {verdict: {"color": colour} for verdict, colour in VERDICTS.items() if verdict in given}
+    left = 0.075 * max(len(method) for method, _ in rows) + 0.2
+    figure, axes = single(width, 0.24 * len(rows) + 0.2, left=left, key=key)
     axes.axvspan(-margin, margin, color=GRID, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.7)
     reaches = [max(map(abs, filter(None, (row.mean, row.low, row.high))), default=0.0) for _, row in rows]
     edge = 1.05 * max(margin, min(max(reaches), BEYOND * median(reaches)))
     axes.set_xlim(-edge, edge)
-    for place, ((_, difference), colour) in enumerate(zip(rows, colours, strict=True)):
+    for place, (_, difference) in enumerate(rows):
+        colour = VERDICTS[difference.verdict]
         if difference.low is not None and difference.high is not None:
             axes.plot([difference.low, difference.high], [place, place], color=colour)
             for at, arrow, goes_on in ((-edge, "<", difference.low < -edge), (edge, ">", difference.high > edge)):

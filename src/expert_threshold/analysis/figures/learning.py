@@ -16,8 +16,9 @@ from ..material import Material, NotShownError
 from ..methods import Subject, options, pool_tokens
 from ..plain import Data, array
 from ..records import finite, series
-from ..sentences import listed, pool_size, short, signed
+from ..sentences import counted, listed, pool_size, short, signed
 from .axes import (
+    NamedLine,
     marker,
     method_panels,
     method_strokes,
@@ -30,7 +31,7 @@ from .axes import (
     tokens_axis,
 )
 from .study import Study
-from .style import INK, MUTED, NARROW, WIDE, strokes
+from .style import INK, KINDS, METHODS, MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,9 +53,13 @@ def loss_by_method(material: Material) -> Data:
 def draw_losses(data: Data, width: float = 1.6 * NARROW, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
     """Draw the validation loss of each method over tokens, or over what `scale` puts on the x axis.
 
-    Bands are one standard deviation over seeds.
+    Bands are one standard deviation over seeds. Of more methods than there are colours, those beside the paper's and
+    the lowest are grey.
     """
-    return _curves(data, "{:.3f}", "validation loss (nats per token)", width, min(0.5 * width, 3.4), scale)
+    methods = sorted(data["methods"], key=lambda entry: (entry["kind"] not in KINDS, entry["points"][-1][1]))
+    named = [entry for entry in data["methods"] if entry in methods[: len(METHODS)]]
+    title = "validation loss (nats per token)"
+    return _curves(named, "{:.3f}", title, width, min(0.5 * width, 3.4), scale, others=methods[len(METHODS) :])
 
 
 def seconds_axis(axes: Axes) -> None:
@@ -147,7 +152,7 @@ def token_multiple(material: Material) -> Data:
 def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
     """Draw the tokens that the reference needs for a loss over those that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
-    figure = _curves(data, "{:.2f}", title, width, 2, tokens_axis)
+    figure = _curves(data["methods"], "{:.2f}", title, width, 2, tokens_axis)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
     figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
@@ -335,19 +340,24 @@ def fanout_norm(material: Material) -> Data:
 
 
 def _curves(
-    data: Data,
+    methods: Sequence[Data],
     number: str,
     title: str,
     width: float,
     height: float,
     scale: Callable[[Axes], None],
+    others: Sequence[Data] = (),
 ) -> Figure:
-    """Draw a line for each method, named with its last number."""
-    methods = data["methods"]
+    """Draw a line for each method, named with its last number, and behind them the others in grey."""
     every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
     lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
+    grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.6}
+    if others:
+        lines.append(NamedLine(counted(len(others), "other"), others[0]["points"], grey))
     figure, axes = single(width, height, top=room_for_names(width, lines))
-    for entry, points, line in zip(methods, every, lines, strict=True):
+    for entry in others:
+        axes.plot(*array(entry["points"]).reshape(-1, 2).T, **grey)
+    for entry, points, line in zip(methods, every, lines, strict=False):
         axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
