@@ -461,6 +461,18 @@ def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
     assert fit_parabolas([], {}).trials == 0
 
 
+def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
+    """Where trials were few, losses far above entered the fit, and its optimum was below any that was measured."""
+    trials = [
+        trial(n, 3 + 0.05 * math.log(a / 0.02) ** 2, a=a) for n, a in enumerate((0.008, 0.012, 0.018, 0.03, 0.05))
+    ]
+    found = fit_parabolas([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
+    assert found == fit_parabolas(trials, {"a": SCALES["a"]})
+    assert found.trials == 5
+    assert found.parabolas["a"] is not None
+    assert found.parabolas["a"].optimum == pytest.approx(0.02)
+
+
 def test_an_option_that_hardly_changes_the_loss_is_equally_good_in_its_whole_range() -> None:
     """The ends of the flat range lay beyond the largest number, and the sweep ended with a traceback."""
     values = {math.exp(place): 3 + 1e-12 * place**2 for place in np.linspace(-3, 3, 12)}

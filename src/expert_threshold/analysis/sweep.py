@@ -15,7 +15,7 @@ from .sentences import counted
 TOLERANCE = 0.005  # nats per token
 """The loss above its optimum up to which an option counts as equally good."""
 NEAR = 0.5
-"""The share of the finished trials, the best ones, that the parabolas are fitted to, if that is enough of them."""
+"""The share of the trials near the best that the parabolas are fitted to, if that is enough of them."""
 
 SPARE = 2
 """The number of trials beyond that of coefficients without which nothing is fitted."""
@@ -24,7 +24,7 @@ SURE = 0.95
 """The confidence of the two-sided interval, by Student's t, that must exclude a curvature of 0 for it to count."""
 
 NEAR_LOSS = 0.15
-"""The loss above the best of its sweep up to which a trial counts in a law; farther off a parabola does not hold."""
+"""The loss above the best of its sweep up to which a trial counts in a fit; farther off a parabola does not hold."""
 
 EDGE = 0.05
 """The share of a range, at each end, in which the best value may be the range's doing."""
@@ -103,14 +103,14 @@ def _loss(trial: Trial) -> float:
 
 
 def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
-    """Fit the loss by one parabola for each numeric option, all added up, to the better half of the finished trials.
+    """Fit the loss by one parabola for each numeric option, all added up, to the better trials.
 
-    The fit has two coefficients for each option and a constant; it needs SPARE trials more than that, and takes up to
-    twice as many where half of the trials are fewer.
+    They are the better half of those within NEAR_LOSS of the best, or more where that is few: up to twice as many as
+    coefficients, which are two for each option and a constant. It needs SPARE trials more than coefficients.
     """
     coefficients = 2 * len(scales) + 1
-    finished = sorted((trial for trial in trials if trial.loss is not None), key=_loss)
-    near = finished[: max(2 * coefficients, math.ceil(NEAR * len(finished)))]
+    near = sorted(_near(trials), key=_loss)
+    near = near[: max(2 * coefficients, math.ceil(NEAR * len(near)))]
     if not scales or len(near) < coefficients + SPARE:
         return Fit(dict.fromkeys(scales), 0, None)
     axes = np.array([[scale.to_axis(trial.options[name]) for name, scale in scales.items()] for trial in near])
@@ -249,6 +249,7 @@ def _undetermined(sweeps: Sequence[SizeStudy], references: Mapping[str, float]) 
 
 
 def _near(trials: Sequence[Trial]) -> list[Trial]:
+    """Return the finished trials within NEAR_LOSS of the best."""
     best = best_of(trials)
     return [t for t in trials if best is not None and t.loss is not None and t.loss <= _loss(best) + NEAR_LOSS]
 
