@@ -220,16 +220,29 @@ def test_the_figure_of_differences_tells_verdicts_by_colour() -> None:
 
 def test_of_many_methods_the_paper_s_and_the_lowest_are_named() -> None:
     of_paper = [entry("expert_threshold", 9.0), entry("dense", 8.0)]
-    others = [entry(f"method {place}", 1.0 + place / 10) for place in range(13)]
+    others = [entry(f"method {place}", 1.0 + place / 10) for place in range(11)]
     few = draw_losses({"methods": [*others[:10], *of_paper]})
     assert "other" not in "".join(text.get_text() for text in few.findobj(Text))
     many = draw_losses({"methods": [*reversed(others), *of_paper]})
     texts = [text.get_text() for text in many.findobj(Text)]
-    named = {f"method {place}  {1 + place / 10:.3f}" for place in range(10)}
+    named = {f"method {place}  {1 + place / 10:.3f}" for place in range(4)}
     assert {text for text in texts if "  " in text} == named | {"expert_threshold  9.000", "dense  8.000"}
-    assert "3 others" in texts
+    assert "7 others" in texts
     grey = [line for line in many.axes[0].lines if line.get_color() == MUTED]
-    assert [line.get_ydata()[-1] for line in grey] == [2.0, 2.1, 2.2]
+    assert [line.get_ydata()[-1] for line in grey] == pytest.approx([2.0, 1.9, 1.8, 1.7, 1.6, 1.5, 1.4])
+
+
+def test_methods_without_a_last_loss_are_drawn_among_many() -> None:
+    """A diverged run ended a finished comparison in a traceback, before its page was written."""
+    lost = [entry("diverged", 1.0), entry("never validated", 1.0)]
+    lost[0]["points"][-1][1] = None
+    lost[1]["points"] = []
+    for count in (3, 13):
+        others = [entry(f"method {place}", 2.0) for place in range(count)]
+        figure = draw_losses({"methods": [*lost, *others, entry("dense", 3.0)]})
+        assert len(figure.axes[0].lines) == count + 3
+    others[-1]["points"] = [[1, 10.0], [9, 2.0]]
+    assert draw_losses({"methods": [*lost, *others]}).axes[0].get_xlim()[1] > 9  # of a grey one, too
 
 
 def entry(method: str, loss: float) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from .sentences import counted
 TOLERANCE = 0.005  # nats per token
 """The loss above its optimum up to which an option counts as equally good."""
 NEAR = 0.5
-"""The share of the trials near the best that the parabolas are fitted to, if that is enough of them."""
+"""The share of the trials within NEAR_LOSS of the best, the better ones, that the parabolas are fitted to."""
 
 SPARE = 2
 """The number of trials beyond that of coefficients without which nothing is fitted."""
@@ -105,8 +105,9 @@ def _loss(trial: Trial) -> float:
 def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
     """Fit the loss by one parabola for each numeric option, all added up, to the better trials.
 
-    They are the better half of those within NEAR_LOSS of the best, or more where that is few: up to twice as many as
-    coefficients, which are two for each option and a constant. It needs SPARE trials more than coefficients.
+    These are the better half of the trials within NEAR_LOSS of the best, but no fewer than twice the number of
+    coefficients while there are as many. There are two coefficients for each option and a constant; nothing is fitted
+    without SPARE trials more than coefficients.
     """
     coefficients = 2 * len(scales) + 1
     near = sorted(_near(trials), key=_loss)

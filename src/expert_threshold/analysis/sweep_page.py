@@ -12,7 +12,7 @@ from ..files import replace_file
 from .figures.sweep import draw_curves, draw_options, draw_trials
 from .page import Exhibit, exhibits, page, table
 from .sentences import counted, fixed
-from .sweep import TOLERANCE
+from .sweep import NEAR_LOSS, TOLERANCE
 
 STATES = ("finished", "pruned", "diverged", "refused")
 
@@ -77,7 +77,7 @@ def figures(study: Mapping[str, Any]) -> list[Exhibit]:
     said = (
         f"The line is the parabola fitted to the best {fitted} trials, their losses {residual:.4f} about it."
         if fitted
-        else "Too few trials have finished for a parabola."
+        else f"Too few trials are within {NEAR_LOSS} nats of the best for a parabola."
     )
     return [
         Exhibit(

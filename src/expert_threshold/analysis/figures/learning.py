@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -53,13 +54,23 @@ def loss_by_method(material: Material) -> Data:
 def draw_losses(data: Data, width: float = 1.6 * NARROW, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
     """Draw the validation loss of each method over tokens, or over what `scale` puts on the x axis.
 
-    Bands are one standard deviation over seeds. Of more methods than there are colours, those beside the paper's and
-    the lowest are grey.
+    Bands are one standard deviation over seeds. Of more than twelve methods, the paper's and the four lowest of the
+    others are named, and the rest are grey.
     """
-    methods = sorted(data["methods"], key=lambda entry: (entry["kind"] not in KINDS, entry["points"][-1][1]))
-    named = [entry for entry in data["methods"] if entry in methods[: len(METHODS)]]
+    named, others = _named(data["methods"])
     title = "validation loss (nats per token)"
-    return _curves(named, "{:.3f}", title, width, min(0.5 * width, 3.4), scale, others=methods[len(METHODS) :])
+    return _curves(named, "{:.3f}", title, width, min(0.5 * width, 3.4), scale, others)
+
+
+def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
+    """Return the methods to name, and the others, of which there are some only if colours do not suffice."""
+    if len(methods) <= len(METHODS):
+        return methods, []
+    free = [place for place, entry in enumerate(methods) if entry["kind"] not in KINDS]
+    last = [points[-1, 1] if len(points) else math.nan for points in map(_points, methods)]
+    free.sort(key=lambda place: math.inf if math.isnan(last[place]) else last[place])
+    grey = set(free[len(METHODS) - len(KINDS) :])
+    return [e for n, e in enumerate(methods) if n not in grey], [e for n, e in enumerate(methods) if n in grey]
 
 
 def seconds_axis(axes: Axes) -> None:
@@ -349,24 +360,28 @@ def _curves(
     others: Sequence[Data] = (),
 ) -> Figure:
     """Draw a line for each method, named with its last number, and behind them the others in grey."""
-    every = [array(entry["points"]).reshape(-1, 2) for entry in methods]
+    every, behind = ([_points(entry) for entry in each] for each in (methods, others))
     lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
-    grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.6}
-    if others:
-        lines.append(NamedLine(counted(len(others), "other"), others[0]["points"], grey))
-    figure, axes = single(width, height, top=room_for_names(width, lines))
-    for entry in others:
-        axes.plot(*array(entry["points"]).reshape(-1, 2).T, **grey)
-    for entry, points, line in zip(methods, every, lines, strict=False):
+    grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}
+    key = [*lines, *(NamedLine(counted(len(behind), "other"), points.tolist(), grey) for points in behind[:1])]
+    figure, axes = single(width, height, top=room_for_names(width, key))
+    for points in behind:
+        axes.plot(*points.T, **grey)
+    for entry, points, line in zip(methods, every, lines, strict=True):
         axes.plot(*points.T, **line.stroke, marker="o", markersize=2.5)
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
             axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
     axes.set_title(title)
     scale(axes)
-    _trim(axes, every)
-    name_lines(axes, lines)
+    _trim(axes, [*every, *behind])
+    name_lines(axes, key)
     return figure
+
+
+def _points(entry: Data) -> np.ndarray:
+    """Return a method's points, (points, 2), NaN for None."""
+    return array(entry["points"]).reshape(-1, 2)
 
 
 def _trim(axes: Axes, every: Sequence[np.ndarray]) -> None:
