@@ -213,6 +213,7 @@ def test_the_figure_of_differences_tells_verdicts_by_colour() -> None:
     figure = draw_differences(rows, "base", 0.01)
     means = [line.get_color() for line in figure.axes[0].lines if line.get_marker() == "o"]
     assert means == [VERDICTS[verdict] for verdict in verdicts]
+    assert len(set(means)) == 4
     assert [text.get_text() for text in figure.texts] == ["lower", "equivalent", "open", "higher"]
     some = draw_differences(rows[3:], "base", 0.01)
     assert [text.get_text() for text in some.texts] == ["higher"]
