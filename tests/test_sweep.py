@@ -194,6 +194,9 @@ def test_a_finished_sweep_is_shown_again_and_trains_nothing(
     command: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = read(copy)
+    stale = read(copy)
+    stale["studies"]["dense"]["fitted"]["residual"] = 1.0  # as a version that fits otherwise had written it
+    (copy / "sweep.json").write_text(json.dumps(stale))
     monkeypatch.setattr(sweep, "train", None)
     assert et(*command, "--out", copy) == 0
     assert read(copy) == before

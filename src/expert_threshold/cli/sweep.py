@@ -317,8 +317,9 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def conclude(sweep: Sweep, given: Given) -> str:
-    """Write the page, and return lines that say where the results are."""
+    """Write the results, those of a finished sweep anew, and the page, and return lines that say where they are."""
     folder = sweep.folder
+    sweep.write()
     best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
     try:
         sweep.write_page()
