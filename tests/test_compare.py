@@ -8,7 +8,6 @@ import io
 import json
 import math
 import shutil
-import signal
 import statistics
 import sys
 from collections.abc import Iterator
@@ -48,8 +47,7 @@ from expert_threshold.install import install
 from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import loop
-from expert_threshold.train.state import TrainState
+from interrupts import interrupt_at
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
 STEPS = 4
@@ -283,20 +281,6 @@ def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
     for run in tokens[3:]:
         assert torch.equal(run, tokens[3])
     assert not torch.equal(tokens[0], tokens[3])
-
-
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in that step, counted over all runs."""
-    train_step, made = loop.train_step, 0
-
-    def interrupted(state: TrainState, status: Any) -> bool:
-        nonlocal made
-        made += 1
-        if made == step:
-            signal.raise_signal(signal.SIGINT)
-        return train_step(state, status)
-
-    monkeypatch.setattr(loop, "train_step", interrupted)
 
 
 def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(

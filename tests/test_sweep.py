@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,8 +22,7 @@ from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
-from expert_threshold.train import loop
-from expert_threshold.train.state import TrainState
+from interrupts import interrupt_at
 
 METHODS = ["dense", "expert_threshold"]
 SPACE = ["--space", "matrix_lr=0.005..0.1:log", "--space", "betas=0.9,0.95|0.8,0.95", "--space", "warmup_steps=0..2"]
@@ -209,20 +207,6 @@ def test_a_method_that_is_left_out_later_keeps_its_results(
     monkeypatch.setattr(sweep, "train", None)
     assert et(*command, "--methods", "expert_threshold", "--out", copy) == 0
     assert read(copy)["studies"] == read(finished)["studies"]
-
-
-def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in that step, counted over all runs."""
-    train_step, made = loop.train_step, 0
-
-    def interrupted(state: TrainState, status: Any) -> bool:
-        nonlocal made
-        made += 1
-        if made == step:
-            signal.raise_signal(signal.SIGINT)
-        return train_step(state, status)
-
-    monkeypatch.setattr(loop, "train_step", interrupted)
 
 
 @pytest.mark.parametrize("step", [2, 4 * 4 + 3], ids=["in the first trial", "in the fifth"])

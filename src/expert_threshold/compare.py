@@ -45,7 +45,7 @@ ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of -
 
 
 class Findings(NamedTuple):
-    """The results of finished runs and what is said of them.
+    """The results of finished runs, and their comparison with a baseline.
 
     costs: by method, `bytes_sent` and `state_bytes`. baseline: the method that others are judged against, within the
     margin in nats per token. timed: the runs' seconds compare, since they come from one machine.

@@ -124,7 +124,7 @@ def scales(space: Space) -> dict[str, Scale]:
     return {name: Scale(entry.low, entry.high, entry.log) for name, entry in space.items() if isinstance(entry, Range)}
 
 
-class Method(NamedTuple):
+class Tunable(NamedTuple):
     """A method to tune. config: its run with the present options. present: their values, by the names in the space.
 
     configure: returns the run with other values. Raises ValueError for values that contradict each other.
@@ -161,7 +161,7 @@ class Sweep:
     def __init__(
         self,
         folder: Path,
-        methods: Mapping[str, Method],
+        methods: Mapping[str, Tunable],
         record: dict[str, Any],
         *,
         trials: int,

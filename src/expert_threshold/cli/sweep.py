@@ -27,7 +27,7 @@ from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import rule_to_dict
-from ..sweep import SWEEP, Choice, Method, Range, Space, Sweep, require_optuna
+from ..sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
@@ -106,7 +106,7 @@ def run(arguments: Sequence[str]) -> None:
     configs = configure(given, names)
     first = next(iter(configs.values()))
     space = read_space(default_space(first) if texts is None else texts, given, names)
-    methods = {name: tuned(given, name, configs[name], space) for name in names}
+    methods = {name: tunable(given, name, configs[name], space) for name in names}
     keep_freed_memory()
     console = console_for_tables()
     own = {"space": " ".join(f"{name}={entry.text}" for name, entry in space.items()), "seeds": seeds}
@@ -212,7 +212,7 @@ def _parsed(text: str, option: Option, value: str) -> Any:
         raise ValueError(f"--space {text}: expected {describe(option.kind)}, not {value}") from None
 
 
-def tuned(given: Given, name: str, config: RunConfig, space: Space) -> Method:
+def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable:
     """Return a method with the part of the space that has an effect on it. Raises ValueError if there is none.
 
     Also raises ValueError for an end of a range or a choice that the method refuses, other options as at present.
@@ -243,7 +243,7 @@ def tuned(given: Given, name: str, config: RunConfig, space: Space) -> Method:
                 raise ValueError(f"--space {option}={entry.text}: {error}") from None
     present = {option: present_value(config, option) for option in own}
     inside = {option: value for option, value in present.items() if own[option].drawn(value) is not None}
-    return Method(config, own, inside, configured, partial(recommended, given, name, keys))
+    return Tunable(config, own, inside, configured, partial(recommended, given, name, keys))
 
 
 def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
         raise ValueError(missing[0] if missing else "no folder has a finished trial with a logarithmic option")
     console = console_for_tables()
     for law in laws:
-        say(console, told(law))
+        say(console, law_text(law))
     for line in [*warnings, *(f"not fitted: {reason}" for reason in missing)]:
         say(console, line)
     if out is not None:
@@ -411,7 +411,7 @@ def draw(laws: Sequence[Mapping[str, Any]], path: Path) -> str:
     return f"laws in {path}; {listed([figure.name for figure in figures.values()])}, .png and .svg"
 
 
-def told(law: Mapping[str, Any]) -> str:
+def law_text(law: Mapping[str, Any]) -> str:
     """Return a law with the standard errors of its exponents, and how flat the optimum is."""
     powers = " · ".join(
         f"({name} / {show_value(law['references'][name])})^({exponent:+.2f} ± {law['errors'][name]:.2f})"

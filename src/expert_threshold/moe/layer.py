@@ -78,7 +78,7 @@ class MoE(nn.Module):
         """
         return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks_of(self.router.group))
 
-    def weights(self, gates: Tensor, assignment: Tensor) -> Tensor:
+    def factors(self, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the factors of the experts' outputs: the gates (…, experts), normalised if `gate_norm` says so."""
         return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
@@ -86,9 +86,9 @@ class MoE(nn.Module):
         """Return y for x (batch, time, d_model) under a given routing, in the dtype of x even under autocast."""
         experts = self.router.rule.num_experts  # null slots and null scores come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
-        weights = self.weights(routing.gates[..., :experts].flatten(0, 1), assignment)
+        factors = self.factors(routing.gates[..., :experts].flatten(0, 1), assignment)
         flat = x.flatten(0, 1)
         with no_autocast(x):
             rows = self.max_pairs(len(flat))
-            y = self.dispatch(flat, weights, assignment, self.experts, self.shared, rows=rows).view_as(x)
+            y = self.dispatch(flat, factors, assignment, self.experts, self.shared, rows=rows).view_as(x)
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x
