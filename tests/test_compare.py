@@ -283,6 +283,91 @@ def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
     assert not torch.equal(tokens[0], tokens[3])
 
 
+def swept(folder: Path, **options: dict[str, Any]) -> Path:
+    """A folder with the best options of methods, by name."""
+    for method, sections in options.items():
+        (folder / method).mkdir(parents=True)
+        rule = {"name": methods()[method].rule or "dense"}
+        content = {**sections, "model": {**sections.get("model", {}), "rule": rule}}
+        (folder / method / "best.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_each_methods_tuned_options_are_recorded_and_kept_apart(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow, fast, narrow = (tmp_path / name for name in ("slow", "fast", "narrow"))
+    swept(slow, dense={"optim": {"matrix_lr": 0.02}}, expert_threshold={"optim": {"matrix_lr": 0.01}})
+    swept(fast, dense={"optim": {"matrix_lr": 0.02}}, expert_threshold={"optim": {"matrix_lr": 0.1}})
+    swept(narrow, expert_threshold={"optim": {"matrix_lr": 0.1}, "model": {"d_expert": 32}})
+    both = ["compare", *small, "--rules", "dense,expert_threshold"]
+    one, other, thin = (tmp_path / f"of-{name}" for name in ("slow", "fast", "narrow"))
+    assert et(*both, "--tuned", slow, "--out", one) == 0
+    assert et(*both, "--tuned", fast, "--out", other) == 0
+    own = read(other)["own_options"]
+    assert own == {"dense": {}, "expert_threshold": {"matrix_lr": 0.1}}
+    # Other options do not continue a comparison, and runs with other options are not seeds of one method.
+    refused(capsys, et(*both, "--tuned", fast, "--seeds", 2, "--out", one), "matrix_lr=0.1 differs from 0.01")
+    join = ["compare", "--join", one, "--join", other, "--out", tmp_path / "joined"]
+    refused(capsys, et(*join), f"--join {other}: expert_threshold has matrix_lr=0.1 there and 0.01 in {one}")
+    # The same options continue it, with some of its methods, too; what differs in size has a name of its own.
+    assert et("compare", *small, "--rules", "expert_threshold", "--tuned", fast, "--out", other) == 0
+    assert [run["method"] for run in read(other)["runs"]] == ["dense", "expert_threshold"]
+    assert et("compare", *small, "--rules", "expert_threshold", "--tuned", narrow, "--out", thin) == 0
+    assert et("compare", "--join", one, "--join", thin, "--out", tmp_path / "joined") == 0
+    rows = json.loads((tmp_path / "joined" / "joined.json").read_text())["table"]
+    assert [row["method"] for row in rows] == ["dense", "expert_threshold", "expert_threshold (4 experts of 32)"]
+
+
+def test_options_that_give_methods_other_budgets_are_refused(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = swept(tmp_path / "swept", dense={}, expert_threshold={"train": {"accumulation": 2}})
+    code = et("compare", *small, "--rules", "dense,expert_threshold", "--tuned", folder, "--out", tmp_path / "out")
+    refused(capsys, code, "--tuned: expert_threshold has accumulation=2 and dense 1")
+
+
+def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = swept(
+        tmp_path / "swept", token_choice={"optim": {"matrix_lr": 1e29, "head_lr": 1e29}}, expert_threshold={}
+    )
+    chosen = ["--rules", "token_choice,expert_threshold", "--tuned", folder, "--out", tmp_path / "out"]
+    command = ["compare", *small, *chosen, "--steps", 14, "--eval-every", 14, "--softcap", "none"]
+    assert et(*command) == 0
+    told = capsys.readouterr().out
+    assert "token_choice seed 0 diverged" in told
+    record = read(tmp_path / "out")
+    losses = {row["method"]: row["loss"] for row in record["table"]}
+    assert losses["token_choice"] is None
+    assert losses["expert_threshold"] is not None
+    judged = {row["method"]: row for row in record["judgement"]}["expert_threshold"]
+    assert judged["difference"] is judged["at_flops"] is judged["at_seconds"] is None
+    assert (tmp_path / "out" / "compare.html").is_file()
+    monkeypatch.setattr(compare, "train_run", None)
+    assert et(*command) == 0
+    assert read(tmp_path / "out") == record
+
+
+def test_a_finished_comparison_that_is_shown_elsewhere_keeps_its_seconds(small: list[object], copy: Path) -> None:
+    record = read(copy)
+    record["machines"][0] |= {"cpu": "another", "expert_threshold": "9.9"}
+    (copy / "compare.json").write_text(json.dumps(record))
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert read(copy)["machines"] == record["machines"]
+    assert read(copy)["judgement"] == record["judgement"]
+
+
+def test_fewer_methods_and_seeds_keep_the_results_of_the_others(
+    finished: Path, small: list[object], copy: Path
+) -> None:
+    assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0
+    before, after = read(finished), read(copy)
+    assert after["runs"] == before["runs"]
+    assert after["costs"] == before["costs"]
+
+
 def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(
     small: list[object],
     finished: Path,
@@ -339,7 +424,8 @@ def test_methods_and_seeds_can_be_added_later(small: list[object], copy: Path) -
     assert et("compare", *small, "--rules", "token_choice_aux,dense", "--seeds", 3, "--out", copy) == 0
     after, record = content(copy), read(copy)
     assert before.items() <= after.items()
-    assert [(row["method"], row["seeds"]) for row in record["table"]] == [("dense", 3), ("token_choice_aux", 3)]
+    seeds = {row["method"]: row["seeds"] for row in record["table"]}
+    assert seeds == {"dense": 3, "token_choice": 2, "expert_threshold": 2, "token_choice_aux": 3}
     assert record["methods"].keys() == {*CHOSEN, "token_choice_aux"}
 
 
@@ -906,6 +992,6 @@ def test_a_comparison_continued_on_another_machine_compares_no_seconds(small: li
     record = read(copy)
     record["machines"][0]["cpu"] = "another"
     (copy / "compare.json").write_text(json.dumps(record))
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 3, "--out", copy) == 0
     assert all(row["seconds"] is None for row in read(copy)["judgement"])
     assert "Loss by seconds" not in (copy / "compare.html").read_text()

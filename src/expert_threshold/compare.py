@@ -33,12 +33,14 @@ from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
 from .config import SECTIONS, RunConfig, with_defaults
 from .data import open_source
-from .experiment import Kind, record_corpus, require_format, run_title
+from .experiment import Kind, record_corpus, record_machine, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE, RULES
 from .runs import RunFolder
+from .train import DivergedError
+from .train.log import say
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
 ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of --join"
@@ -123,19 +125,27 @@ class Comparison(NamedTuple):
         return self.folder / method / f"seed_{seed}"
 
     def results(self) -> list[Result]:
-        """Return the result of each finished run, by method and seed."""
-        found = []
-        for method in self.configs:
-            for seed in range(self.seeds):
-                path = self.run_path(method, seed)
-                if _is_begun(path) and (result := read_result(RunFolder.open(path), method, seed)):
-                    found.append(result)
-        return found
+        """Return the result of each run that finished or diverged, by method and seed, earlier ones included."""
+        begun = [(method, seed) for method in self.record["methods"] for seed in self._begun(method)]
+        found = (read_result(RunFolder.open(self.run_path(*run)), *run) for run in begun)
+        return [result for result in found if result is not None]
+
+    def _begun(self, method: str) -> list[int]:
+        """Return the seeds of the method's runs that have begun."""
+        names = [path.parent.name for path in (self.folder / method).glob("seed_[0-9]*/config.json")]
+        return sorted(int(name.removeprefix("seed_")) for name in names)
+
+    def _config(self, method: str) -> RunConfig:
+        """Return a run of the method, which may be an earlier one's."""
+        if method in self.configs:
+            return self.configs[method]
+        return RunConfig.from_dict(RunFolder.open(self.run_path(method, self._begun(method)[0])).config)
 
     def train(self, console: Console) -> None:
         """Train every unfinished run, all methods of one seed before the next seed; a run already begun is resumed.
 
-        Raises KeyboardInterrupt after a run that a signal stopped, ValueError and OSError as `train` does.
+        A run that diverges has no loss, and the others follow. Raises KeyboardInterrupt after a run that a signal
+        stopped, ValueError and OSError as `train` does.
         """
         done = {(result.method, result.seed) for result in self.results()}
         runs = [(method, seed) for seed in range(self.seeds) for method in self.configs]
@@ -148,15 +158,20 @@ class Comparison(NamedTuple):
             title = run_title(f"{number}/{len(runs)} {method} seed {seed}", start, seconds, later)
             path, config = self.run_path(method, seed), self.configs[method]
             path.mkdir(parents=True, exist_ok=True)
-            result = train_run(
-                RunFolder(path),
-                replace(config, train=replace(config.train, seed=seed)),
-                console,
-                resume=_is_begun(path),
-                title=title,
-            )
-            if not result.finished:
-                raise KeyboardInterrupt
+            record_machine(self.record, config)
+            try:
+                result = train_run(
+                    RunFolder(path),
+                    replace(config, train=replace(config.train, seed=seed)),
+                    console,
+                    resume=_is_begun(path),
+                    title=title,
+                )
+            except DivergedError as error:
+                say(console, f"{method} seed {seed} diverged: {error}; to train it again, remove {path}")
+            else:
+                if not result.finished:
+                    raise KeyboardInterrupt
             seconds.append(time.monotonic() - start)
             self.write()
 
@@ -166,9 +181,14 @@ class Comparison(NamedTuple):
 
     def findings(self) -> Findings:
         """Return the results so far."""
-        costs = {method: routing_costs(config) for method, config in self.configs.items()}
+        results = self.results()
+        costs = {method: routing_costs(self._config(method)) for method in self._shown(results)}
         timed = _are_one(self.record["machines"])
-        return Findings(self.headline(), self.results(), costs, self.baseline, self.margin, timed)
+        return Findings(self.headline(), results, costs, self.baseline, self.margin, timed)
+
+    def _shown(self, results: Sequence[Result]) -> list[str]:
+        """Return the methods with results, and those chosen now."""
+        return list(dict.fromkeys([*(result.method for result in results), *self.configs]))
 
     def headline(self) -> str:
         """Return a line on the text, the budget and the machines."""
@@ -185,11 +205,12 @@ class Comparison(NamedTuple):
 
     def draw(self) -> list[str]:
         """Write the page and figures, and return the figures' names. Raises ValueError if matplotlib is missing."""
-        return self.findings().draw(self.folder, {method: self.label(method) for method in self.configs})
+        findings = self.findings()
+        return findings.draw(self.folder, {method: self.label(method) for method in findings.costs})
 
     def label(self, method: str) -> str:
         """Return the method's name in figures, which is its rule's label."""
-        config = self.configs[method]
+        config = self._config(method)
         return DENSE if config.model.rule is None else config.model.rule.label_of(window(config).pool)
 
 
@@ -228,11 +249,13 @@ NOT_SHARED = ("rule", "dispatch", *OF_EXPERTS)  # the second is how a layer is c
 class JoinedRun(NamedTuple):
     """A finished run of the comparison in `folder`, with the method's name there.
 
-    recipe: options of its optimizer, model and rule. options: these, those of training, and the comparison's versions.
+    budget: what all joined runs must share. recipe: options of its optimizer, model and rule. options: these, those of
+    training, and the comparison's versions.
     """
 
     folder: str
     result: Result
+    budget: Mapping[str, Any]
     sizes: Mapping[str, str | None]
     recipe: Mapping[str, Any]
     options: Mapping[str, Any]
@@ -248,8 +271,14 @@ class JoinedRuns(NamedTuple):
     repeated: Counter[str]
 
 
-def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
-    """Return a comparison's budget, finished runs and machines. Raises ValueError if it is none or has no such run."""
+def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, of these sections of a run, in which the runs of a table must agree."""
+    shared = {name: train[name] for name in SHARED}
+    return shared | {name: value for name, value in model.items() if name not in NOT_SHARED}
+
+
+def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
+    """Return a comparison's finished runs and machines. Raises ValueError if it is none or has no such run."""
     path = Path(folder) / COMPARISON.file
     if not path.is_file():
         raise ValueError(f"--join {folder}: has no compare.json; name the folder of a comparison")
@@ -261,11 +290,8 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
     with damage_told(path, ELSEWHERE):
         machines = record["machines"]
-        train, model, optim = (
-            with_defaults(SECTIONS[name], record["options"][name]) for name in ("train", "model", "optim")
-        )
-        budget = {"text": record["corpus"]["hash"]} | {name: train[name] for name in SHARED}
-        budget |= {name: value for name, value in model.items() if name not in NOT_SHARED}
+        usual = {name: with_defaults(SECTIONS[name], record["options"][name]) for name in ("train", "model", "optim")}
+        owned = record.get("own_options", {})  # earlier versions had none
         _are_one(machines)
         versions = {"expert_threshold": listed(_versions(machines))}
         runs = []
@@ -273,15 +299,21 @@ def _runs_of(folder: str) -> tuple[dict[str, Any], list[JoinedRun], list[Any]]:
             rule, its_costs = record["methods"][result.method], record["costs"][result.method]
             rule = with_defaults(RULES.get(rule["name"]), rule)
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
+            of_method = owned.get(result.method, {})
+            train, model, optim = (
+                {option: of_method.get(option, value) for option, value in section.items()}
+                for section in usual.values()
+            )
+            shared = {"text": record["corpus"]["hash"]} | budget(train, model)
             recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
                 recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}
             named = sizes({"model": {**model, "rule": rule}, "train": train})
             whole = {**versions, **train, **recipe}
-            runs.append(JoinedRun(folder, result, named, recipe, whole, own))
+            runs.append(JoinedRun(folder, result, shared, named, recipe, whole, own))
     if not runs:
         raise ValueError(f"--join {folder}: has no finished run; continue that comparison, or leave it out")
-    return budget, runs, machines
+    return runs, machines
 
 
 def joined_runs(folders: Sequence[str]) -> JoinedRuns:
@@ -292,16 +324,15 @@ def joined_runs(folders: Sequence[str]) -> JoinedRuns:
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
-    first: dict[str, Any] = {}
     runs: list[JoinedRun] = []
     machines: list[Any] = []
     for folder in folders:
-        budget, found, here = _runs_of(folder)
-        first = first or budget
-        for name, value in budget.items():
-            if value != first[name]:
-                raise ValueError(f"--join {folder}: its {name}={value!r} differs from {first[name]!r} of {folders[0]}")
+        found, here = _runs_of(folder)
         runs += found
+        for run in found:
+            for name, value in run.budget.items():
+                if value != (of_first := runs[0].budget[name]):
+                    raise ValueError(f"--join {folder}: its {name}={value!r} differs from {of_first!r} of {folders[0]}")
         machines += here
     names, usual = names_with_sizes([(run.result.method, run.sizes) for run in runs])
     of_name: dict[str, JoinedRun] = {}

@@ -23,6 +23,7 @@ from .train.device import machine, pick_device
 from .train.log import Title, clock
 
 VERSION = 1
+_SECTIONS = ("train", "data", "model", "optim")
 OTHER_FOLDER = "restore it from a copy, or name another --out"
 
 
@@ -68,29 +69,46 @@ def require_format(record: Mapping[str, Any], kind: Kind, path: Path, remedy: st
         )
 
 
+def here(config: RunConfig) -> dict[str, Any]:
+    """Return the machine and the versions that runs are made with now."""
+    return machine(pick_device(config.train.device), config.train.threads) | {
+        "expert_threshold": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _options(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Return a run's options by section, but for its rule and seed, which experiments record by themselves."""
+    sections = config.to_dict()
+    del sections["model"]["rule"], sections["train"]["seed"]
+    return {name: sections[name] for name in _SECTIONS}
+
+
+def own_options(config: RunConfig, shared: RunConfig) -> dict[str, Any]:
+    """Return the options, of any section, in which a run differs from what an experiment's runs share."""
+    sections = zip(_options(config).values(), _options(shared).values(), strict=True)
+    return {name: value for mine, usual in sections for name, value in mine.items() if value != usual[name]}
+
+
 def read_record(
     out: Path,
     kind: Kind,
     start: Mapping[str, str],
     configs: Mapping[str, RunConfig],
+    shared: RunConfig,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return all options of the experiment, as in its record. Raises ValueError if an existing record differs.
 
-    own: options of the experiment beside those of its runs. Without an existing record, the corpus is None until
-    `record_corpus`.
+    shared: what the runs have in common; the record has the options in which a method differs as `own_options`. own:
+    options of the experiment beside those of its runs. Without an existing record, the corpus is None until
+    `record_corpus`, and the machine is this one; with one, `record_machine` adds this one.
     """
-    sections = next(iter(configs.values())).to_dict()
-    del sections["model"]["rule"], sections["train"]["seed"]
     # Derived options come last, so that an error names the option that was typed.
-    options = {"run": start} | {name: sections[name] for name in ("train", "data", "model", "optim")}
+    options = {"run": start} | _options(shared)
     if own:
         options = {"own": own} | options
-    here = machine(pick_device(sections["train"]["device"]), sections["train"]["threads"]) | {
-        "expert_threshold": __version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
     now: dict[str, Any] = json.loads(
         to_json(
             {
@@ -98,8 +116,9 @@ def read_record(
                 "version": VERSION,
                 "options": options,
                 "methods": {name: rule_to_dict(config.model.rule) for name, config in configs.items()},
+                "own_options": {name: own_options(config, shared) for name, config in configs.items()},
                 "corpus": None,
-                "machines": [here],
+                "machines": [here(shared)],
             }
         )
     )
@@ -112,16 +131,27 @@ def read_record(
         sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
         rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
         recorded = sections | rules
-        machines = [{name: machine[name] for name in here} for machine in before["machines"]]
+        owned = before.get("own_options", {})  # earlier versions had none
         known = now | {
             "methods": before["methods"] | now["methods"],
+            "own_options": owned | now["own_options"],
             "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")},
-            "machines": [*(machine for machine in machines if machine != here), here],
+            "machines": [{name: machine[name] for name in now["machines"][0]} for machine in before["machines"]],
         }
         pairs = [
             (option, value, recorded.get(name, section).get(option))
             for name, section in (now["options"] | now["methods"]).items()
             for option, value in section.items()
+        ]
+        usual = {option: value for section in _SECTIONS for option, value in now["options"][section].items()}
+        pairs += [
+            (
+                option,
+                now["own_options"][name].get(option, usual[option]),
+                owned.get(name, {}).get(option, usual[option]),
+            )
+            for name in rules.keys() & now["methods"].keys()
+            for option in {**owned.get(name, {}), **now["own_options"][name]}
         ]
     for option, value, was in pairs:
         if value != was:
@@ -130,6 +160,13 @@ def read_record(
                 "or name another --out"
             )
     return known
+
+
+def record_machine(record: dict[str, Any], shared: RunConfig) -> None:
+    """Add this machine, with the versions here, to the record as one that makes runs."""
+    now = json.loads(to_json(here(shared)))
+    if now not in record["machines"]:
+        record["machines"].append(now)
 
 
 def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path) -> None:

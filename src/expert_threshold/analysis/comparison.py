@@ -20,20 +20,23 @@ from .sentences import fixed, listed
 
 
 class Result(NamedTuple):
-    """The result of one finished run. Load and fanout are None without routed experts."""
+    """The result of one run that finished or diverged. Load and fanout are None without routed experts.
+
+    A diverged run has the validations before that, and no loss at its end.
+    """
 
     method: str
     seed: int
     loss: float | None  # cross-entropy of the last validation, nats per token; None if it was not finite
     bits_per_byte: float | None
-    tokens_per_second: float  # median over the intervals of training
+    tokens_per_second: float | None  # median over the intervals of training, None if there was none
     load_spread: float | None  # of the last validation, largest load over mean load, in the worst layer
     fanout_mean: float | None  # of the last validation, over tokens and layers
     fanout_std: float | None
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
     clock: list[float]  # seconds of training until each validation
     flops: list[float]  # of training until each validation, by the fanout of each step
-    # Means over training, of each step's worst layer and of all layers.
+    # Means over training, of each interval's worst layer and of all layers.
     load_spread_trained: float | None
     fanout_trained: float | None
     unrouted: float | None  # share of tokens that no expert took in the last validation
@@ -49,14 +52,14 @@ class Row(NamedTuple):
     loss_std: float | None
     bits_per_byte: float | None
     bits_per_byte_std: float | None
-    tokens_per_second: float
+    tokens_per_second: float | None
     load_spread: float | None
     fanout_mean: float | None
     fanout_std: float | None
 
 
 LATE = 0.9
-"""Losses of training are means over the steps after this share of the run."""
+"""Losses of training are means over the intervals of logging that begin after this share of the run."""
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
     "Loss in nats per token, mean ± standard deviation over seeds. Max load / mean: tokens of the busiest expert over "
@@ -66,12 +69,14 @@ NOTES = (
 
 
 def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
-    """Return the result of a run, None if it is not finished. Raises ValueError if it is damaged."""
+    """Return the result of a run, None if it neither finished nor diverged. Raises ValueError if it is damaged."""
     train, model, records = folder.section("train"), folder.section("model"), folder.metrics.read()
     validations = {record["step"]: record for record in records if record["split"] == "validation"}
     with damage_told(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
         steps = train["steps"]
-        if folder.latest_checkpoint() != steps or steps not in validations:
+        if any(record.get("event") == "diverged" for record in records):
+            validations[steps] = {"loss": None, "bits_per_byte": None, "layers": {}}
+        elif folder.latest_checkpoint() != steps or steps not in validations:
             return None
         tokens = _number(train["batch_size"] * train["accumulation"] * model["context"])
         last = validations[steps]
@@ -80,7 +85,10 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         fanout_mean, fanout_std = _moments(counts)
         spreads = [layer["load_spread"] for layer in layers if layer["load_spread"] is not None]  # None: no tokens
         training = [record for record in records if record["split"] == "train"]
-        loss, late = _number(last["loss"]), [r["cross_entropy"] for r in training if r["step"] > LATE * steps]
+        loss, late = (
+            _number(last["loss"]),
+            [r["cross_entropy"] for r in training if r["step"] - r["steps"] >= math.floor(LATE * steps)],
+        )
         logged, validated = [0, *(r["step"] for r in training)], sorted(validations)
         config, fanouts = GPTConfig.from_dict(model), [_over_training([r], "fanout_mean", mean) for r in training]
         flops = [float(tokens * flops_per_token(config, rate=fanout)) for fanout in fanouts]
@@ -89,7 +97,7 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
             seed,
             loss,
             _number(last["bits_per_byte"]),
-            median(record["tokens_per_second"] for record in training),
+            median(record["tokens_per_second"] for record in training) if training else None,
             max(spreads, default=None),
             fanout_mean,
             fanout_std,
@@ -193,7 +201,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
                 over_seeds(stdev, losses),
                 over_seeds(mean, bits),
                 over_seeds(stdev, bits),
-                median(run.tokens_per_second for run in runs),
+                over_seeds(median, [run.tokens_per_second for run in runs]),
                 over_seeds(mean, [run.load_spread for run in runs]),
                 over_seeds(mean, [run.fanout_mean for run in runs]),
                 over_seeds(mean, [run.fanout_std for run in runs]),
@@ -231,7 +239,7 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
                 str(row.seeds),
                 emphasise(loss) if _is_lowest(row.loss, [other.loss for other in rows]) else loss,
                 emphasise(bits) if _is_lowest(row.bits_per_byte, [other.bits_per_byte for other in rows]) else bits,
-                f"{row.tokens_per_second:,.0f}",
+                "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
                 fixed(row.load_spread, 2),
                 fixed(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
             ]

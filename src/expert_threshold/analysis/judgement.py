@@ -95,7 +95,9 @@ def _difference(losses: Sequence[tuple[float | None, float | None]], margin: flo
 def _at_equal(
     mine: Result, my_use: Sequence[float], other: Result, its_use: Sequence[float]
 ) -> tuple[float | None, float | None]:
-    """Return both losses when each run had used as much as the cheaper one uses in all."""
+    """Return both losses when each run had used as much as the cheaper one uses in all; None if one diverged."""
+    if mine.loss is None or other.loss is None:
+        return None, None
     limit = min(my_use[-1], its_use[-1])
     return loss_at(mine, my_use, limit), loss_at(other, its_use, limit)
 
@@ -179,8 +181,9 @@ def notes(baseline: str, margin: float) -> str:
         f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise; no "
         "test is adjusted for the number of methods. At equal FLOPs and seconds: at those of the cheaper run of the "
         "pair, linear between validations; a run cut short there has not finished its schedule. FLOPs are those of "
-        "training by the measured fanout of each step, seconds those of optimizer steps. Max load / mean: of each "
-        "training step, in the worst layer. Tokens without expert: in validation. Validation − training: the last "
-        "validation loss minus the loss of training's last tenth. Bytes sent: by one rank of 8 for routing in one "
+        "training by the measured fanout of each step, seconds those of optimizer steps. Max load / mean: the mean of "
+        "training's steps, in the worst layer of each interval of --log-every. Tokens without expert: in validation. "
+        "Validation − training: the last validation loss minus the loss of training's last tenth; none if an interval "
+        "is longer. Bytes sent: by one rank of 8 for routing in one "
         "optimizer step, all layers."
     )

@@ -17,7 +17,7 @@ from ..analysis.comparison import HEADERS, NOTES, cells, summarise
 from ..analysis.judgement import HEADERS as JUDGED
 from ..analysis.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
 from ..analysis.sentences import listed
-from ..compare import COMPARISON, JOINED, Comparison, Findings, join
+from ..compare import COMPARISON, JOINED, Comparison, Findings, budget, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..experiment import opened, read_record
@@ -97,7 +97,7 @@ def run(arguments: Sequence[str]) -> None:
     keep_freed_memory()
     console = console_for_tables()
     with opened(out, COMPARISON) as folder:
-        record = read_record(folder, COMPARISON, start_of(given), configs)
+        record = read_record(folder, COMPARISON, start_of(given), configs, shared_by(given, chosen, configs))
         comparison = Comparison(folder, configs, seeds, record, baseline, margin)
         say(console, introduction(comparison))
         for name, path in tuned.items():
@@ -212,6 +212,23 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
     if config.train.eval_every is None:
         raise ValueError("--eval-every none: methods are compared by their validation loss; leave it out")
     return configs
+
+
+def shared_by(given: Given, names: Sequence[str], configs: Mapping[str, RunConfig]) -> RunConfig:
+    """Return what the runs share: their text and training, and the other options as they are without --tuned.
+
+    So it does not depend on which methods take part. Raises ValueError if --tuned gives methods different budgets.
+    """
+    first = configs[names[0]]
+    for name, config in configs.items():
+        mine, others = (vars(each.data) | budget(vars(each.train), each.model.to_dict()) for each in (config, first))
+        for option, value in mine.items():
+            if value != others[option]:
+                raise ValueError(
+                    f"--tuned: {name} has {option}={value!r} and {names[0]} {others[option]!r}, and methods of one "
+                    "comparison share text, batch and trunk; sweep them alike, or give the option here"
+                )
+    return replace(configure(given, names)[names[0]], data=first.data, train=first.train)
 
 
 def introduction(comparison: Comparison) -> str:

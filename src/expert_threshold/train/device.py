@@ -51,14 +51,24 @@ def kernels_off(device: torch.device, dtype: torch.dtype) -> str | None:
     return f"kernels are off: {why}; PyTorch's operations compute the same, more slowly"
 
 
-def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
-    """Return what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
+def _cpu() -> str:
+    """Return the processor's name, with family and model where it has them: virtual machines name many kinds alike."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    facts = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+    name = facts.get("model name") or platform.processor() or platform.machine()
+    return (
+        f"{name}, family {facts['cpu family']}, model {facts['model']}"
+        if {"cpu family", "model"} <= facts.keys()
+        else name
+    )
+
+
+def machine(device: torch.device, threads: int | None = None) -> dict[str, Any]:
+    """Return what determines the speed of a run: the CPU, its cores, torch's threads, the GPU if `device` is one."""
     return {
         "system": platform.system(),
-        "cpu": names[0] if names else platform.processor() or platform.machine(),
+        "cpu": _cpu(),
         "cores": os.cpu_count(),
         "threads": threads or torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,

@@ -56,6 +56,7 @@ class RunLog:
             )
             self._display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
         if state.skipped_in_a_row >= MAX_SKIPS:
+            self._write("event", {"event": "diverged"})
             optim = state.optimizers.config
             raise DivergedError(
                 f"{MAX_SKIPS} steps in a row were skipped, the last of them step {state.step}, since "
