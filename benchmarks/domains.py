@@ -256,12 +256,16 @@ def measure(arguments: argparse.Namespace, methods: list[str], domains: dict[str
     """Train, evaluate and trace what is left, and return the folder of the runs."""
     arguments.out.mkdir(parents=True, exist_ok=True)
     mixture, told = arguments.out / MIXTURE, arguments.out / "mixture.json"
+    now = {"sources": domains, "megabytes": arguments.megabytes}
     if not told.exists():
-        replace_json(told, mix(domains, arguments.megabytes * 1_000_000, mixture))
-    mixed = read_json(told)
-    if set(mixed) != set(domains):
-        known = ", ".join(mixed)
-        raise ValueError(f"--out {arguments.out}: its mixture is of {known}; name these, or another --out")
+        replace_json(told, now | {"bytes": mix(domains, arguments.megabytes * 1_000_000, mixture)})
+    made = read_json(told)
+    if {name: made.get(name) for name in now} != now:
+        of = ", ".join(f"{name}={source}" for name, source in made.get("sources", {}).items())
+        raise ValueError(
+            f"--out {arguments.out}: its mixture is of {made.get('megabytes')} megabytes of each of {of or 'others'}; "
+            "name these, or another --out"
+        )
     runs: Path = arguments.out / "runs"
     call("compare", "quickstart", "--data", mixture, "--validation-fraction", 0.05, "--rules", ",".join(methods),
          "--seeds", arguments.seeds, "--sample-every", "none", "--out", runs, *arguments.options)  # fmt: skip
@@ -275,7 +279,7 @@ def measure(arguments: argparse.Namespace, methods: list[str], domains: dict[str
         if with_experts:
             call("analyze", *with_experts, "--figures", ",".join(FIGURES), *names, "--out", analysis)
     of_methods = methods_of(arguments.out, methods, domains, arguments.seeds)
-    record = {**origin(), "domains": mixed, "domain_tokens": arguments.domain_tokens, "methods": of_methods}
+    record = {**origin(), "domains": made["bytes"], "domain_tokens": arguments.domain_tokens, "methods": of_methods}
     replace_json(runs / RECORD, record)
     return runs
 

@@ -20,6 +20,7 @@ from expert_threshold import sweep
 from expert_threshold.analysis.sweep import Scale, SizeStudy, Trial, best_of, fit_laws, fit_parabolas
 from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import RULE, resolve_run
+from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from interrupts import interrupt_at
@@ -227,6 +228,21 @@ def test_a_stopped_sweep_resumes_and_equals_one_that_never_stopped(
     assert without_seconds(read(out)) == without_seconds(read(finished))
 
 
+def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(
+    command: list[object], finished: Path, copy: Path
+) -> None:
+    """A process killed between the two left its choice to the next trial, and all that followed moved by one."""
+    shutil.copy(finished / "sweep.json", copy / "sweep.json")
+    (copy / "studies.jsonl").unlink()
+    (copy / "sweep.json").write_text(json.dumps(read(copy) | {"studies": {}}))
+    storage = sweep.open_journal(copy / "studies.jsonl")
+    import optuna
+
+    optuna.create_study(storage=storage, study_name="dense").enqueue_trial({"matrix_lr": 0.09})
+    assert et(*command, "--out", copy) == 0
+    assert without_seconds(read(copy)) == without_seconds(read(finished))
+
+
 def test_a_killed_sweep_resumes_with_the_same_trials(command: list[object], finished: Path, copy: Path) -> None:
     """The process was killed during the last trial, in the middle of a line of the journal."""
     journal = copy / sweep.STUDIES
@@ -322,6 +338,24 @@ def test_an_invalid_search_is_refused_before_anything_is_created(
 ) -> None:
     refused(capsys, et("sweep", *small, *options, "--out", tmp_path / "out"), *parts)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_range_has_whole_numbers_for_a_rule_that_takes_no_others() -> None:
+    names = ["token_choice", "expert_threshold"]
+    configs = configure({"preset": "tiny"}, names)
+    space = read_space(["experts_per_token=1..4"], {}, names)
+    searched = [tunable({"preset": "tiny"}, name, configs[name], space).space["experts_per_token"] for name in names]
+    assert [[entry.value(entry.at(share)) for share in (0.2, 0.9)] for entry in searched] == [[2, 4], [1.6, 3.7]]
+
+
+def test_the_best_options_leave_out_what_a_rule_scales_to_a_runs_length() -> None:
+    given, name = {"preset": "quickstart"}, "expert_threshold_mean"
+    config = configure(given, [name])[name]
+    method = tunable(given, name, config, read_space(["matrix_lr=0.01..0.1:log"], given, [name]))
+    assert method.recommend({"matrix_lr": 0.02})["model"]["rule"] == {"name": "expert_threshold", "estimator": "mean"}
+    chosen = {**given, RULE + "decay": 0.5}
+    method = tunable(chosen, name, config, read_space(["matrix_lr=0.01..0.1:log"], chosen, [name]))
+    assert method.recommend({"matrix_lr": 0.02})["model"]["rule"]["decay"] == 0.5
 
 
 def test_another_space_preset_or_length_is_refused_by_name(
@@ -448,6 +482,17 @@ def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
     assert fit_parabolas([], {}).trials == 0
 
 
+def test_no_loss_is_promised_that_lies_outside_the_searched_range() -> None:
+    """The least of a parabola whose optimum lies beyond the range counted as reached."""
+    scales = {name: Scale(0, 1, log=False) for name in "ab"}
+    places = np.random.default_rng(0).random((24, 2)).tolist()
+    trials = [trial(n, 3 + 0.05 * (a - 1.6) ** 2 + 0.1 * (b - 0.5) ** 2, a=a, b=b) for n, (a, b) in enumerate(places)]
+    found = fit_parabolas(trials, scales).parabolas
+    assert found["a"] is None
+    assert found["b"] is not None
+    assert found["b"].loss == pytest.approx(3 + 0.05 * 0.6**2)
+
+
 def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
     """Where trials were few, losses far above entered the fit, and it promised a loss below any that was measured."""
     trials = [
@@ -554,6 +599,17 @@ def test_a_law_that_sizes_cannot_show_has_its_reason(chosen: list[dict[str, floa
     assert not laws
     assert reasons.keys() == {"a", "b"}
     assert all(why in reason for reason in reasons.values())
+
+
+def test_an_option_searched_evenly_at_one_size_has_the_same_law_or_none() -> None:
+    """The two kinds of axes entered one regression."""
+    studies = studies_of_a_law()
+    evenly = [study._replace(scales={**study.scales, "a": Scale(0.01, 1, log=False)}) for study in studies[:1]]
+    assert fit_laws([*evenly, *studies[1:]])[0]["a"] == fit_laws(studies)[0]["a"]
+    from_zero = [study._replace(scales={**study.scales, "a": Scale(0, 1, log=False)}) for study in studies[:1]]
+    laws, reasons = fit_laws([*from_zero, *studies[1:]])
+    assert "a" not in laws
+    assert reasons["a"] == "one of its ranges does not begin above 0; search it anew"
 
 
 def test_a_linear_option_and_one_of_a_single_size_do_not_bias_a_law() -> None:

@@ -21,7 +21,7 @@ from .analysis.sentences import counted
 from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
 from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
-from .experiment import OTHER_FOLDER, Kind, record_corpus
+from .experiment import OTHER_FOLDER, Kind, record_corpus, record_machine
 from .files import damage_told, read_json, replace_file, replace_json
 from .install import install
 from .plan import costs
@@ -194,7 +194,7 @@ class Sweep:
         self._studies = {name: self._study(name, storage) for name in self.methods}
 
     def _study(self, method: str, storage: JournalStorage) -> Study:
-        """Return the method's study; a trial that a killed process left is not counted."""
+        """Return the method's study; a trial that a killed process left, begun or not, is not counted."""
         import optuna
 
         steps = self.methods[method].config.train.steps
@@ -202,6 +202,8 @@ class Sweep:
         study = optuna.create_study(storage=storage, pruner=pruner, study_name=method, load_if_exists=True)
         for trial in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.RUNNING]):
             study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
+        for _ in study.get_trials(deepcopy=False, states=[optuna.trial.TrialState.WAITING]):
+            study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
         return study
 
     def results(self, method: str) -> list[Trial]:
@@ -244,6 +246,7 @@ class Sweep:
                 say(console, f"{self.minutes:g} minutes do not suffice for {counted(len(plan) - place, 'more trial')}")
                 return
             self._read_text(console)
+            record_machine(self.record, self.methods[method].config)
             before = time.monotonic()
             name = f"{method} {number}/{self.trials}"
             status = console.status(name, spinner="line") if console.is_terminal else nullcontext()

@@ -38,13 +38,14 @@ def test_a_mixture_has_equally_much_of_every_domain_cut_into_pieces(tmp_path: Pa
     [
         (["a=a.jsonl"], "name two domains or more"),
         (["a=a.jsonl", "a=b.jsonl"], "name two domains or more, each by a name of its own"),
-        (["a=a.jsonl", "c=b.jsonl"], "its mixture is of a, b; name these, or another --out"),
+        (["a=a.jsonl", "c=b.jsonl"], "its mixture is of 4 megabytes of each of a=a.jsonl, b=b.jsonl; name these, or"),
+        (["a=a.jsonl", "b=c.jsonl"], "its mixture is of 4 megabytes of each of a=a.jsonl, b=b.jsonl; name these, or"),
     ],
 )
 def test_other_domains_than_those_of_the_mixture_are_refused(
     named: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mixture.json").write_text('{"a": 1, "b": 1}')
+    (tmp_path / "mixture.json").write_text('{"sources": {"a": "a.jsonl", "b": "b.jsonl"}, "megabytes": 4}')
     given = [word for name in named for word in ("--domain", name)]
     monkeypatch.setattr(sys, "argv", ["domains.py", "--out", str(tmp_path), *given])
     with pytest.raises(ValueError, match=message):

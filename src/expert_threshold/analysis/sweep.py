@@ -128,20 +128,24 @@ def fit_parabolas(trials: Sequence[Trial], scales: Mapping[str, Scale]) -> Fit:
     residual = math.sqrt(((columns @ solution - losses) ** 2).sum() / freedom)
     errors = residual * np.sqrt(np.diag(np.linalg.inv(columns.T @ columns)))[len(scales) + 1 :]
     bent = bends > np.maximum(student(SURE, freedom) * errors, 0)
-    least = constant - (slopes[bent] ** 2 / (4 * bends[bent])).sum()
-    found: dict[str, Parabola | None] = {}
+    least = constant
+    places: dict[str, tuple[float, float]] = {}  # of optima inside their ranges, with their reach
     for (name, scale), middle, unit, slope, bend, sure in zip(
         scales.items(), centre, spread, slopes, bends, bent, strict=True
     ):
-        found[name] = None
         if sure:
             place, reach = middle - unit * slope / (2 * bend), unit * math.sqrt(TOLERANCE / bend)
             first, last = scale.to_axis(scale.low), scale.to_axis(scale.high)
-            if first <= place <= last:  # beyond, the exponential of a flat parabola's ends overflows
-                low = scale.low if place - reach < first else scale.from_axis(float(place - reach))
-                high = scale.high if place + reach > last else scale.from_axis(float(place + reach))
-                optimum = scale.from_axis(float(place))
-                found[name] = Parabola(optimum, low, high, float(least), float(bend / unit**2))
+            if first <= place <= last:
+                places[name] = float(place), float(reach)
+            at = (min(max(place, first), last) - middle) / unit
+            least += slope * at + bend * at**2
+    found: dict[str, Parabola | None] = dict.fromkeys(scales)
+    for name, (place, reach) in places.items():
+        scale, curvature = scales[name], TOLERANCE / reach**2
+        low = scale.low if place - reach < scale.to_axis(scale.low) else scale.from_axis(place - reach)
+        high = scale.high if place + reach > scale.to_axis(scale.high) else scale.from_axis(place + reach)
+        found[name] = Parabola(scale.from_axis(place), low, high, float(least), curvature)
     return Fit(found, len(near), residual)
 
 
@@ -190,8 +194,12 @@ def fit_laws(sweeps: Sequence[SizeStudy]) -> tuple[dict[str, Law], dict[str, str
     reasons: dict[str, str] = {}
     for option in dict.fromkeys(option for sweep in sweeps for option in sweep.scales):
         having = [sweep for sweep in sweeps if option in sweep.scales]
-        x = np.array([sweep.scales[option].to_axis(t.options[option]) if sweep in having else 0.0 for sweep, t in near])
-        if option not in options:
+        by_logarithm = option in options and all(sweep.scales[option].low > 0 for sweep in having)
+        to_axis = math.log if by_logarithm else float
+        x = np.array([to_axis(t.options[option]) if sweep in having else 0.0 for sweep, t in near])
+        if not by_logarithm:
+            if option in options:
+                reasons[option] = "one of its ranges does not begin above 0; search it anew"
             columns += [x**2, x]
             continue
         names = [name for name in having[0].sizes if len({sweep.sizes[name] for sweep in having}) > 1]

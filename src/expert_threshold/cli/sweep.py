@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from ..config import DEFAULT_PRESET, RunConfig
 from ..experiment import opened, read_record, require_format
 from ..files import damage_told, read_json, replace_json
 from ..install import et
-from ..option import Count, Positive, alternatives, bare, describe, did_you_mean
+from ..option import Count, Positive, alternatives, bare, describe, did_you_mean, kinds_of
 from ..plan import costs
 from ..recipes import methods as all_methods
-from ..routing import rule_to_dict
+from ..routing import DENSE, RULES, Rule, rule_to_dict
 from ..sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> None:
     console = console_for_tables()
     own = {"space": " ".join(f"{name}={entry.text}" for name, entry in space.items()), "seeds": seeds}
     with opened(out, SWEEP) as folder:
-        record = read_record(folder, SWEEP, start_of(given), configs, own)
+        record = read_record(folder, SWEEP, start_of(given), configs, first, own)
         sweep = Sweep(folder, methods, record, trials=trials, seeds=seeds, minutes=minutes)
         sweep.begin(console)
         introduce(console, sweep)
@@ -228,7 +228,7 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
                 keys[option] = RULE + option
         elif option in vars(config.optim) | vars(config.model) and not (rule is None and option in OF_EXPERTS):
             keys[option] = option
-    own = {option: space[option] for option in keys}
+    own = {option: _in_whole_numbers(space[option], rule, option) for option in keys}
     if not own:
         raise ValueError(f"--space has no option of method {name}; add one, or leave {name} out")
 
@@ -246,10 +246,17 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
     return Tunable(config, own, inside, configured, partial(recommended, given, name, keys))
 
 
+def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> Range | Choice:
+    """Return the entry of the space, in whole numbers if this rule's option takes no others, though another's may."""
+    kind = None if rule is None else kinds_of(type(rule)).get(option)
+    is_whole = kind is not None and float not in {bare(each)[0] for each in alternatives(kind)}
+    return replace(entry, whole=True) if isinstance(entry, Range) and is_whole else entry
+
+
 def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that differ between a run with these values and the preset's, for `et train --config`.
 
-    The run's length is left out, so that warmups and the rule's options are scaled to the run that uses them.
+    The run's length is left out, and so is what a rule scales to it, so that both fit the run that uses them.
     """
     method = all_methods()[name]
     start = {option: given[option] for option in ("preset",) if option in given}
@@ -271,8 +278,11 @@ def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mappin
         changed = {option: value for option, value in after.items() if value != before[option]}
         if changed:
             found[section] = changed
-    rule, scaled = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
-    own = {option: value for option, value in rule.items() if value != scaled[option]}
+    rule, usual = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
+    typed = {key.removeprefix(RULE) for key in [*given, *keys.values()] if key.startswith(RULE)}
+    by_length = set() if method.rule == DENSE else RULES[method.rule].scaled(tuned.train.steps, {}).keys()
+    scaled = by_length - typed - method.options.keys()
+    own = {option: value for option, value in rule.items() if value != usual[option] and option not in scaled}
     found.setdefault("model", {})["rule"] = {"name": rule["name"]} | dict(method.options) | own
     return found
 

@@ -108,9 +108,9 @@ class ExpertThreshold(ByCutoff):
         return ("ET" if self.warmup_steps else "ET no warmup") + self.label_of_gates()
 
     def scope(self, training: bool) -> Scope:
-        """Return "token" in training too if there is no warmup and no bound can bind."""
+        """Return "token" in training too if there is no warmup and no bound can bind, in pools of any size."""
         slack = math.inf if self.capacity_slack is None else self.capacity_slack
-        unbounded = slack >= 1 and self.experts_per_token * (1 + slack) >= self.num_experts
+        unbounded = self.experts_per_token * slack >= 2 * self.num_experts  # k is rounded down, to half of it at most
         return "token" if self.warmup_steps == 0 and unbounded else super().scope(training)
 
     def window(self, sequence: int, batch: int, step: int) -> Window:
