@@ -112,6 +112,9 @@ def test_a_loss_that_is_not_finite_leaves_its_differences_out() -> None:
     assert row.difference is None
     assert row.seconds_to_loss is None
     assert judged_cells([row], "base")[0][1:3] == ["–", "–"]
+    diverged = result("other", 0, [4.0, None], clock=[1.0, 1.0])  # nothing was logged after the validation
+    _, row = judge([result("base", 0, [4.0, 3.0]), diverged], "base")
+    assert row.at_flops is row.at_seconds is None
 
 
 def test_what_rules_send_is_counted_without_ranks() -> None:
