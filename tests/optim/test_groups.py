@@ -73,7 +73,7 @@ def kinds(optimizer: Optimizers) -> dict[str, type]:
 
 def test_embedding_and_head_get_adamw_and_every_matrix_muon() -> None:
     optimizer = optimizers(model())
-    assert kinds(optimizer) == {"matrix": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
+    assert kinds(optimizer) == {"matrix": Muon, "expert": Muon, "embed": AdamW, "head": AdamW, "router": Muon}
     assert members(optimizer, "embed") == {"embed.weight"}
     assert members(optimizer, "head") == {"head.weight"}
     assert members(optimizer, "router") == {"blocks.1.moe.router.weight"}
@@ -85,6 +85,14 @@ def test_the_router_can_have_adamw_and_its_own_learning_rate() -> None:
     optimizer = optimizers(model(), config)
     assert kinds(optimizer)["router"] is AdamW
     assert optimizer.learning_rates(0, 10)["router"] == pytest.approx(0.25)
+
+
+def test_experts_can_have_their_own_learning_rate() -> None:
+    config = dataclasses.replace(SHORT, expert_lr=0.5, min_lr_ratio=1.0)
+    optimizer = optimizers(model(), config)
+    assert members(optimizer, "expert") == {"blocks.1.moe.experts.up", "blocks.1.moe.experts.down"}
+    assert optimizer.learning_rates(5, 10)["expert"] == 0.5
+    assert optimizer.learning_rates(5, 10)["matrix"] == SHORT.matrix_lr
 
 
 TRUNK = {
@@ -131,13 +139,13 @@ def test_a_parameter_that_fits_nowhere_is_named() -> None:
 @pytest.mark.parametrize(("d_model", "scale"), [(768, 1.0), (1280, 0.7745966692414834), (256, 1.7320508075688772)])
 def test_peaks_are_the_papers_table_times_lambda(d_model: int, scale: float) -> None:
     peaks = {name: group.peak for name, group in optimizers(model(), OptimConfig(), d_model).groups.items()}
-    table = {"matrix": 0.02, "router": 0.02, "embed": 0.2, "head": 0.004}
+    table = {"matrix": 0.02, "expert": 0.02, "router": 0.02, "embed": 0.2, "head": 0.004}
     assert peaks == pytest.approx({name: peak * scale for name, peak in table.items()})
 
 
 def test_the_releases_muon_is_not_scaled_but_its_adamw_is() -> None:
     peaks = {name: group.peak for name, group in optimizers(model(), RELEASE, 3072).groups.items()}
-    assert peaks == pytest.approx({"matrix": 0.02, "router": 0.002, "embed": 0.1, "head": 0.002})
+    assert peaks == pytest.approx({"matrix": 0.02, "expert": 0.02, "router": 0.002, "embed": 0.1, "head": 0.002})
 
 
 def test_learning_rates_at_the_papers_points() -> None:
@@ -150,9 +158,9 @@ def test_learning_rates_at_the_papers_points() -> None:
     warm = optimizer.learning_rates(249, steps)
     assert warm["embed"] == pytest.approx(0.2 * (1 - 0.9 * 249 / steps))
     middle = optimizer.learning_rates(steps // 2, steps)
-    assert middle == pytest.approx({"matrix": 0.011, "router": 0.011, "embed": 0.11, "head": 0.0022})
+    assert middle == pytest.approx({"matrix": 0.011, "expert": 0.011, "router": 0.011, "embed": 0.11, "head": 0.0022})
     end = optimizer.learning_rates(steps, steps)
-    assert end == pytest.approx({"matrix": 0.002, "router": 0.002, "embed": 0.02, "head": 0.0004})
+    assert end == pytest.approx({"matrix": 0.002, "expert": 0.002, "router": 0.002, "embed": 0.02, "head": 0.0004})
 
 
 def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
@@ -328,7 +336,7 @@ def test_layers_take_turns_at_moving_their_experts_and_nothing_else_waits(held: 
 def test_muon_can_have_a_warmup_and_no_lambda() -> None:
     config = OptimConfig(muon_warmup_steps=4, scale_muon=False, adamw_warmup_steps=0, min_lr_ratio=1.0)
     rates = optimizers(model(), config, d_model=192).learning_rates(0, 10)
-    assert rates == pytest.approx({"matrix": 0.005, "router": 0.005, "embed": 0.4, "head": 0.008})
+    assert rates == pytest.approx({"matrix": 0.005, "expert": 0.005, "router": 0.005, "embed": 0.4, "head": 0.008})
 
 
 def test_the_state_is_flat_and_named_after_the_parameters() -> None:

@@ -39,7 +39,16 @@ FACTOR = 8
 RATES = ("matrix_lr", "embed_lr", "head_lr", "router_lr")
 SHARE, LEAST_STEPS, VALIDATIONS = 10, 100, 4
 """By default a trial has a tenth of the preset's steps, at least 100, and four validations."""
-OF_EXPERTS = ("router_lr", "router_optimizer", "z_loss", "gate_norm", "d_expert", "shared_experts", "dense_layers")
+OF_EXPERTS = (
+    "router_lr",
+    "expert_lr",
+    "router_optimizer",
+    "z_loss",
+    "gate_norm",
+    "d_expert",
+    "shared_experts",
+    "dense_layers",
+)
 """Options without effect on a dense model; its space leaves them out."""
 NOT_SEARCHED = {
     "rule": "compare methods with --methods",
@@ -148,7 +157,7 @@ def default_space(config: RunConfig) -> list[str]:
 
 def present_value(config: RunConfig, name: str) -> Any:
     """Return the value of an option in a run; None if it has none."""
-    if name == "router_lr" and config.optim.router_lr is None:
+    if name in ("router_lr", "expert_lr") and vars(config.optim)[name] is None:
         return config.optim.matrix_lr
     for record in (config.optim, config.model, config.model.rule):
         if record is not None and name in vars(record):

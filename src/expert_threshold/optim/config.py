@@ -26,6 +26,7 @@ class OptimConfig:
     """
 
     matrix_lr: Rate = option(0.02, "Learning rate of all matrices but the embedding, the head and the router.")
+    expert_lr: Rate | None = option(None, "Learning rate of the routed experts' matrices; none is the matrices'.")
     embed_lr: Rate = option(0.2, "Learning rate of the embedding.")
     head_lr: Rate = option(0.004, "Learning rate of the head.")
     router_lr: Rate | None = option(None, "Learning rate of the routers; none is the matrices'.")

@@ -108,6 +108,11 @@ class Row(NamedTuple):
 
 GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes it
     "matrix": Row(lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr),
+    "expert": Row(
+        lambda name, parameter: "experts" in name.split("."),
+        lambda config: "muon",
+        lambda config: config.matrix_lr if config.expert_lr is None else config.expert_lr,
+    ),
     "embed": Row(
         lambda name, parameter: "embed" in name.split("."),
         lambda config: "adamw",
