@@ -242,7 +242,7 @@ def routing_costs(config: RunConfig) -> dict[str, int | None]:
 
 # Options in which joined comparisons must agree: these and the model's. Rules and what `sizes` names may differ.
 SHARED = ("batch_size", "accumulation", "eval_tokens", "dtype")
-OF_EXPERTS = ("d_expert", "shared_experts", "gate_norm")
+OF_EXPERTS = ("d_expert", "shared_experts", "gate_norm", "expert_lr", "router_lr")
 NOT_SHARED = ("rule", "dispatch", *OF_EXPERTS)  # the second is how a layer is computed
 
 
@@ -308,7 +308,7 @@ def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
             recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
                 recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}
-            named = sizes({"model": {**model, "rule": rule}, "train": train})
+            named = sizes({"model": {**model, "rule": rule}, "train": train, "optim": optim})
             whole = {**versions, **train, **recipe}
             runs.append(JoinedRun(folder, result, shared, named, recipe, whole, own))
     if not runs:

@@ -159,12 +159,13 @@ def runs_by_method(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def sizes(config: Mapping[str, Any]) -> dict[str, str | None]:
     """Return in words the options of a run in which methods that share a table may differ; None if it has none."""
-    model, rule = config["model"], config["model"]["rule"]
+    model, rule, rate = config["model"], config["model"]["rule"], config["optim"]["expert_lr"]
     dense = rule["name"] == DENSE
     return {
         "experts": None if dense else f"{rule['num_experts']} experts of {model['d_expert']}",
         "shared": None if dense else f"{model['shared_experts']} shared",
         "null_scores": f"{rule['null_scores']} null scores" if "null_scores" in rule else None,
+        "expert_lr": None if dense else f"experts at {'the usual rate' if rate is None else f'rate {rate:g}'}",
         "gate_norm": None if dense else f"{model['gate_norm'] or 'no'} norm",
         "steps": f"{config['train']['steps']:,} steps",
     }
