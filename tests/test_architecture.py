@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"files", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
-    "plan": {"config", "kernels", "routing", "model", "optim"},
+    "plan": {"config", "distributed", "kernels", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {
         "analysis", "data", "evaluation", "generate", "model", "moe", "optim", "option", "recipes", "routing", "runs",

@@ -858,16 +858,20 @@ def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_
         rule["num_experts"] = 64
     record["options"]["train"]["steps"] = 1200
     record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
+    record["options"]["optim"]["expert_lr"] = 0.01
     record["machines"][0]["expert_threshold"] = "9.9"
     (copy / "compare.json").write_text(json.dumps(record))
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
     rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
-    others = [f"{method} (64 experts of 8, 4 shared, fanout norm, 1,200 steps)" for method in CHOSEN[1:]]
+    told = "64 experts of 8, 4 shared, experts at rate 0.01, fanout norm, 1,200 steps"
+    others = [f"{method} ({told})" for method in CHOSEN[1:]]
     assert [row["method"] for row in rows] == [*CHOSEN, *others]
     for page in ("compare.html", "compare.md"):
         text = (tmp_path / "out" / page).read_text()
         assert "several versions of expert-threshold: 0.1.0 and 9.9" in text
-        assert "4 experts of 64, 1 shared, no norm and 4 steps where no other is named" in text
+        assert (
+            "4 experts of 64, 1 shared, experts at the usual rate, no norm and 4 steps where no other is named" in text
+        )
 
 
 def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(

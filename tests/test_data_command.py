@@ -13,7 +13,7 @@ import pytest
 
 from cases import et
 from expert_threshold.cli import data as command
-from expert_threshold.data import Tokenizer, open_source, public
+from expert_threshold.data import Tokenizer, open_source, public, token_files
 from expert_threshold.data.cache import VARIABLE
 from expert_threshold.data.download import Remote
 
@@ -96,6 +96,52 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
         for name in ("text", "tokens")
     ]
     assert losses[0] == losses[1] != []
+
+
+def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was written beside the folder and looked for beside the shards."""
+    shards = tmp_path / "text" / "data"
+    shards.mkdir(parents=True)
+    for third in range(3):
+        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
+        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet")
+    assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0
+    assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
+    assert (
+        Tokenizer.load(tmp_path / "text" / "tokenizer.json").hash
+        == Tokenizer.load(tmp_path / "tokens" / "tokenizer.json").hash
+    )
+    capsys.readouterr()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["  ", "\n"]}), shards / "shard_3.parquet")
+    assert et("train", "tiny", "--data", tmp_path / "text", "--vocab-size", 270, "--out", tmp_path / "run") == 2
+    assert "too few for a loss; give more text, or --eval-every none" in capsys.readouterr().err
+    twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    assert et("train", "tiny", "--data", tmp_path / "twice.parquet", "--out", tmp_path / "run") == 2
+    assert "several columns text_field='text'" in capsys.readouterr().err
+
+
+def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The index was emptied when tokenizing went on, and written with the next new part."""
+    shards = tmp_path / "text"
+    shards.mkdir()
+    for third in range(3):
+        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
+        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet", row_group_size=10)
+    assert et("data", "tokenizer", shards, "--vocab-size", 270) == 0
+    assert et("data", "tokenize", shards, "--out", tmp_path / "tokens") == 0
+    index = tmp_path / "tokens" / "train.jsonl"
+    manifest = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
+    (tmp_path / "tokens" / "tokens.json").write_text(json.dumps(manifest | {"finished": False}))
+    kept = "".join(index.read_text().splitlines(keepends=True)[:2])
+    index.write_text(kept)
+    there: list[str] = []
+    monkeypatch.setattr(token_files, "_read", lambda *_: there.append(index.read_text()) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        et("data", "tokenize", shards, "--out", tmp_path / "tokens")
+    assert there[0] == kept
 
 
 def test_the_eval_bundle_is_found_by_evaluate(

@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import json
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from cases import small_model
 from expert_threshold.cli import main
 from expert_threshold.cli import plan as plan_command
 from expert_threshold.config import RunConfig, resolve
+from expert_threshold.distributed import local_batch
 from expert_threshold.kernels import cpu, off, scratch
 from expert_threshold.model import GPT
 from expert_threshold.model.gpt import Block
@@ -64,6 +66,15 @@ def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_j
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("kernels are off: ") == (reason is not None)
     assert reason is None or last == reason
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """torch's attention has scratch memory for each thread, which plans leave out."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
@@ -270,6 +281,18 @@ def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
         assert (found["pool"], found["micro_batch"], found["accumulation"]) == (65_536, 32, accumulation)
 
 
+@pytest.mark.parametrize(
+    "rule", ["dense", "token_choice", "expert_choice", "expert_threshold", "expert_threshold --pool batch"]
+)
+def test_a_gpus_micro_batch_is_that_of_training(rule: str) -> None:
+    """Rules whose tokens compete on a rank get whole micro-batches, which the plan had split."""
+    arguments = ["d12", "--rule", *rule.split(), "--batch-size", "32", "--accumulation", "4", "--gpus", "2"]
+    found = plan_without_memory(*arguments)
+    config = resolve("d12", rule.split()[0], rule_options={"pool": "batch"} if "--pool" in rule else {})
+    local = local_batch(32, 4, config.model.rule, 2)
+    assert (found["micro_batch"], found["accumulation"]) == (local.batch_size, local.accumulation)
+
+
 def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *D12, "--gpus", "8"]) == 0
     text = capsys.readouterr().out
@@ -286,6 +309,7 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "0"], "--gpus: expected a whole number of at least 1, not 0"),
         (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
         (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
+        (["--gpus", "3", "--micro-batch", "1"], "--gpus 3: does not divide the step of 16 sequences"),
         (["--utilisation", "0"], "--utilisation: expected a number above 0 and at most 1, not 0"),
         (["--utilisation", "1.5"], "--utilisation: expected a number above 0 and at most 1, not 1.5"),
         (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a number of at least 0, not -1"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .config import RunConfig
+from .distributed import local_batch
 from .kernels.planned import Planned, planned
 from .model import GPT, GPTConfig, flops_per_token, parameter_counts
 from .model.memory import LiveBytes, Memory
@@ -78,18 +79,23 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
 
 
 def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
-    """Return the sequences per GPU and micro-batch, and the micro-batches per step.
+    """Return the sequences per GPU and micro-batch, and the micro-batches per step, as in training unless
+    `micro_batch` says otherwise.
 
     Raises ValueError if the step cannot be divided evenly.
     """
-    step = config.train.batch_size * config.train.accumulation
+    batch_size, accumulation = config.train.batch_size, config.train.accumulation
+    step = batch_size * accumulation
     if machine.gpus > step:
         raise ValueError(f"--gpus {machine.gpus}: a step has {step} sequences; give at most as many GPUs")
-    rule, whole = config.model.rule, config.train.batch_size
-    # A loss over one rank's micro-batch would change with the size of that micro-batch.
-    by_loss = rule is not None and rule.scope(training=True) == "token" and rule.pool_scope() == "batch"
-    shared = whole if by_loss else max(whole // machine.gpus, 1)
-    micro_batch = machine.micro_batch or shared
+    if step % machine.gpus:
+        raise ValueError(f"--gpus {machine.gpus}: does not divide the step of {step} sequences; give a divisor of it")
+    micro_batch = machine.micro_batch
+    if micro_batch is None:
+        with suppress(ValueError):  # a micro-batch that does not divide by the ranks, which --micro-batch may change
+            local = local_batch(batch_size, accumulation, config.model.rule, machine.gpus)
+            return local.batch_size, local.accumulation
+        micro_batch = max(batch_size // machine.gpus, 1)
     if step % (micro_batch * machine.gpus):
         raise ValueError(
             f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide the step of {step} sequences; "

@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 # Remedies for each OSError.
-FULL = "free some space and try again; saved files are intact, and --resume continues from them"
+FULL = "free some space and run it again, et train with --resume; saved files are intact"
 REMEDIES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,

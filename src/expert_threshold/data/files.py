@@ -174,6 +174,8 @@ def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.Parqu
                 raise ValueError(
                     f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
                 )
+            if columns.names.count(text_field) > 1:
+                raise ValueError(f"{path} has several columns text_field={text_field!r}: write it again with one")
             if columns.field(text_field).type not in _STRINGS:
                 raise ValueError(
                     f"{path}, column text_field={text_field!r} holds {columns.field(text_field).type}: "

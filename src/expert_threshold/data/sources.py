@@ -149,14 +149,15 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
     shards: dict[Split, Shards] = {"train": train, "validation": validation}
     if not train.groups:
         raise ValueError(f"{config.source} has no documents left for train: every shard was skipped; write them again")
-    beside = paths[0].parent / TOKENIZER
+    folders = Path(config.source).expanduser(), paths[0].parent  # shards may lie in a folder of that folder
+    beside = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
     return Corpus(
         config.source,
         hashlib.sha256("".join(shards[split].hash for split in SPLITS).encode()).hexdigest(),
         {split: Size(found.documents, found.bytes) for split, found in shards.items()},
         {"train": lambda: _numbered(train.texts()), "validation": lambda: _numbered(validation.texts())},
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
-        Tokenizer.load(beside) if beside.exists() else None,
+        None if beside is None else Tokenizer.load(beside),
         skipped=skipped,
     )
 

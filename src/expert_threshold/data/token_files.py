@@ -121,8 +121,10 @@ def _write_split(folder: Path, split: str, parts: Parts, skip_damaged: bool) -> 
     sizes = parts.bytes
     there = _whole(read_index(index), ids, lengths, parts.dtype)
     yield sum(sizes[: len(there)])
-    with index.open("wb") as index_file, ids.open("r+b") as ids_file, lengths.open("r+b") as lengths_file:
-        index_file.write(b"".join(map(_line, there)))
+    index.touch()
+    with index.open("r+b") as index_file, ids.open("r+b") as ids_file, lengths.open("r+b") as lengths_file:
+        index_file.write(b"".join(map(_line, there)))  # as they are, so that they survive a kill here
+        index_file.truncate()
         ids_file.truncate(sum(part.tokens for part in there) * parts.dtype.itemsize)
         lengths_file.truncate(sum(part.documents for part in there) * LENGTH.itemsize)
         for file in (ids_file, lengths_file):

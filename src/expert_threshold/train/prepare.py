@@ -149,6 +149,11 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
         enough = None if config.eval_tokens is None else config.eval_tokens + context
         progress = display.task("tokenizing text for validation")
         validation = pack(corpus, tokenizer, "validation", progress, max_tokens=enough)
+        if len(validation) < 2:
+            raise ValueError(
+                f"{corpus.name}: tokens of its text for validation are {len(validation)}, too few for a loss; "
+                "give more text, or --eval-every none"
+            )
     train: Tokens | Parts
     if corpus.parts is not None:
         train = corpus.parts("train", tokenizer)
