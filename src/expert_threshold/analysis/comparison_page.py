@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 from statistics import fmean, median
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
@@ -78,6 +79,10 @@ def by_seconds(results: Sequence[Result]) -> Data:
     return found
 
 
+NAME = 44
+"""Characters of a line of a method's name in the figure of differences."""
+
+
 def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
@@ -88,8 +93,9 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
     rows.sort(key=lambda row: row[1].mean)
     given = {difference.verdict for _, difference in rows}
     key: Strokes = {verdict: {"color": colour} for verdict, colour in VERDICTS.items() if verdict in given}
-    left = 0.075 * max(len(method) for method, _ in rows) + 0.2
-    figure, axes = single(width, 0.24 * len(rows) + 0.2, left=left, key=key)
+    names = [wrap(method, NAME) for method, _ in rows]  # a joined row's name tells its sizes
+    left = 0.075 * max(len(line) for name in names for line in name) + 0.2
+    figure, axes = single(width, 0.12 * max(2, *map(len, names)) * len(rows) + 0.2, left=left, key=key)
     axes.axvspan(-margin, margin, color=GRID, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.7)
     reaches = [max(map(abs, filter(None, (row.mean, row.low, row.high))), default=0.0) for _, row in rows]
@@ -109,7 +115,7 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
         align = "right" if side > 0 else "left"
         text = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
-    axes.set_yticks(range(len(rows)), [method for method, _ in rows])
+    axes.set_yticks(range(len(rows)), ["\n".join(name) for name in names])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False)
     axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
