@@ -505,6 +505,31 @@ def test_a_terminal_gets_no_orders_from_a_model(
     assert ("pa\\x1b[2Jb" if terminal else "pa\x1b[2Jb") in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("routing", [False, True])
+def test_spaces_and_other_characters_are_printed_as_they_come(
+    routing: bool, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pieces = ["a", "\t", "b\r\n", "\x0b", " c "]
+    steps = [Step(0, piece, 0.0, None, () if routing else None) for piece in pieces]
+    monkeypatch.setattr(generate_command, "generate", lambda *_, **__: iter(steps))
+    assert et("generate", run, "--prompt", "\tp", *(["--show-routing"] if routing else [])) == 0
+    assert capsys.readouterr().out.endswith("\tpa\tb\r\n\x0b c \n")
+
+
+def test_a_prompt_that_is_not_utf_8_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert et("generate", run, "--show-routing", "--prompt", "a\udcff") == 2
+    told = capsys.readouterr()
+    assert (told.out, told.err) == ("", "et generate: --prompt 'a\\udcff' is not UTF-8; give a text in UTF-8\n")
+
+
+def test_a_terminal_of_ascii_gets_escapes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(generate_command, "generate", lambda *_, **__: iter([Step(0, "é", 0.0, "length", None)]))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    assert et("generate", run, "--prompt", "p") == 0
+    assert shown.getvalue() == b"p\\xe9\n"
+
+
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 import unicodedata
 from collections.abc import Iterator
@@ -247,15 +248,36 @@ def test_nonsense_is_refused_before_anything_runs(
         generate(model, tokenizer, **({"prompt": "a", "max_tokens": 1} | options))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_end_the_text(tokenizer: Tokenizer, temperature: float, value: float) -> None:
+    model = small_model()
+    model.blocks[-1].attention.output.weight.fill_(value)
+    with pytest.raises(ValueError, match="logits are not finite"):
+        list(generate(model, tokenizer, "the cat", max_tokens=5, temperature=temperature))
+
+
+@torch.no_grad()
+def test_a_token_after_which_nothing_is_finite_is_the_last(tokenizer: Tokenizer, model: GPT) -> None:
+    tokens = tokens_of(generate(model, tokenizer, "the cat", max_tokens=3, temperature=0, stop_at_document_end=False))
+    broken = copy.deepcopy(model)
+    broken.embed.weight[tokens[0]] = torch.nan
+    steps = generate(broken, tokenizer, "the cat", max_tokens=3, temperature=0, stop_at_document_end=False)
+    assert next(steps).token == tokens[0]
+    with pytest.raises(ValueError, match="logits are not finite"):
+        next(steps)
+
+
 def test_a_token_s_colour_says_how_many_experts_it_went_to() -> None:
     def step(*fanouts: int) -> Step:
         routing = tuple(TokenRouting((0.0,) * 16, tuple(range(n)), (0.5,) * n) for n in fanouts)
         return Step(0, "hat", -1.0, None, routing)
 
     rendered = [render_routing(step(*fanouts)) for fanouts in ((0, 0), (1, 0), (1, 1), (16, 16))]
-    assert [text.plain for text in rendered] == ["hat"] * 4
-    assert len({str(text.style) for text in rendered}) == 4
-    assert render_routing(step()).plain == "hat"  # a dense model
+    assert [segment.text for segment in rendered] == ["hat"] * 4
+    assert len({str(segment.style) for segment in rendered}) == 4
+    assert render_routing(step()).text == "hat"  # a dense model
     assert "0.5" in LEGEND.plain
 
 

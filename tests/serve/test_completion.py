@@ -71,6 +71,14 @@ def test_defaults_are_openais(parser: Parser) -> None:
         assert (request.stop, request.echo, request.tops) == ((), False, 0)
 
 
+@pytest.mark.parametrize(("context", "limits"), [(CONTEXT, Limits(output_tokens=8)), (8, Limits())])
+def test_no_default_is_out_of_its_range(context: int, limits: Limits) -> None:
+    few = Parser(small_tokenizer(), context, ["small"], limits)
+    assert few.ranges["max_tokens"].default == few.ranges["max_tokens"].most == 8
+    for allowed in few.ranges.values():
+        assert allowed.default is None or allowed.least <= allowed.default <= allowed.most
+
+
 def test_options_reach_the_engine(parser: Parser) -> None:
     asked = parse(
         parser, prompt="a", max_tokens=0, temperature=0.5, top_p=0.9, top_k=7, stop="end", echo=True, logprobs=5,

@@ -415,7 +415,9 @@ def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pyte
     second = str(write_run(tmp_path / "other" / "run", small_model(RULES["dense"])).path)
     with mock.patch("expert_threshold.cli.serve.routes", return_value=[]) as made:
         serve_with(first, "--compare", second)
-    assert [run.name for run in made.call_args.args[0]] == ["run", second]
+        assert [run.name for run in made.call_args.args[0]] == ["run", second]
+        serve_with(first, "--compare", first, "--compare", first)
+        assert [run.name for run in made.call_args.args[0]] == ["run", first, f"{first} 2"]
     capsys.readouterr()
     assert main(["serve", first, "--host", "0.0.0.0", "--compare", second]) == 2
     assert capsys.readouterr().err.endswith("is for the explorer, which is off for others; add --explorer\n")

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import http.client
 import json
+import math
 import re
 import signal
 import socket
@@ -25,11 +26,12 @@ pytest.importorskip("starlette", reason="the server's packages are not installed
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
 
-from cases import RULES, small_model, write_run  # noqa: E402
+from cases import RULES, small_model, small_tokenizer, write_run  # noqa: E402
 from expert_threshold.cli import main  # noqa: E402
 from expert_threshold.cli.serve import is_local  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import generate, kernel  # noqa: E402
+from expert_threshold.generate.engine import Engine  # noqa: E402
 from expert_threshold.install import install  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.moe import Router  # noqa: E402
@@ -37,6 +39,7 @@ from expert_threshold.routing import ExpertChoice, Routing, Rule, observe  # noq
 from expert_threshold.serve.hosts import bind, url  # noqa: E402
 from expert_threshold.serve.independence import require_independent  # noqa: E402
 from expert_threshold.serve.limits import Limits  # noqa: E402
+from expert_threshold.serve.worker import Worker  # noqa: E402
 from processes import Python  # noqa: E402
 from served import PATIENCE, Served, hung, served, until  # noqa: E402
 
@@ -552,6 +555,8 @@ def test_a_key_is_asked_for_on_every_route_but_health() -> None:
             for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Basic sécret"}):
                 answer = ask(server, path, body, **headers)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        for host in ("x/health?", "x/health#", "["):  # a URL made of Host and path would have another path
+            assert ask(server, "/v1/models", Host=host).status == 401, host
         for encoding in ("utf-8", "latin-1"):  # curl sends the one, Python's own client the other
             assert ask(server, "/v1/models", Authorization="Bearer sécret".encode(encoding)).status == 200
     with served(api_key="key") as server, client_of(server, "key") as client:
@@ -630,6 +635,57 @@ def test_a_failed_handler_is_reported_without_its_traceback(
     answer = complete(server)
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
     assert "secret" not in answer.text
+    assert "RuntimeError: secret" in caplog.text
+    assert 'et_requests_total{path="/v1/completions",status="500"}' in ask(server, "/metrics").text
+
+
+def test_a_failed_engine_of_another_run_is_seen_by_health() -> None:
+    other = Worker(Engine(small_model(), small_tokenizer()), 1)
+    with served(workers=[other]) as server:
+        assert ask(server, "/health").status == 200
+        other.failed = True
+        assert ask(server, "/health").status == 503
+
+
+def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
+    with served(held=True) as server:
+        decoder = server.engine.decoder
+        read = decoder.read
+
+        def damaged(row: int, piece: Any, every: bool) -> Any:
+            decoded = read(row, piece, every=every)
+            peaks = decoded.peaks if row else [peak._replace(logsumexp=math.nan) for peak in decoded.peaks]
+            return decoded._replace(peaks=peaks)
+
+        with mock.patch.object(decoder, "read", side_effect=damaged), ThreadPoolExecutor(3) as pool:
+            waiting = [pool.submit(complete, server, max_tokens=3, temperature=t) for t in (0, 1)]
+            until(lambda: server.worker.unfinished == 2)
+            server.engine.open.set()
+            answers = [answer.result(PATIENCE) for answer in waiting]
+            stream = complete(server, stream=True, logprobs=1, echo=True)
+        assert sorted(answer.status for answer in answers) == [200, 500]
+        failed = next(answer for answer in answers if answer.status == 500)
+        assert failed.error["code"] == "not_finite"
+        assert '"code": "not_finite"' in stream.text
+        assert complete(server, max_tokens=3).status == 200
+        assert ask(server, "/health").status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_outlasts_the_grace_is_told_so(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with served(held=True) as server:
+            server.engine.free = 3
+            waiting = pool.submit(complete, server, max_tokens=9, stream=stream, temperature=0)
+            until(lambda: server.worker.unfinished == 1 and not server.engine.free)
+        answer = waiting.result(PATIENCE)
+    if stream:
+        assert answer.status == 200
+        assert answer.text.endswith("\n\n")
+        assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "stopping"
+    else:
+        assert (answer.status, answer.error["code"]) == (503, "stopping")
+    assert "Traceback" not in caplog.text
 
 
 def test_stopping_the_server_ends_its_thread_mid_generation() -> None:

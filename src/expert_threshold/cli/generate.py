@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.text import Text
+from rich.segment import Segment, Segments
 
 from ..generate import LEGEND, generate, printable, render_routing
 from ..runs import load_model
@@ -31,6 +32,9 @@ def run(arguments: Sequence[str]) -> None:
     """Print the continuation, token by token."""
     command = Command("et generate", "Continue a text with a trained model.", {"generate": OPTIONS})
     options = parse_all(command, arguments)
+    _require_utf8(options["prompt"])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     device = pick_device(options["device"])
     model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
     steps = generate(
@@ -53,7 +57,14 @@ def run(arguments: Sequence[str]) -> None:
         return
     console = Console(highlight=False, soft_wrap=True)
     console.print(LEGEND)
-    console.print(Text(shown(options["prompt"])), end="")
+    console.print(Segments([Segment(shown(options["prompt"]))]), end="")
     for step in steps:
-        console.print(render_routing(step._replace(text=shown(step.text))), end="")
+        console.print(Segments([render_routing(step._replace(text=shown(step.text)))]), end="")
     console.print()
+
+
+def _require_utf8(prompt: str) -> None:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"--prompt {prompt!a} is not UTF-8; give a text in UTF-8") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import socket
 import sys
@@ -71,8 +72,8 @@ def run(arguments: Sequence[str]) -> None:
         model, engine = _open(options["run"], options["step"], options)
         runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer)]
         for path in compared:
+            name = _unused(path, [run.name for run in runs])
             other, beside = _open(path, None, options)
-            name = path if _name(path) in [run.name for run in runs] else _name(path)
             runs.append(Explored(name, other, beside.tokenizer, Worker(beside, limits.queue, options["threads"])))
         app = create_app(
             engine,
@@ -99,6 +100,12 @@ def _open(path: str, step: int | None, options: Mapping[str, Any]) -> tuple[GPT,
 
 def _name(path: str) -> str:
     return Path(path).resolve().name
+
+
+def _unused(path: str, names: Sequence[str]) -> str:
+    """Return a run's name beside others of these names: its folder's, its path, or its path and a number."""
+    numbered = (f"{path} {number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain((_name(path), path), numbered) if name not in names)
 
 
 def is_local(host: str) -> bool:

@@ -20,6 +20,7 @@ from .accelerator import Decoded, Peak
 from .decoder import Decoder
 
 Finish = Literal["stop", "length"]
+NOT_FINITE = "the model's logits are not finite, so no token can be chosen; use another checkpoint"
 
 
 class TokenRouting(NamedTuple):
@@ -172,6 +173,11 @@ class Next(NamedTuple):
         return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
 
     @property
+    def finite(self) -> bool:
+        """False if a logit is NaN or infinite, so that no token can be chosen."""
+        return math.isfinite(self.peak.logsumexp)
+
+    @property
     def logits(self) -> Tensor:
         """This row's logits (vocab,)."""
         return self.of_all[self.row]
@@ -189,7 +195,9 @@ class Next(NamedTuple):
 
 
 class Writing:
-    """A request in progress. prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far."""
+    """A request in progress. prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far. error:
+    the reason why it finished too early, or None.
+    """
 
     def __init__(self, request: Request, room: int) -> None:
         self.request = request
@@ -197,6 +205,7 @@ class Writing:
         self.prompt: list[Step] = []
         self.steps: list[Step] = []
         self.finished = False
+        self.error: str | None = None
         self.read = 0  # prompt tokens read so far
         self.next: Next | None = None  # known once the prompt is read
         self.echoed: Next | None = None  # predictions after the part of the prompt read so far
@@ -275,7 +284,7 @@ class Engine:
             self.waiting.remove(writing)
         for row, running in list(self.running.items()):
             if running is writing:
-                self._free(row)
+                self._finish(row)
 
     def step(self) -> list[Writing]:
         """Admit waiting requests, prefill a piece of one prompt, and decode a token in every row past its prompt.
@@ -295,9 +304,10 @@ class Engine:
             moved.append(reading[0][1])
         return moved
 
-    def _free(self, row: int) -> None:
+    def _finish(self, row: int, error: str | None = None) -> None:
+        writing = self.running.pop(row)
+        writing.finished, writing.error = True, error
         self.decoder.close(row)
-        del self.running[row]
 
     def _write(self, ready: dict[int, Writing]) -> None:
         chosen = {row: writing.choose() for row, writing in ready.items()}
@@ -314,8 +324,9 @@ class Engine:
         for row, writing in ready.items():
             writing.steps.append(made[row])
             if made[row].finish is not None:
-                writing.finished = True
-                self._free(row)
+                self._finish(row)
+            elif writing.next is not None and not writing.next.finite:
+                self._finish(row, NOT_FINITE)
 
     def _make(self, writing: Writing, token: int) -> Step:
         """Return the step of a chosen token, without its routing."""
@@ -336,6 +347,9 @@ class Engine:
         self.counts.read += len(piece)
         self.counts.add_routing(decoded)
         follows = Next.of(decoded)
+        if not all(each.finite for each in follows):
+            self._finish(row, NOT_FINITE)
+            return
         if request.echo:
             before = [writing.echoed, *follows[:-1]]
             for i, (token, known) in enumerate(zip(piece, before, strict=True)):
@@ -345,8 +359,7 @@ class Engine:
         if writing.read == len(request.prompt):
             writing.next = follows[-1]
             if not writing.left:
-                writing.finished = True
-                self._free(row)
+                self._finish(row)
 
     def _echo(self, writing: Writing, token: int, known: Next | None, decoded: Decoded, i: int) -> Step:
         request = writing.request
@@ -398,7 +411,8 @@ def generate(
     Options are those of `Request`. The document ends where the model opens the next one; that step has a token but no
     text. Prompt and continuation together never exceed the context. The model is not changed, and its weights are read
     once, at the first step.
-    Raises ValueError if an option is out of range, or if the prompt is empty or leaves no room.
+    Raises ValueError if an option is out of range, if the prompt is empty or leaves no room, or if a logit is not
+    finite.
     """
     ids = [tokenizer.bos, *tokenizer.encode(prompt)] if isinstance(prompt, str) else list(prompt)
     if max_tokens < 1:
@@ -427,3 +441,5 @@ def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]
         engine.step()
         if writing.steps:
             yield writing.steps[-1]
+    if writing.error is not None:
+        raise ValueError(writing.error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import unicodedata
 
+from rich.segment import Segment
+from rich.style import Style
 from rich.text import Text
 
 from .engine import Step
@@ -23,8 +25,11 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else f"\\x{ord(c):02x}" for c in text)
 
 
-def render_routing(step: Step) -> Text:
-    """Return the step's text, coloured by its token's mean fanout over the layers; the step must be recorded."""
+def render_routing(step: Step) -> Segment:
+    """Return the step's text, coloured by its token's mean fanout over the layers; the step must be recorded.
+
+    A segment is printed as it is, where a `Text` would lose tabs and control characters.
+    """
     assert step.routing is not None, "only steps of generate(..., record=True) have a routing"
     fanout = sum(len(layer.experts) for layer in step.routing) / max(len(step.routing), 1)
-    return Text(step.text, COLOURS[min(round(2 * fanout), len(COLOURS) - 1)])
+    return Segment(step.text, Style.parse(COLOURS[min(round(2 * fanout), len(COLOURS) - 1)]))

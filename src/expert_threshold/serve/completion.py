@@ -20,7 +20,7 @@ from .errors import ApiError, invalid, shown
 from .limits import Limits
 
 MAX_TOKENS = 16
-"""max_tokens of a request that gives none; OpenAI's default."""
+"""max_tokens of a request that gives none, or the most it may ask for; OpenAI's default."""
 
 SEEDS = 2**63
 IDLE: dict[str, tuple[Any, ...]] = {
@@ -44,9 +44,10 @@ class Range(NamedTuple):
 
 def ranges(limits: Limits, context: int, dial: float | None) -> dict[str, Range]:
     """Return the ranges of all fields that are numbers. dial: the largest rate; None where the rate is fixed."""
+    most = min(limits.output_tokens or context, context)
     found = {
         "n": Range(int, 1, limits.n, 1),
-        "max_tokens": Range(int, 0, min(limits.output_tokens or context, context), MAX_TOKENS),
+        "max_tokens": Range(int, 0, most, min(MAX_TOKENS, most)),
         "temperature": Range(float, 0, 2, 1),
         "top_p": Range(float, 0, 1, 1),
         "top_k": Range(int, 1, SEEDS - 1),

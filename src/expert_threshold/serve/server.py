@@ -7,6 +7,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import logging
 import secrets
 import socket
 import sys
@@ -33,6 +34,7 @@ from .protocol import bounded
 from .worker import Work, Worker
 
 T = TypeVar("T")
+log = logging.getLogger("uvicorn.error")
 
 CONNECTIONS = 1024
 """Beyond this uvicorn itself answers with 503."""
@@ -80,10 +82,10 @@ def create_app(
         ApiError: _on_api_error,
         HTTPException: _on_http_exception,
         ClientDisconnect: _on_disconnect,
-        Exception: _on_failure,
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
-    here = Service(worker, name, limits)
+    app.router.redirect_slashes = False
+    here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
     app.state.service = here
@@ -94,9 +96,17 @@ def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
     """Serve on bound sockets until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
     config = configure(app)
     listen(sockets, config.backlog)
-    print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(list(sockets))
+        _Server(config).run(list(sockets))
+
+
+class _Server(uvicorn.Server):
+    """Says where it runs once it handles signals."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
 
 
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
@@ -117,10 +127,11 @@ def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
 
 
 class Service:
-    """State that the handlers share."""
+    """State that the handlers share. others: workers of the runs that are served beside this one."""
 
-    def __init__(self, worker: Worker, name: str, limits: Limits) -> None:
+    def __init__(self, worker: Worker, name: str, limits: Limits, others: Sequence[Worker] = ()) -> None:
         self.worker, self.name, self.limits = worker, name, limits
+        self.workers = (worker, *others)
         self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
         self.created = int(time.time())
         self.parser = Parser(self.tokenizer, self.engine.context, [name], limits, self.engine.dial)
@@ -133,7 +144,9 @@ def service(request: Request) -> Service:
 
 
 class _Gate:
-    """Admits requests that have the key and an allowed Host; counts requests by route."""
+    """Admits requests that have the key and an allowed Host; counts requests by route; answers where a handler failed
+    or was cut off because the server stops.
+    """
 
     def __init__(
         self,
@@ -152,19 +165,32 @@ class _Gate:
             await self.app(scope, receive, send)
             return
 
+        started = False
+
         async def counted(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
+                started = True
                 path = self.paths.get(scope.get("endpoint"), "other")
                 self.metrics.requests[path, message["status"]] += 1
             await send(message)
 
         error = self._refusal(Request(scope))
-        await (self.app if error is None else _answer_error(error))(scope, receive, counted)
+        try:
+            await (self.app if error is None else _answer_error(error))(scope, receive, counted)
+            return
+        except asyncio.CancelledError:
+            error = _stopping()
+        except Exception:
+            log.exception("a request failed")
+            error = ApiError(500, "the server failed; its log says why", code="internal_error")
+        if not started:
+            await _answer_error(error)(scope, receive, counted)
 
     def _refusal(self, request: Request) -> ApiError | None:
         if self.hosts is not None and host_name(request.headers.get("host", "")) not in self.hosts:
             return ApiError(403, f"reach this server as {', '.join(self.hosts)}", code="unknown_host")
-        if self.key is None or request.url.path == "/health":
+        if self.key is None or request.scope["path"] == "/health":  # request.url depends on the Host header
             return None
         if secrets.compare_digest(_given_key(request), self.key):
             return None
@@ -196,7 +222,7 @@ def _as_sent(text: str) -> bytes:
 
 
 async def health(request: Request) -> Response:
-    failed = service(request).worker.failed
+    failed = any(worker.failed for worker in service(request).workers)
     return answer({"status": "failed" if failed else "ok"}, 503 if failed else 200)
 
 
@@ -275,7 +301,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._work, contextlib.suppress(ClientDisconnect):
-            await while_connected(receive, self._send(send))
+            try:
+                await while_connected(receive, self._send(send))
+            except asyncio.CancelledError:
+                await _send_last(send, json.dumps(_stopping().body))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
@@ -288,14 +317,22 @@ class EventStream(Response):
             last = json.dumps(_out_of_time(self._limits).body)
         except ApiError as error:
             last = json.dumps(error.body)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1):  # a client that has not read so far will not now
-                await _send_event(send, last)
-                await send({"type": "http.response.body"})
+        await _send_last(send, last)
+
+
+async def _send_last(send: Send, data: str) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(1):  # a client that has not read so far will not now
+            await _send_event(send, data)
+            await send({"type": "http.response.body"})
 
 
 async def _send_event(send: Send, data: str) -> None:
     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+
+def _stopping() -> ApiError:
+    return ApiError(503, "the server is stopping", code="stopping", retry=1)
 
 
 def _out_of_time(limits: Limits) -> ApiError:
@@ -362,7 +399,7 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, headers = shown(request.url.path), error.headers or {}
+    path, headers = shown(request.scope["path"]), error.headers or {}
     if error.status_code == 404:
         answered = ApiError(404, f"{path} does not exist; {_remedy(request)}", code="unknown_path")
     elif error.status_code == 405:
@@ -375,7 +412,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 def _remedy(request: Request) -> str:
     """Return what to use in place of a path that does not exist."""
-    if "/chat/" in request.url.path:
+    if "/chat/" in request.scope["path"]:
         return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
     paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
     return f"use {', '.join(paths)}; see /openapi.json"
@@ -383,8 +420,3 @@ def _remedy(request: Request) -> str:
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nginx's status for a closed connection; nobody reads it
-
-
-async def _on_failure(request: Request, error: Exception) -> Response:
-    """Answer with 500; the traceback only goes to the log."""
-    return _answer_error(ApiError(500, "the server failed; its log says why", code="internal_error"))

@@ -18,12 +18,16 @@ log = logging.getLogger("uvicorn.error")
 
 
 class Update(NamedTuple):
-    """The progress of one of a work's texts since its last update: steps of its echoed prompt, and steps generated."""
+    """The progress of one of a work's texts since its last update: steps of its echoed prompt, and steps generated.
+
+    error: the reason why it finished too early, or None.
+    """
 
     text: int
     prompt: tuple[Step, ...]
     steps: tuple[Step, ...]
     finished: bool
+    error: str | None
 
 
 class Work:
@@ -46,12 +50,14 @@ class Work:
         self._worker.leave(self)
 
     async def __aiter__(self) -> AsyncIterator[Update]:
-        """Yield updates until all texts are finished. Raises ApiError if the engine failed."""
+        """Yield updates until all texts are finished. Raises ApiError if the engine failed, or the model at a text."""
         left = len(self.requests)
         while left:
             update = await self.updates.get()
             if update is None:
                 raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+            if update.error is not None:
+                raise ApiError(500, update.error, code="not_finite")
             left -= update.finished
             yield update
 
@@ -150,7 +156,7 @@ class Worker:
         for writing in moved:
             work, index, read, written = self._sent[writing]
             prompt, steps = tuple(writing.prompt[read:]), tuple(writing.steps[written:])
-            news.append((work, Update(index, prompt, steps, writing.finished)))
+            news.append((work, Update(index, prompt, steps, writing.finished, writing.error)))
             self._sent[writing] = (work, index, len(writing.prompt), len(writing.steps))
             if writing.finished:
                 del self._sent[writing]
