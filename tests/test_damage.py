@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from cases import et, write_text
 from expert_threshold import full_run
+from expert_threshold.analysis.methods import read_subjects
 from expert_threshold.analysis.run import read_run
 from expert_threshold.runs import RunFolder
 
@@ -36,6 +38,8 @@ COMMANDS = {
     "resume": ("train", "--resume", "RUN"),
     "evaluate": ("evaluate", "RUN"),
     "generate": ("generate", "RUN", "--max-tokens", "2"),
+    "export": ("export", "RUN", "--to", "NEW"),
+    "upcycle": ("upcycle", "RUN", "--to", "NEW"),
 }
 
 
@@ -79,13 +83,16 @@ def assert_told(run: Path, copy: Path, name: str, data: bytes | None, command: s
     if data is not None:
         (copy / name).write_bytes(data)
     before, err = content(copy), io.StringIO()
+    given = {"RUN": copy, "NEW": copy.with_name("new")}
+    shutil.rmtree(given["NEW"], ignore_errors=True)
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
-        code = et(*(copy if argument == "RUN" else argument for argument in COMMANDS[command]))
+        code = et(*(given.get(argument, argument) for argument in COMMANDS[command]))
     assert code in (0, 2)
     if code == 2:
         assert err.getvalue().startswith(f"et {COMMANDS[command][0]}: ")
         assert err.getvalue().count("\n") == 1
         assert content(copy) == before
+        assert not given["NEW"].exists()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -139,3 +146,42 @@ def test_a_dead_expert_without_a_number_is_told(place: str, value: Any, run: Pat
     event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, place: value}
     metrics = (run / "metrics.jsonl").read_bytes() + json.dumps(event).encode() + b"\n"
     assert_told(run, tmp_path / "run", "metrics.jsonl", metrics, "resume")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("config.json", ("train",), []),
+        ("config.json", ("train", "batch_size"), "x"),
+        ("config.json", ("data",), []),
+        ("config.json", ("data", "source"), 5),
+        ("evaluation.json", ("core",), []),
+        ("evaluation.json", ("core",), {"tasks": {"t": 5}}),
+        ("evaluation.json", ("validation",), 5),
+        ("evaluation.json", ("validation", "loss"), "x"),
+    ],
+)
+def test_a_damaged_file_is_named_by_export(
+    name: str, path: tuple[str, ...], value: Any, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / name).write_text(json.dumps(changed(json.loads((copy / name).read_text()), path, value)))
+    assert et("export", copy, "--to", tmp_path / "new") == 2
+    assert str(copy / name) in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_loss_is_named_before_anything_is_drawn(run: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    train = next(line for line in lines if line["split"] == "train")
+    layer = next(iter(train["layers"]))
+    config = (copy / "config.json").read_text()
+    for path, value in ((("loss",), "x"), (("layers", layer, "usage"), "x"), (("layers",), {"x": {}})):
+        (copy / "metrics.jsonl").write_text(json.dumps(changed(json.loads(json.dumps(train)), path, value)) + "\n")
+        with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+            read_subjects([RunFolder.open(copy)])
+    (copy / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes())
+    (copy / "config.json").write_text(json.dumps(changed(json.loads(config), ("train", "steps"), ...)))
+    with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+        read_subjects([RunFolder.open(copy)])

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from cases import RULES, et, small_model, write_run, write_text
+from expert_threshold.cli import rates
 from expert_threshold.data import open_source, pack
-from expert_threshold.evaluation import evaluate
+from expert_threshold.evaluation import Point, evaluate
 from expert_threshold.model import flops_per_token, parameter_counts
-from expert_threshold.runs import load_model
+from expert_threshold.routing import ExpertChoice
+from expert_threshold.runs import RunFolder, load_model
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +83,28 @@ def test_several_runs_share_one_table_and_the_figure_that_is_named(
     drawn = (runs / "both.svg").read_text()
     assert "expert_choice" in drawn
     assert "routed experts per token" in drawn
+
+
+@pytest.mark.parametrize(("name", "message"), [("x.foo", "there is no format foo"), ("no/x.png", "does not exist")])
+def test_a_figure_that_cannot_be_drawn_is_told_before_anything_is_measured(
+    name: str, message: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra viz")
+    with mock.patch("expert_threshold.cli.evaluate.measure_rates", side_effect=AssertionError):
+        assert et("evaluate", runs / "expert_choice", "--rates", "1", "--figure", tmp_path / name) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the extra viz")
+    folder = RunFolder.open(runs / "expert_choice")
+    point = Point(None, 1.0, (1.0,), math.nan, math.nan, 8, 100, 1000)
+    found = rates.record(folder, 1, ExpertChoice(4), [point, point._replace(rate=0.5)])
+    json.dumps(found, allow_nan=False)
+    assert rates.table({"run": found}).row_count == 2
+    rates.draw({"run": found}, tmp_path / "figure.svg")
 
 
 def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
     """Turn errors from missing or malformed fields into a ValueError that reports damage to `name`."""
     try:
         yield
-    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ValueError(f"{name}: damaged ({reason}); {remedy}") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from cases import RULES, small_model, write_run
 from expert_threshold.cli import main
@@ -127,6 +128,11 @@ def change_run(run: object) -> Callable[[Path], None]:
     return change
 
 
+def complex_head(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"lm_head.weight": weights["lm_head.weight"].to(torch.complex64)}, folder / "model.safetensors")
+
+
 def grow(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(config | {"d_model": 64}))
@@ -147,6 +153,8 @@ def grow(folder: Path) -> None:
         (change_run({"step": "ten"}), r"config\.json: damaged \(its run's step is 'ten'\)"),
         (change_run({"step": -1}), r"config\.json: damaged \(its run's step is -1\)"),
         (change_run({"corpus": 3}), r"config\.json: damaged"),
+        (change_run({"train": {"a": float("nan")}}), r"config\.json: damaged"),
+        (complex_head, r"lm_head\.weight is complex"),
         (grow, r"weights and config\.json disagree"),
     ],
 )

@@ -180,6 +180,32 @@ def test_a_folder_loads_alone_with_its_own_code_as_its_card_says(folder: Path, t
     assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
 
 
+@torch.no_grad()
+def test_each_folder_in_one_process_has_its_own_code(folders: dict[str, Path], tmp_path: Path) -> None:
+    names = ["token_choice", "expert_threshold", "expert_choice"]
+    program = f"""
+        import sys
+        sys.modules["expert_threshold"] = None
+        import torch
+        from transformers import AutoModelForCausalLM
+        for name in {names}:
+            model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+            assert f".{{name}}." in type(model).__module__, type(model)
+            torch.save(model(torch.arange(40)[None]).logits, f"{{name}}.pt")
+    """
+    for name in names:
+        shutil.copytree(folders[name], tmp_path / name)
+    environment = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(
+        command, check=False, timeout=280, env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        expected = ours(folders[name])(torch.arange(40)[None]).logits
+        torch.testing.assert_close(torch.load(tmp_path / f"{name}.pt"), expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("rule", ["token_choice", "expert_threshold", "trend"])
 def test_saving_and_loading_and_importing_give_the_same_model(
     folders: dict[str, Path], rule: str, tmp_path: Path

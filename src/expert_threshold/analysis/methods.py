@@ -10,6 +10,7 @@ from ..files import damage_told
 from ..recipes import METHODS, method_named
 from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
+from .records import require_numbers
 from .run import Run, read_run
 from .sentences import listed
 
@@ -109,18 +110,18 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     """Read the runs and sort them by method. Raises ValueError if one is damaged."""
-    subjects = sorted(map(_read, folders), key=lambda subject: _order(subject.run))
-    each = [options(subject.run) for subject in subjects]
-    differing = _differing(each)
+    read = sorted(map(_read, folders), key=lambda found: found[1])
+    differing = _differing([mine for _, _, mine in read])
     first: dict[str, dict[str, Any]] = {}
-    for place, (subject, mine) in enumerate(zip(subjects, each, strict=True)):
+    subjects = []
+    for subject, _, mine in read:
         suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
-        subjects[place] = subject._replace(method=" ".join([subject.method, *suffixes]))
+        subjects.append(subject._replace(method=" ".join([subject.method, *suffixes])))
     return subjects
 
 
-def _read(folder: RunFolder) -> Subject:
-    """Read a run; its method is the name of its kind."""
+def _read(folder: RunFolder) -> tuple[Subject, tuple[Any, ...], dict[str, Any]]:
+    """Read a run; its method is the name of its kind. Return its sort key and its options, too."""
     for section in ("model", "optim", "train", "data", "corpus"):
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
@@ -128,8 +129,8 @@ def _read(folder: RunFolder) -> Subject:
     with damage_told(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
         run = read_run(folder)
         for record in (*run.train, *run.validation):
-            _ = record["loss"], [dict(layer) for layer in record["layers"].values()]
-        return Subject(folder, run, *_rule(run))
+            require_numbers(record)
+        return Subject(folder, run, *_rule(run)), _order(run), options(run)
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:

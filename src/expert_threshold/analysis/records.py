@@ -14,6 +14,23 @@ Points = Sequence[tuple[float, float]]
 """(x, y) sorted by x; a missing y is NaN."""
 
 
+def require_numbers(record: Record) -> None:
+    """Raise an error, of those that `damage_told` reports, for a loss or a layer's measure that is not in numbers."""
+    _require_numbers("loss", record["loss"])
+    for layer, measures in record["layers"].items():
+        int(layer)
+        for name, value in measures.items():
+            _require_numbers(name, value)
+
+
+def _require_numbers(name: str, value: Any) -> None:
+    if isinstance(value, list):
+        for each in value:
+            _require_numbers(name, each)
+    elif not isinstance(value, int | float | None):
+        raise TypeError(f"{name} holds {value!r}, which is no number")
+
+
 def series(records: Sequence[Record], key: str) -> Points:
     """Return (step, value) of every record that has the key."""
     return [(record["step"], _number(record[key])) for record in records if key in record]

@@ -144,6 +144,8 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
         rates.require_cutoffs(folder, "at_rate", f"--rates {options['rates']}: ")
+    if figure is not None:
+        rates.require_drawable(figure)
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()

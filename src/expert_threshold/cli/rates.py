@@ -82,13 +82,28 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
                 Text("" if place else path, overflow="fold"),
                 "trained" if point["rate"] is None else f"{point['rate']:g}",
                 f"{point['fanout']:.3f}",
-                f"{point['loss']:.4f}",
+                fixed(point["loss"], 4),
                 fixed(point["bits_per_byte"], 4),
                 f"{point['params_active']:,}",
                 f"{point['flops_per_token'] / 1e6:,.2f}",
                 end_section=place + 1 == len(found["points"]),
             )
     return shown
+
+
+def require_drawable(path: Path) -> None:
+    """Raise ValueError, before anything is measured, if `draw` cannot write a figure of this name."""
+    from ..analysis.figures.style import style
+
+    with style():
+        from matplotlib.figure import Figure
+
+        known = Figure().canvas.get_supported_filetypes()
+    kind = path.suffix[1:] or "png"
+    if kind not in known:
+        raise ValueError(f"--figure {path}: there is no format {kind}; use one of {', '.join(sorted(known))}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--figure {path}: the folder {path.parent} does not exist; make it, or name another")
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 
 from ..config import DEFAULT_RULE, scaled_rule
-from ..files import require_free
+from ..files import damage_told, require_free
 from ..install import et
-from ..model import parameter_counts
+from ..model import GPTConfig, parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
 from ..option import Whole
 from ..routing import RULES, option_names
@@ -45,13 +45,14 @@ def run(arguments: Sequence[str]) -> None:
     options = parse_all(command, arguments)
     source, to = RunFolder.open(options["run"]), options["to"]
     require_free(to)
-    if source.section("model")["rule"]["name"] != "dense":
+    if GPTConfig.from_dict(source.section("model")).rule is not None:
         raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step
-    steps = source.config.get("train", {}).get("steps", max(step, 1))  # decay and warmup for a run as long as this one
-    rule = scaled_rule(options["rule"], steps, **own)
+    with damage_told(source.path / "config.json", "restore it from a copy, or train again"):
+        # Decay and warmup are those of a run as long as this one.
+        rule = scaled_rule(options["rule"], source.config.get("train", {}).get("steps", max(step, 1)), **own)
     assert rule is not None
     dense, _ = load_model(source.path, step)
     config = upcycled_config(dense.config, rule, d_expert=options["d_expert"], dense_layers=options["dense_layers"])

@@ -27,6 +27,9 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
 }
 LISTS = ("choices", "context_options")
 
+# Texts of a task in core.yaml, with the value of one that is missing.
+TEXTS = {"label": None, "dataset_uri": None, "icl_task_type": None, "continuation_delimiter": " "}
+
 
 class Task(NamedTuple):
     """One task of CORE. shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the
@@ -71,9 +74,13 @@ def read_bundle(
 def _chance(path: Path) -> dict[str, float]:
     with path.open(encoding="utf-8", newline="") as file:
         try:
-            return {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-        except (KeyError, TypeError, ValueError) as error:
+            chance = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
+        except (KeyError, TypeError, ValueError, csv.Error) as error:
             raise ValueError(f"{path}: damaged ({error!r}); download the bundle anew") from None
+    for label, percent in chance.items():
+        if not 0 <= percent < 100:
+            raise ValueError(f"{path}: the baseline of {label} is {percent:g} percent; download the bundle anew")
+    return chance
 
 
 def _task(path: Path, entry: Row, baseline: float) -> Task:
@@ -93,7 +100,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not rows:
         raise ValueError(f"{path}: empty; download the bundle anew")
     (shots,) = entry["num_fewshot"]
-    delimiter = entry.get("continuation_delimiter", " ")
+    delimiter = entry.get("continuation_delimiter", TEXTS["continuation_delimiter"])
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
 
 
@@ -108,7 +115,7 @@ def _is_whole(kind: Kind, row: Any) -> bool:
             return False
         if field in LISTS and not (type(row["gold"]) is int and 0 <= row["gold"] < len(texts)):
             return False
-    return True
+    return isinstance(row.get("category"), str | None)
 
 
 def _entries(path: Path) -> list[Row]:
@@ -116,7 +123,11 @@ def _entries(path: Path) -> list[Row]:
     values are plain words, quoted text or JSON lists."""
     entries: list[Row] = []
     opened = False
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: {error}; download the bundle anew") from None
+    for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
@@ -136,8 +147,8 @@ def _entries(path: Path) -> list[Row]:
     for entry in entries:
         shots = entry.get("num_fewshot")
         whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
-        known = {"label", "dataset_uri"} <= entry.keys() and entry.get("icl_task_type") in get_args(Kind)
-        if not (whole and known):
+        texts = all(isinstance(entry.get(name, missing), str) for name, missing in TEXTS.items())
+        if not (whole and texts and entry["icl_task_type"] in get_args(Kind)):
             name = entry.get("label", "a task")
             raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
     if not entries:

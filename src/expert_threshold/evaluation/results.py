@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from .. import __version__
 from ..files import read_json, replace_json
 from ..model import GPT
 from .bundle import Baselines, Task
-from .core import Scorer, centred, evaluate_task
+from .core import Scorer, TaskResult, centred, evaluate_task
 
 RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
@@ -82,14 +82,14 @@ def ask_core(
     whole: True if these are all tasks of the bundle, so that their mean is CORE. say: called with a line about each
     evaluated task. Raises ValueError as `evaluate_task` does.
     """
-    saved = results.read().get("core", {})
-    known = saved.get("tasks", {}) if saved.get("max_per_task", ...) == max_per_task else {}
-    kept = known if saved.get("baselines") == baselines else {}  # drop results centred with other baselines
+    saved = results.read().get("core")
+    known = _asked(saved, max_per_task)
+    kept = known if known and saved.get("baselines") == baselines else {}  # drop results centred with other baselines
     core: dict[str, Any] = {}
     asked = {}
     for task in tasks:
-        found = known.get(task.label, {})
-        if found.get("hash") != task.hash:
+        found = known.get(task.label)
+        if found is None or found["hash"] != task.hash:
             found = asdict(evaluate_task(task, scorer, max_rows=max_per_task, progress=progress(task.label)))
             say(f"{task.label}: {found['accuracy']:.4f} of {found['rows']:,} questions right")
         asked[task.label] = found | {
@@ -104,3 +104,14 @@ def ask_core(
         core = {"max_per_task": max_per_task, "baselines": baselines, "metric": metric, "tasks": {**kept, **asked}}
         results.write("core", core)
     return core
+
+
+def _asked(core: Any, max_per_task: int | None) -> dict[str, dict[str, Any]]:
+    """Return the saved results of tasks that were asked with this option; damaged ones count as not asked."""
+    tasks = core.get("tasks") if isinstance(core, dict) and core.get("max_per_task", ...) == max_per_task else None
+    return {label: task for label, task in tasks.items() if _is_whole(task)} if isinstance(tasks, dict) else {}
+
+
+def _is_whole(task: Any) -> bool:
+    names = {"hash", *(field.name for field in fields(TaskResult))}
+    return isinstance(task, dict) and names <= task.keys() and type(task["accuracy"]) is float

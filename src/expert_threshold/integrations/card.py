@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..evaluation import read_results
+from ..evaluation.results import RESULTS
+from ..files import damage_told
 from ..model import GPTConfig, parameter_counts
 from ..routing import rule_name
 from ..runs import RunFolder
@@ -67,22 +70,27 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
         "context": f"{config.context:,} tokens",
     }
     facts = run.config
-    if "train" in facts:
-        train = facts["train"]
-        tokens = step * train["batch_size"] * train["accumulation"] * config.context
-        rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
-    evaluated = read_results(run.path, step)
-    validation = evaluated.get("validation") or _validation(run, step)
-    rows |= {
+    with damage_told(run.path / "config.json", "restore it from a copy, or train again"):
+        if "train" in facts:
+            train = facts["train"]
+            tokens = step * train["batch_size"] * train["accumulation"] * config.context
+            rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
+    evaluated, trained = read_results(run.path, step), _validation(run, step)
+    with damage_told(run.path / RESULTS, "remove that file to export without its numbers"):
+        return rows | _losses(evaluated.get("validation") or trained) | _core(evaluated.get("core", {}))
+
+
+def _losses(validation: Mapping[str, Any]) -> dict[str, str]:
+    return {
         label: f"{validation[key]:.4f}"
         for key, label in (("loss", "validation loss, nats per token"), ("bits_per_byte", "bits per byte"))
         if validation.get(key) is not None
     }
-    core = evaluated.get("core", {})
-    rows |= {f"{label}, accuracy": f"{task['accuracy']:.4f}" for label, task in core.get("tasks", {}).items()}
-    if core.get("metric") is not None:
-        rows["CORE"] = f"{core['metric']:.4f}"
-    return rows
+
+
+def _core(core: Mapping[str, Any]) -> dict[str, str]:
+    rows = {f"{label}, accuracy": f"{task['accuracy']:.4f}" for label, task in core.get("tasks", {}).items()}
+    return rows if core.get("metric") is None else rows | {"CORE": f"{core['metric']:.4f}"}
 
 
 def _validation(run: RunFolder, step: int) -> dict[str, Any]:

@@ -101,7 +101,9 @@ def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         step = run.get("step", 0)
         if type(step) is not int or step < 0:
             raise ValueError(f"its run's step is {step!r}")
-        return {name: dict(run[name]) for name in FACTS if name in run}, step
+        facts = {name: dict(run[name]) for name in FACTS if name in run}
+        to_json(facts)  # refuses NaN
+        return facts, step
 
 
 def _outside(name: str) -> str:
@@ -129,6 +131,8 @@ def _load(path: Path) -> dict[str, Tensor]:
             weights |= load_file(path / name)
         except SafetensorError as error:
             raise ValueError(f"{path / name}: damaged ({error}); export or save the model again") from None
+    if odd := [name for name, tensor in weights.items() if tensor.is_complex()]:
+        raise ValueError(f"{path}: {odd[0]} is complex, as no weight is; export or save the model again")
     return weights
 
 
@@ -136,10 +140,11 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
     """Return the facts of the training run to export. The text is reduced to its name, since folders are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
-    if "data" in facts:
-        facts["data"] = facts["data"] | {"source": Path(facts["data"]["source"]).name}
-    if "corpus" in facts:
-        facts["corpus"] = facts["corpus"] | {"name": Path(facts["corpus"]["name"]).name}
+    with damage_told(run.path / "config.json", "restore it from a copy, or train again"):
+        if "data" in facts:
+            facts["data"] = facts["data"] | {"source": Path(facts["data"]["source"]).name}
+        if "corpus" in facts:
+            facts["corpus"] = facts["corpus"] | {"name": Path(facts["corpus"]["name"]).name}
     return facts
 
 

@@ -524,6 +524,7 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
 
 
-AutoConfig.register("expert_threshold", ExpertThresholdConfig, exist_ok=True)
-AutoModel.register(ExpertThresholdConfig, ExpertThresholdModel, exist_ok=True)
-AutoModelForCausalLM.register(ExpertThresholdConfig, ExpertThresholdForCausalLM, exist_ok=True)
+if __package__ == "expert_threshold.integrations":  # a registered copy would stand in for those of other folders
+    AutoConfig.register("expert_threshold", ExpertThresholdConfig, exist_ok=True)
+    AutoModel.register(ExpertThresholdConfig, ExpertThresholdModel, exist_ok=True)
+    AutoModelForCausalLM.register(ExpertThresholdConfig, ExpertThresholdForCausalLM, exist_ok=True)

@@ -28,7 +28,7 @@ def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
             x, y = (array([unit * point[name] for point in points]), array([point["loss"] for point in points]))
             axes.plot(x, y, **stroke, marker="o", markerfacecolor="white")
             for point in trained:
-                axes.plot([unit * point[name]], [point["loss"]], **stroke, marker="o", markersize=7)
+                axes.plot([unit * point[name]], array([point["loss"]]), **stroke, marker="o", markersize=7)
     least = min((x for run in runs for point in run["points"] if (x := point["fanout"]) > 0), default=1)
     most = max(point["fanout"] for run in runs for point in run["points"])
     every[0].set_xscale("symlog", base=2, linthresh=least, linscale=0.5)  # from 0 on
