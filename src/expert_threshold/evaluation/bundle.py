@@ -27,9 +27,6 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
 }
 LISTS = ("choices", "context_options")
 
-# Texts of a task in core.yaml, with the value of one that is missing.
-TEXTS = {"label": None, "dataset_uri": None, "icl_task_type": None, "continuation_delimiter": " "}
-
 
 class Task(NamedTuple):
     """One task of CORE. shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the
@@ -100,7 +97,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not rows:
         raise ValueError(f"{path}: empty; download the bundle anew")
     (shots,) = entry["num_fewshot"]
-    delimiter = entry.get("continuation_delimiter", TEXTS["continuation_delimiter"])
+    delimiter = entry["continuation_delimiter"]
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
 
 
@@ -147,8 +144,10 @@ def _entries(path: Path) -> list[Row]:
     for entry in entries:
         shots = entry.get("num_fewshot")
         whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
-        texts = all(isinstance(entry.get(name, missing), str) for name, missing in TEXTS.items())
-        if not (whole and texts and entry["icl_task_type"] in get_args(Kind)):
+        texts = [entry.get(name) for name in ("label", "dataset_uri", "icl_task_type")]
+        texts.append(entry.setdefault("continuation_delimiter", " "))
+        known = all(isinstance(text, str) for text in texts) and entry["icl_task_type"] in get_args(Kind)
+        if not (whole and known):
             name = entry.get("label", "a task")
             raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
     if not entries:

@@ -83,8 +83,8 @@ def ask_core(
     evaluated task. Raises ValueError as `evaluate_task` does.
     """
     saved = results.read().get("core")
-    known = _asked(saved, max_per_task)
-    kept = known if known and saved.get("baselines") == baselines else {}  # drop results centred with other baselines
+    known = _asked(saved, max_per_task=max_per_task)
+    kept = _asked(saved, max_per_task=max_per_task, baselines=baselines)  # drop results centred with other baselines
     core: dict[str, Any] = {}
     asked = {}
     for task in tasks:
@@ -106,9 +106,10 @@ def ask_core(
     return core
 
 
-def _asked(core: Any, max_per_task: int | None) -> dict[str, dict[str, Any]]:
-    """Return the saved results of tasks that were asked with this option; damaged ones count as not asked."""
-    tasks = core.get("tasks") if isinstance(core, dict) and core.get("max_per_task", ...) == max_per_task else None
+def _asked(core: Any, **options: Any) -> dict[str, dict[str, Any]]:
+    """Return the saved results of tasks that were asked with these options; damaged ones count as not asked."""
+    same = isinstance(core, dict) and all(core.get(name, ...) == value for name, value in options.items())
+    tasks = core.get("tasks") if same else None
     return {label: task for label, task in tasks.items() if _is_whole(task)} if isinstance(tasks, dict) else {}
 
 
