@@ -171,6 +171,18 @@ def test_a_damaged_file_is_named_by_export(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_damaged_loss_of_training_is_named_by_export(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run")
+    (copy / "evaluation.json").unlink()
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines = [line | ({"loss": "x"} if line["split"] == "validation" else {}) for line in lines]
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert et("export", copy, "--to", tmp_path / "new") == 2
+    assert f"{copy / 'metrics.jsonl'}: damaged" in capsys.readouterr().err
+
+
 def test_a_damaged_loss_is_named_before_anything_is_drawn(run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]

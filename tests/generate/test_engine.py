@@ -259,6 +259,40 @@ def test_logits_that_are_not_finite_end_the_text(tokenizer: Tokenizer, temperatu
 
 
 @torch.no_grad()
+@pytest.mark.usefixtures("by")
+def test_a_text_that_is_not_finite_leaves_nothing_in_its_row(tokenizer: Tokenizer) -> None:
+    model = small_model()
+    bad = tokenizer.encode("hat")[0]
+    model.embed.weight[bad] = torch.nan
+    good = tuple(token for token in range(40, 60) if token != bad)
+    requests = [engine.Request((bad, *good), 3), engine.Request(good, 20), engine.Request(good[:3], 3, temperature=0)]
+    small = engine.Engine(model, tokenizer, slots=2)
+    broken, long, short = map(small.add, requests)
+    while small.busy:
+        small.step()
+    assert broken.error == engine.NOT_FINITE
+    assert not broken.steps
+    assert long.error is short.error is None
+    alone = generate(model, tokenizer, good[:3], max_tokens=3, temperature=0)
+    assert [step.token for step in short.steps] == tokens_of(alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("record", [False, True])
+def test_a_last_token_after_which_nothing_is_finite(tokenizer: Tokenizer, model: GPT, record: bool) -> None:
+    options: dict[str, Any] = {"max_tokens": 1, "temperature": 0, "stop_at_document_end": False}
+    (token,) = tokens_of(generate(model, tokenizer, "the cat", **options))
+    broken = copy.deepcopy(model)
+    broken.embed.weight[token] = torch.nan
+    steps = generate(broken, tokenizer, "the cat", record=record, **options)
+    if not record:
+        assert tokens_of(steps) == [token]
+        return
+    with pytest.raises(ValueError, match="logits are not finite"):
+        next(steps)  # its routing is not finite
+
+
+@torch.no_grad()
 def test_a_token_after_which_nothing_is_finite_is_the_last(tokenizer: Tokenizer, model: GPT) -> None:
     tokens = tokens_of(generate(model, tokenizer, "the cat", max_tokens=3, temperature=0, stop_at_document_end=False))
     broken = copy.deepcopy(model)

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -667,8 +667,23 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
         failed = next(answer for answer in answers if answer.status == 500)
         assert failed.error["code"] == "not_finite"
         assert '"code": "not_finite"' in stream.text
+        assert "finish_reason" not in stream.text
         assert complete(server, max_tokens=3).status == 200
         assert ask(server, "/health").status == 200
+
+
+def test_a_stream_that_fails_ends_with_an_event(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with mock.patch("expert_threshold.serve.server._chunks", side_effect=lambda *_: failing()):
+        answer = complete(server, stream=True)
+    assert answer.status == 200
+    assert json.loads(answer.text.split("data: ")[-1])["error"]["code"] == "internal_error"
+    assert "RuntimeError: secret" in caplog.text
+    assert "secret" not in answer.text
+
+
+async def failing() -> AsyncGenerator[dict[str, Any]]:
+    yield {"a": 1}
+    raise RuntimeError("secret")
 
 
 @pytest.mark.parametrize("stream", [False, True])

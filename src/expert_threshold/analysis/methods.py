@@ -110,18 +110,23 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     """Read the runs and sort them by method. Raises ValueError if one is damaged."""
-    read = sorted(map(_read, folders), key=lambda found: found[1])
-    differing = _differing([mine for _, _, mine in read])
+    read = sorted(map(_read, folders), key=lambda found: found.order)
+    differing = _differing([found.options for found in read])
     first: dict[str, dict[str, Any]] = {}
     subjects = []
-    for subject, _, mine in read:
+    for subject, mine, _ in read:
         suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
         subjects.append(subject._replace(method=" ".join([subject.method, *suffixes])))
     return subjects
 
 
-def _read(folder: RunFolder) -> tuple[Subject, tuple[Any, ...], dict[str, Any]]:
-    """Read a run; its method is the name of its kind. Return its sort key and its options, too."""
+class _Found(NamedTuple):
+    subject: Subject  # its method is the name of its kind
+    options: dict[str, Any]
+    order: tuple[Any, ...]
+
+
+def _read(folder: RunFolder) -> _Found:
     for section in ("model", "optim", "train", "data", "corpus"):
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
@@ -130,7 +135,7 @@ def _read(folder: RunFolder) -> tuple[Subject, tuple[Any, ...], dict[str, Any]]:
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             require_numbers(record)
-        return Subject(folder, run, *_rule(run)), _order(run), options(run)
+        return _Found(Subject(folder, run, *_rule(run)), options(run), _order(run))
 
 
 def by_method(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:

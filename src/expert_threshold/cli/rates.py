@@ -100,7 +100,7 @@ def require_drawable(path: Path) -> None:
 
         known = Figure().canvas.get_supported_filetypes()
     kind = path.suffix[1:] or "png"
-    if kind not in known:
+    if kind.lower() not in known:
         raise ValueError(f"--figure {path}: there is no format {kind}; use one of {', '.join(sorted(known))}")
     if not path.parent.is_dir():
         raise ValueError(f"--figure {path}: the folder {path.parent} does not exist; make it, or name another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shlex
 from collections.abc import Sequence
 from typing import Literal
@@ -51,8 +52,8 @@ def run(arguments: Sequence[str]) -> None:
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step
     with damage_told(source.path / "config.json", "restore it from a copy, or train again"):
-        # Decay and warmup are those of a run as long as this one.
-        rule = scaled_rule(options["rule"], source.config.get("train", {}).get("steps", max(step, 1)), **own)
+        steps = operator.index(source.config.get("train", {}).get("steps", max(step, 1)))
+    rule = scaled_rule(options["rule"], steps, **own)  # decay and warmup for a run as long as this one
     assert rule is not None
     dense, _ = load_model(source.path, step)
     config = upcycled_config(dense.config, rule, d_expert=options["d_expert"], dense_layers=options["dense_layers"])

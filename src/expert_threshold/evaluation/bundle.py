@@ -97,7 +97,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not rows:
         raise ValueError(f"{path}: empty; download the bundle anew")
     (shots,) = entry["num_fewshot"]
-    delimiter = entry["continuation_delimiter"]
+    delimiter = entry.get("continuation_delimiter", " ")
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
 
 
@@ -144,12 +144,12 @@ def _entries(path: Path) -> list[Row]:
     for entry in entries:
         shots = entry.get("num_fewshot")
         whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
-        texts = [entry.get(name) for name in ("label", "dataset_uri", "icl_task_type")]
-        texts.append(entry.setdefault("continuation_delimiter", " "))
-        known = all(isinstance(text, str) for text in texts) and entry["icl_task_type"] in get_args(Kind)
-        if not (whole and known):
+        known = all(isinstance(entry.get(name), str) for name in ("label", "dataset_uri", "icl_task_type"))
+        if not (whole and known and entry["icl_task_type"] in get_args(Kind)):
             name = entry.get("label", "a task")
             raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
+        if not isinstance(entry.get("continuation_delimiter", ""), str):
+            raise ValueError(f"{path}: the continuation_delimiter of {entry['label']} is no text")
     if not entries:
         raise ValueError(f"{path}: has no icl_tasks; download the bundle anew")
     return entries

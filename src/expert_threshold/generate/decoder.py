@@ -35,9 +35,13 @@ class Decoder:
         if self.accelerator is not None:
             self.accelerator.begin(row, pasts)
 
-    def close(self, row: int) -> None:
-        """End a row's sequence."""
+    def close(self, row: int, *, wipe: bool = False) -> None:
+        """End a row's sequence. wipe: forget its keys and values, too, which must be done if they may not be finite:
+        attention gives those beyond a sequence's end a weight of 0, but 0 · NaN is NaN.
+        """
         self.cache.begin(row, {})
+        if wipe:
+            self.cache.held[:, row] = 0
 
     def read(self, row: int, tokens: Sequence[int], *, every: bool = False) -> Decoded:
         """Append up to PREFILL tokens to a row's sequence; returns the logits of the last token, or of every one."""

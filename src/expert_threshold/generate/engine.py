@@ -174,7 +174,7 @@ class Next(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """False if a logit is NaN or infinite, so that no token can be chosen."""
+        """False if a logit is NaN or +∞, or all are −∞, so that no token can be chosen."""
         return math.isfinite(self.peak.logsumexp)
 
     @property
@@ -307,7 +307,7 @@ class Engine:
     def _finish(self, row: int, error: str | None = None) -> None:
         writing = self.running.pop(row)
         writing.finished, writing.error = True, error
-        self.decoder.close(row)
+        self.decoder.close(row, wipe=error is not None)
 
     def _write(self, ready: dict[int, Writing]) -> None:
         chosen = {row: writing.choose() for row, writing in ready.items()}
@@ -322,11 +322,13 @@ class Engine:
                     made[row] = made[row]._replace(routing=_routing(decoded, i))
         self.counts.written += len(ready)
         for row, writing in ready.items():
-            writing.steps.append(made[row])
-            if made[row].finish is not None:
-                self._finish(row)
-            elif writing.next is not None and not writing.next.finite:
+            broken = row in forward and writing.next is not None and not writing.next.finite
+            if not (broken and writing.request.record):  # routing would not be finite either
+                writing.steps.append(made[row])
+            if broken:
                 self._finish(row, NOT_FINITE)
+            elif made[row].finish is not None:
+                self._finish(row)
 
     def _make(self, writing: Writing, token: int) -> Step:
         """Return the step of a chosen token, without its routing."""
@@ -437,9 +439,10 @@ def _steps(model: GPT, tokenizer: Tokenizer, request: Request) -> Iterator[Step]
     capacity = len(request.prompt) + min(request.max_tokens, room)
     engine = Engine(model, tokenizer, slots=1, capacity=capacity)
     writing = engine.add(request)
+    shown = 0
     while not writing.finished:
         engine.step()
-        if writing.steps:
-            yield writing.steps[-1]
+        yield from writing.steps[shown:]
+        shown = len(writing.steps)
     if writing.error is not None:
         raise ValueError(writing.error)

@@ -75,9 +75,13 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
             train = facts["train"]
             tokens = step * train["batch_size"] * train["accumulation"] * config.context
             rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
-    evaluated, trained = read_results(run.path, step), _validation(run, step)
+    evaluated = read_results(run.path, step)
     with damage_told(run.path / RESULTS, "remove that file to export without its numbers"):
-        return rows | _losses(evaluated.get("validation") or trained) | _core(evaluated.get("core", {}))
+        losses, core = _losses(evaluated.get("validation") or {}), _core(evaluated.get("core", {}))
+    if not losses:
+        with damage_told(run.metrics.path, "restore it from a copy, or delete that line"):
+            losses = _losses(_validation(run, step))
+    return rows | losses | core
 
 
 def _losses(validation: Mapping[str, Any]) -> dict[str, str]:

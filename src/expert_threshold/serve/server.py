@@ -84,7 +84,7 @@ def create_app(
         ClientDisconnect: _on_disconnect,
     }
     app = Starlette(routes=[*own, *routes], exception_handlers=handlers, lifespan=lifespan)
-    app.router.redirect_slashes = False
+    app.router.redirect_slashes = False  # or /health/ would be answered with a URL made of the Host header
     here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
     app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
@@ -106,7 +106,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets
-        print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
+        if self.started:
+            print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
 
 
 def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
@@ -183,7 +184,7 @@ class _Gate:
             error = _stopping()
         except Exception:
             log.exception("a request failed")
-            error = ApiError(500, "the server failed; its log says why", code="internal_error")
+            error = _failed()
         if not started:
             await _answer_error(error)(scope, receive, counted)
 
@@ -298,17 +299,20 @@ class EventStream(Response):
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store", **(headers or {})})
         del self.headers["content-length"]
         self._work, self._events, self._limits, self._done = work, events, limits, done
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._work, contextlib.suppress(ClientDisconnect):
             try:
                 await while_connected(receive, self._send(send))
             except asyncio.CancelledError:
+                if not self._started:
+                    raise
                 await _send_last(send, json.dumps(_stopping().body))
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        last = self._done
+        self._started, last = True, self._done
         try:
             async with asyncio.timeout(self._limits.seconds), contextlib.aclosing(self._events):
                 async for event in self._events:
@@ -317,6 +321,9 @@ class EventStream(Response):
             last = json.dumps(_out_of_time(self._limits).body)
         except ApiError as error:
             last = json.dumps(error.body)
+        except Exception:
+            log.exception("a stream failed")
+            last = json.dumps(_failed().body)
         await _send_last(send, last)
 
 
@@ -329,6 +336,10 @@ async def _send_last(send: Send, data: str) -> None:
 
 async def _send_event(send: Send, data: str) -> None:
     await send({"type": "http.response.body", "body": f"data: {data}\n\n".encode(), "more_body": True})
+
+
+def _failed() -> ApiError:
+    return ApiError(500, "the server failed; its log says why", code="internal_error")
 
 
 def _stopping() -> ApiError:

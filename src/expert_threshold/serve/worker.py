@@ -56,10 +56,11 @@ class Work:
             update = await self.updates.get()
             if update is None:
                 raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
+            left -= update.finished
+            if update.prompt or update.steps or update.error is None:
+                yield update
             if update.error is not None:
                 raise ApiError(500, update.error, code="not_finite")
-            left -= update.finished
-            yield update
 
 
 class Worker:
