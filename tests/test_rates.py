@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,6 +96,16 @@ def test_a_figure_that_cannot_be_drawn_is_told_before_anything_is_measured(
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
+
+
+def test_without_matplotlib_nothing_is_measured(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with mock.patch("expert_threshold.cli.evaluate.measure_rates", side_effect=AssertionError):
+        assert et("evaluate", runs / "expert_choice", "--rates", "1") == 2
+    assert "pip install" in capsys.readouterr().err
 
 
 def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ COMMANDS = {
 }
 
 # Remedies for each OSError.
-FULL = "free some space and run it again, et train with --resume; saved files are intact"
+FULL = "free some space and run it again; a training run continues with --resume, and saved files are intact"
 REMEDIES = {
     errno.ENOSPC: FULL,
     errno.EDQUOT: FULL,

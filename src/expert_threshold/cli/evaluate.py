@@ -144,8 +144,8 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
     folders = {path: RunFolder.open(path) for path in options["run"]}
     for folder in folders.values():
         rates.require_cutoffs(folder, "at_rate", f"--rates {options['rates']}: ")
-    if figure is not None:
-        rates.require_drawable(figure)
+    figure = figure or folders[options["run"][0]].path / rates.FIGURE
+    rates.require_drawable(figure)
     device = pick_device(options["device"])
     dtype = pick_dtype(options["dtype"], device)
     keep_freed_memory()
@@ -168,7 +168,6 @@ def _dial(options: Mapping[str, Any], figure: Path | None) -> None:
         print(json.dumps(list(results.values())))
     else:
         Console().print(rates.table(results))
-    figure = figure or folders[options["run"][0]].path / rates.FIGURE
     rates.draw(results, figure)
     print(f"figure: {figure}", file=sys.stderr)
 

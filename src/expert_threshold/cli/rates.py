@@ -92,7 +92,7 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def require_drawable(path: Path) -> None:
-    """Raise ValueError, before anything is measured, if `draw` cannot write a figure of this name."""
+    """Raise ValueError, before anything is measured, if matplotlib is missing or cannot write this file."""
     from ..analysis.figures.style import style
 
     with style():
@@ -107,7 +107,7 @@ def require_drawable(path: Path) -> None:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the figure. Raises ValueError if matplotlib is missing or does not support the format."""
+    """Write the figure; `require_drawable` told what could be wrong with its path."""
     from ..analysis.figures.dial import draw_dial
     from ..analysis.figures.style import style
 
