@@ -119,4 +119,5 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(visible=False)
     axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
+    axes.locator_params(axis="x", nbins=6)  # more labels of "−0.06" would touch
     return figure
