@@ -11,7 +11,7 @@ import torch
 from cases import et, small_model, write_run, write_text
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.upcycle import upcycle, upcycled_config
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
 from expert_threshold.runs import load_model
 
 RULES: dict[str, Rule] = {
@@ -92,6 +92,8 @@ def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
         upcycled_config(config, RULES["expert_choice"], dense_layers=3)
     with pytest.raises(ValueError, match="already has experts"):
         upcycled_config(small_model().config, RULES["expert_choice"])
+    with pytest.raises(ValueError, match=r"NullSlots.*null='copy'.* adds a multiple of each token"):
+        upcycled_config(config, NullSlots(4, null="copy"))
     assert upcycled_config(config, RULES["expert_choice"], dense_layers=0).shared_experts == 4
     assert GPTConfig.from_dict(upcycled_config(config, RULES["expert_choice"]).to_dict()).d_expert == 16
 

@@ -26,7 +26,7 @@ from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
-from expert_threshold.moe.backends.grouped import FEW, PADDING, form_groups, pack, sum_rows
+from expert_threshold.moe.backends.grouped import FEW, form_groups, most_slots, pack, sum_rows
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
 NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
@@ -332,7 +332,7 @@ def test_kernels_that_cannot_compute_say_why() -> None:
     with off(), pytest.raises(ValueError, match="dispatch='cpu' has no kernels here: they are switched off"):
         BACKENDS["cpu"](given_case.x.bfloat16(), *given_case[1:4])
     elsewhere = given_case.x.to("meta")
-    assert BACKENDS["cpu"].why_not(elsewhere, given_case.experts) == "needs a CPU and not 'meta'; use dispatch='auto'"
+    assert BACKENDS["cpu"].why_not(elsewhere, given_case.experts) == "needs a CPU; use --device cpu, or dispatch='auto'"
 
 
 def feed_forward_by_hand(layer: FeedForward, x: Tensor) -> Tensor:
@@ -388,7 +388,7 @@ def test_groups_hold_every_expert_with_tokens_once_within_memory_and_padding(loa
         assert group.slots == slice(end, end := end + group.length * len(of_group))
         if len(of_group) > 1:
             assert group.length * len(of_group) * hidden <= HIDDEN_PER_BLOCK
-            assert group.length * len(of_group) <= PADDING * sum(of_group)
+            assert group.length * len(of_group) <= most_slots(sum(of_group))
 
 
 def test_experts_share_a_product_only_if_their_loads_are_similar() -> None:

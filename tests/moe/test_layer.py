@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cases import TRAINED
-from expert_threshold.moe import MoE, Router
+from expert_threshold.moe import FeedForward, MoE, Router
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
 RULES = {name: rule for name, rule in TRAINED.items() if rule} | {
@@ -306,6 +307,44 @@ def test_autocast_rounds_neither_scores_nor_output(rule: Rule, dispatch: str) ->
         under, _ = moe(x)
     assert torch.equal(under, y)
     assert torch.equal(torch.autograd.grad(under.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_under_autocast_a_feed_forward_computes_in_the_dtype_of_its_input(activation: Any) -> None:
+    feed_forward, x = FeedForward(8, 12, activation), torch.randn(3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = feed_forward(x)
+    assert torch.equal(under, feed_forward(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler does itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # and this
+@pytest.mark.parametrize("rule", ["token_choice_aux", "unbounded"])
+def test_compiled_for_any_shape_it_is_the_same(rule: str) -> None:
+    plain = moe_with_history(RULES[rule], dispatch="grouped")
+    torch.compiler.reset()
+    compiled = torch.compile(plain, backend="aot_eager", dynamic=True)
+    for shape in ((2, 8, 8), (4, 12, 8)):
+        x = torch.randn(shape, requires_grad=True)
+        found, expected = compiled(x)[0], plain(x)[0]
+        torch.testing.assert_close(found, expected)
+        gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (2, 3, 7), (8,), (1, 2, 3, 8)])
+def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"x has the shape {shape}; it must be (batch, time, d_model=8)")):
+        MoE(8, 12, TokenChoice(4, 1))(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_a_pickled_layer_is_the_same(activation: Any) -> None:
+    moe = moe_with_history(RULES["warmup"], activation=activation)
+    again = pickle.loads(pickle.dumps(moe))  # its own bytes
+    x = torch.randn(2, 8, 8)
+    assert torch.equal(again(x)[0], moe(x)[0])
+    assert_same_state(again, state_of(moe))
 
 
 # The life of the state.

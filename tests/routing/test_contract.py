@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -444,6 +445,13 @@ def test_a_whole_number_of_experts_is_stored_as_one() -> None:
     rule = TokenChoice(EXPERTS, 2.0)  # type: ignore[arg-type]
     assert rule == TokenChoice(EXPERTS, 2)
     assert type(rule.experts_per_token) is int
+
+
+def test_numbers_of_numpy_are_stored_as_python_s() -> None:
+    rule = ExpertChoice(np.int64(EXPERTS), np.int32(1), pool=np.int64(8), decay=np.float32(0.5))  # type: ignore[arg-type]
+    assert rule == ExpertChoice(EXPERTS, 1, pool=8, decay=0.5)
+    assert {type(rule.num_experts), type(rule.experts_per_token), type(rule.pool)} == {int}
+    assert type(rule.decay) is float
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,9 @@ class Activation(NamedTuple):
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor], Tensor]
 
+    def __reduce__(self) -> tuple[Callable[[str], Activation], tuple[ActivationName]]:
+        return activation_named, (self.name,)  # so that a module that holds it can be pickled
+
 
 def _swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)

@@ -15,11 +15,15 @@ from .gpt import GPT, Block, GPTConfig
 def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None, dense_layers: int = 1) -> GPTConfig:
     """Return the configuration for `upcycle`: shared experts whose total width is that of the dense feed-forward.
 
-    d_expert: width of an expert; None is the configuration's. Raises ValueError if the model is not dense, or the width
-    does not divide that of its feed-forward.
+    d_expert: width of an expert; None is the configuration's. Raises ValueError if the model is not dense, the width
+    does not divide that of its feed-forward, or the rule adds tokens themselves, as copying null slots do.
     """
     if dense.rule is not None:
         raise ValueError("the model already has experts; upcycle one that was trained with --rule dense")
+    if rule.route(torch.zeros(1, 1, rule.num_scores), rule.init(), training=False).passthrough is not None:
+        raise ValueError(
+            f"{rule} adds a multiple of each token, so the model would not compute what the dense one does; use another rule"
+        )
     d_expert = dense.d_expert if d_expert is None else d_expert
     if d_expert < 1 or dense.d_feed_forward % d_expert:
         raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..kernels.activation import Activation, ActivationName, activation_named
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
+from ..kernels.planned import no_autocast
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -102,7 +103,11 @@ class FeedForward(nn.Module):
         return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (…, d_model) to the same shape."""
+        """Map x (…, d_model) to the same shape and dtype, under autocast too."""
+        with no_autocast(x):
+            return self._map(x)
+
+    def _map(self, x: Tensor) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         ups = [linear.weight.to(x.dtype) for linear in linears]
         if kernels.applies(x, len(ups[0]), self.activation.name):

@@ -67,8 +67,11 @@ class MoE(nn.Module):
         """Return y, of the shape (batch, time, d_model) and dtype of x, and the observation.
 
         pasts: in inference, the past of each sequence that x continues. record: return the whole routing in place of
-        the observation.
+        the observation. Raises ValueError for an x of another shape.
         """
+        d_model = self.router.weight.shape[1]
+        if x.ndim != 3 or x.shape[2] != d_model:
+            raise ValueError(f"x has the shape {tuple(x.shape)}; it must be (batch, time, d_model={d_model})")
         routing = self.router(x, pasts)
         return self.compute(x, routing), routing if record else routing.observation
 

@@ -88,8 +88,8 @@ class ReLU(Rule):
     def scaled(cls, steps: int, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return an initial λ that can grow to 0.001 within a tenth of the run; at least the published one."""
         rate = options.get("l1_rate", cls.l1_rate)
-        growth = (1 + rate) ** (steps / 10) if allows(NotNegative, rate) and steps < 10_000 else math.inf
-        return {"l1_start": max(cls.l1_start, float(f"{0.001 / growth:.3g}"))}
+        growth = steps / 10 * math.log1p(rate) if allows(NotNegative, rate) else math.inf
+        return {"l1_start": max(cls.l1_start, float(f"{0.001 * math.exp(-growth):.3g}"))}
 
     @classmethod
     def cases(cls) -> Mapping[str, Rule]:

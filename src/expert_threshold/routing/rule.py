@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -41,13 +42,16 @@ class Rule(ABC):
         """Raise ValueError for an option that its type does not allow; a rule that checks more calls this first.
 
         Whole floats become integers where the type is int: the same option of another rule may be any number, so a
-        command line reads 2 as 2.0.
+        command line reads 2 as 2.0. Numbers of NumPy become Python's.
         """
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
-            if bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer():
+            whole = bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer()
+            if whole or (isinstance(value, Integral) and not isinstance(value, bool)):
                 object.__setattr__(self, field.name, int(value))
+            elif isinstance(value, Real) and not isinstance(value, Integral):
+                object.__setattr__(self, field.name, float(value))
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
         if not 0 < self.experts_per_token <= self.num_experts:

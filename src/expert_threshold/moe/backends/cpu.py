@@ -22,7 +22,7 @@ class Cpu(Backend):
         if kernels.computes(x, experts.down.shape[2], experts.activation.name):
             return None
         if not on_cpu(x):
-            return f"needs a CPU and not {x.device.type!r}; use dispatch='auto'"
+            return "needs a CPU; use --device cpu, or dispatch='auto'"
         if not available():
             return f"has no kernels here: {reason()}; use dispatch='auto'"
         if x.dtype != torch.bfloat16:

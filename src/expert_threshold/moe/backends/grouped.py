@@ -5,7 +5,6 @@ Only the input, the pre-activations and the indices are saved for backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +17,6 @@ from ...kernels.planned import loads_of, pairs_of
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 from .backend import Backend
 
-# The maximum of computed rows over needed rows at which experts of unequal loads share a batched product.
-PADDING = 1.25
 FEW = 16  # tokens for which packing costs more than it saves
 
 
@@ -35,7 +32,7 @@ class Grouped(Backend):
         weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
         y: Tensor
         if torch.compiler.is_compiling():
-            slots = math.ceil(PADDING * (assignment.numel() if rows is None else rows))
+            slots = most_slots(assignment.numel() if rows is None else rows)
             y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
         elif len(x) <= FEW and not torch.is_grad_enabled():
             y = _sum_few(x, gates, assignment, experts.activation, weights)
@@ -60,6 +57,13 @@ class Group(NamedTuple):
         return rows.view(-1, self.length, *rows.shape[1:])
 
 
+def most_slots(rows: int) -> int:
+    """Return the most rows to compute where `rows` are needed, a quarter more, for experts of unequal loads that share a
+    batched product.
+    """
+    return rows + rows // 4  # of whole numbers, since compiled code may have any number of rows
+
+
 def round_up(load: int) -> int:
     """Return the load rounded up to four significant bits, at most an eighth more."""
     unit = 1 << max((load - 1).bit_length() - 4, 0)
@@ -68,7 +72,7 @@ def round_up(load: int) -> int:
 
 def form_groups(loads: list[int], hidden: int) -> list[Group]:
     """Return groups of all experts, or of halves, quarters … of them, so that each group stays within HIDDEN_PER_BLOCK
-    hidden activations and PADDING. Experts without tokens are in no group, so that they cost nothing in decoding.
+    hidden activations and `most_slots`. Experts without tokens are in no group, so that they cost nothing in decoding.
 
     Loads are rounded to keep shapes few, since oneDNN compiles a kernel for each new one.
     """
@@ -77,7 +81,7 @@ def form_groups(loads: list[int], hidden: int) -> list[Group]:
     def add(first: int, end: int) -> None:
         length = round_up(max(loads[first:end], default=0))
         slots = length * (end - first)
-        fits = slots * hidden <= HIDDEN_PER_BLOCK and slots <= PADDING * sum(loads[first:end])
+        fits = slots * hidden <= HIDDEN_PER_BLOCK and slots <= most_slots(sum(loads[first:end]))
         if end - first > 1 and not (fits and all(loads[first:end])):
             middle = (first + end) // 2
             add(first, middle)
