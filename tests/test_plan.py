@@ -282,6 +282,41 @@ def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "pool"),
+    [
+        ("--rule expert_choice --gpus 8", 2 * 128),
+        ("--rule expert_choice --micro-batch 2", 2 * 128),
+        ("--rule expert_threshold --pool batch --gpus 8", 2 * 128),
+        ("--rule expert_threshold --gpus 8", 16 * 128),
+        ("--rule expert_threshold --gpus 4 --micro-batch 1", 4 * 128),
+        ("--rule expert_choice --pool sequence --gpus 8", 128),
+    ],
+)
+def test_the_pool_is_that_of_one_of_so_many_gpus(arguments: str, pool: int) -> None:
+    assert plan_without_memory("tiny", *arguments.split())["pool"] == pool
+
+
+def test_experts_are_split_as_the_run_says() -> None:
+    arguments = ["tiny", "--gpus", "16", "--num-experts", "16"]
+    weights = [
+        plan(*arguments, *more)["memory"]["expert_parallel"]["weights"] for more in ((), ("--expert-parallel", "2"))
+    ]
+    routed = 4 * plan(*arguments)["parameters"]["routed_experts"]
+    assert weights[1] - weights[0] == routed // 2 - routed // 16
+
+
+def test_muon_s_batch_is_no_larger_than_a_small_model() -> None:
+    found = plan("tiny")
+    assert found["memory"]["replicate"]["peak"] < 100 * found["params_total"]
+
+
+def test_a_free_fanout_is_told_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", "--rule", "top_p"]) == 0
+    assert "top_p has no fixed mean fanout; active parameters" in capsys.readouterr().out
+    assert plan_without_memory("tiny", "--rule", "top_p", "--controller")["assumed"] is None
+
+
+@pytest.mark.parametrize(
     "rule", ["dense", "token_choice", "expert_choice", "expert_threshold", "expert_threshold --pool batch"]
 )
 def test_a_gpus_micro_batch_is_that_of_training(rule: str) -> None:
@@ -310,6 +345,10 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
         (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
         (["--gpus", "3", "--micro-batch", "1"], "--gpus 3: does not divide the step of 16 sequences"),
+        (["--gpus", "4", "--batch-size", "2", "--accumulation", "8"], "4 ranks are more than the 2 sequences"),
+        (["--gpus", "16", "--expert-parallel", "5"], "expert_parallel=5 does not divide the 16 ranks"),
+        (["--gpus", "3", "--batch-size", "3", "--expert-parallel", "3"], "num_experts=16 cannot be split over 3 ranks"),
+        (["--peak-tflops", "1e-320"], "the run would never end"),
         (["--utilisation", "0"], "--utilisation: expected a number above 0 and at most 1, not 0"),
         (["--utilisation", "1.5"], "--utilisation: expected a number above 0 and at most 1, not 1.5"),
         (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a number of at least 0, not -1"),

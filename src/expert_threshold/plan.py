@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,48 +13,18 @@ import torch
 from torch import nn
 
 from .config import RunConfig
-from .distributed import local_batch
+from .distributed import competes_on_rank, local_batch
 from .kernels.planned import Planned, planned
 from .model import GPT, GPTConfig, flops_per_token, parameter_counts
 from .model.memory import LiveBytes, Memory
 from .optim import make_optimizers
 from .optim.muon import BATCH_ELEMENTS
-from .routing import TokenChoice, Window, rule_name
+from .routing import Rule, TokenChoice, Window, rule_name
 
 FLOAT32 = 4  # bytes
 LAYOUTS = ("replicate", "shard", "expert_parallel")
 """Layouts: each GPU holds all weights and its share of the optimizer's state; a share of everything; a share of the
 experts, at least one."""
-
-
-def costs(config: RunConfig) -> dict[str, Any]:
-    """Return parameters (total, active, by part), tokens (of a pool too) and model FLOPs of forward and backward."""
-    parameters = parameter_counts(config.model)
-    per_token = flops_per_token(config.model)
-    tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
-    tokens = config.train.steps * tokens_per_step
-    pool, effective = window(config)
-    return {
-        "rule": rule_name(config.model.rule),
-        "params_total": parameters.pop("total"),
-        "params_active": parameters.pop("active"),
-        "parameters": parameters,
-        "flops_per_token": per_token,
-        "steps": config.train.steps,
-        "tokens_per_step": tokens_per_step,
-        "tokens": tokens,
-        "pool": pool,
-        "effective_pool": effective,
-        "flops_total": per_token * tokens,
-    }
-
-
-def window(config: RunConfig) -> Window:
-    """Return the tokens that the rule looks at in training; both are None for a dense model."""
-    rule, micro_batch = config.model.rule, config.train.batch_size * config.model.context
-    if rule is None:
-        return Window(None, None)
-    return rule.window(config.model.context, micro_batch, micro_batch * config.train.accumulation)
 
 
 class Machine(NamedTuple):
@@ -66,10 +37,59 @@ class Machine(NamedTuple):
     price_per_gpu_hour: float = 2.5
 
 
+ONE_GPU = Machine()
+
+
+def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
+    """Return parameters (total, active, by part), tokens (of a pool too) and model FLOPs of forward and backward."""
+    parameters = parameter_counts(config.model)
+    per_token = flops_per_token(config.model)
+    tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
+    tokens = config.train.steps * tokens_per_step
+    pool, effective = window(config, machine)
+    return {
+        "rule": rule_name(config.model.rule),
+        "params_total": parameters.pop("total"),
+        "params_active": parameters.pop("active"),
+        "parameters": parameters,
+        "flops_per_token": per_token,
+        "steps": config.train.steps,
+        "tokens_per_step": tokens_per_step,
+        "tokens": tokens,
+        "pool": pool,
+        "effective_pool": effective,
+        "flops_total": per_token * tokens,
+        "assumed": assumed_fanout(config.model.rule),
+    }
+
+
+def assumed_fanout(rule: Rule | None) -> str | None:
+    """Return a sentence for a rule whose mean fanout may be any; None for others, and for a dense model."""
+    if rule is None or rule.aims_at_fanout:
+        return None
+    return (
+        f"{rule_name(rule)} has no fixed mean fanout; active parameters and FLOPs are those of a fanout of "
+        f"{rule.experts_per_token:g}"
+    )
+
+
+def window(config: RunConfig, machine: Machine = ONE_GPU) -> Window:
+    """Return the tokens that the rule looks at in training; both are None for a dense model."""
+    rule, context = config.model.rule, config.model.context
+    if rule is None:
+        return Window(None, None)
+    micro_batch, accumulation = share_out(config, machine)
+    ranks = 1 if competes_on_rank(rule) else machine.gpus
+    step = micro_batch * accumulation * machine.gpus * context
+    return rule.window(context, micro_batch * ranks * context, step)
+
+
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
-    """Return the hours, and their cost."""
+    """Return the hours, and their cost. Raises ValueError if they are infinite."""
     rate = machine.gpus * machine.utilisation * machine.peak_tflops * 1e12
     hours = costs(config)["flops_total"] / rate / 3600
+    if math.isinf(3600 * hours):
+        raise ValueError(f"--peak-tflops {machine.peak_tflops}: the run would never end; give the peak of one GPU")
     return {
         "tokens_per_second": rate / flops_per_token(config.model),
         "hours": hours,
@@ -92,10 +112,11 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
         raise ValueError(f"--gpus {machine.gpus}: does not divide the step of {step} sequences; give a divisor of it")
     micro_batch = machine.micro_batch
     if micro_batch is None:
-        with suppress(ValueError):  # a micro-batch that does not divide by the ranks, which --micro-batch may change
+        try:
             local = local_batch(batch_size, accumulation, config.model.rule, machine.gpus)
-            return local.batch_size, local.accumulation
-        micro_batch = max(batch_size // machine.gpus, 1)
+        except ValueError as error:
+            raise ValueError(f"--gpus {machine.gpus}: {error}") from None
+        return local.batch_size, local.accumulation
     if step % (micro_batch * machine.gpus):
         raise ValueError(
             f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide the step of {step} sequences; "
@@ -128,7 +149,10 @@ def memory(
     optimizers = make_optimizers(model.named_parameters(), config.optim, config.model.d_model)
     state = sum(tensor.nbytes for tensor in optimizers.tensors().values()) // machine.gpus
     # The batch that Muon works on: the momentum's lookahead, two iterates and their Gram matrices.
-    muon = BATCH_ELEMENTS["gpu" if gpu else "cpu"] * 2 * (FLOAT32 + itemsize)
+    alike: Counter[torch.Size] = Counter()
+    for weight in model.parameters():
+        alike[weight.shape[-2:]] += weight.numel()
+    muon = min(BATCH_ELEMENTS["gpu" if gpu else "cpu"], max(alike.values())) * 2 * (FLOAT32 + itemsize)
     try:
         moments = _measured(model, config, machine, gpu=gpu)
     except RuntimeError as error:
@@ -136,8 +160,8 @@ def memory(
         if rule is None or "meta" not in str(error):
             raise
         # A rule that looks at its scores cannot route what has no data; pairs are counted as for token choice.
-        alike = TokenChoice(rule.num_experts, min(max(round(rule.experts_per_token), 1), rule.num_experts))
-        moments = _measured(_without_data(replace(model.config, rule=alike), itemsize), config, machine, gpu=gpu)
+        stand_in = TokenChoice(rule.num_experts, min(max(round(rule.experts_per_token), 1), rule.num_experts))
+        moments = _measured(_without_data(replace(model.config, rule=stand_in), itemsize), config, machine, gpu=gpu)
     found = {}
     for layout in layouts:
         held = [_held(part, layout, machine.gpus, config) for part in whole]
@@ -202,6 +226,13 @@ def _laid_out(
     return moment
 
 
+def expert_parallel(config: RunConfig, gpus: int) -> int:
+    """Return among how many GPUs the layout of that name splits the experts: as the run says, else as many as can."""
+    assert config.model.rule is not None
+    asked = config.train.expert_parallel
+    return asked if asked > 1 else math.gcd(gpus, config.model.rule.num_experts)
+
+
 def _parameters(model: GPT) -> list[tuple[int, int]]:
     """Return pairs (other weights, weights of routed experts): those outside of blocks together, then each block's."""
     all_of_it = [sum(weight.numel() for weight in block.parameters()) for block in model.blocks]
@@ -218,5 +249,5 @@ def _held(part: tuple[int, int], layout: str, gpus: int, config: RunConfig) -> i
     if layout == "shard":
         return -(-(others + experts) // gpus)
     if layout == "expert_parallel" and config.model.rule is not None:
-        return others + experts // math.gcd(gpus, config.model.rule.num_experts)
+        return others + experts // expert_parallel(config, gpus)
     return others + experts

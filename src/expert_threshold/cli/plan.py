@@ -13,22 +13,23 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
+from ..distributed import mesh_sizes
+from ..moe.sharding import require_even_split
 from ..option import Count, NotNegative, Positive, Share
-from ..plan import LAYOUTS, Machine, costs, dispatch, duration, memory, share_out
+from ..plan import LAYOUTS, ONE_GPU, Machine, costs, dispatch, duration, memory, share_out
 from ..train.checks import require_pools_fit
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock, say
 from .options import Option
 from .run_options import parse_run, resolve_run, start_of
 
-DEFAULTS = Machine()
 OPTIONS = [
     Option("json", bool, False, "Print one JSON object instead of tables."),
-    Option("gpus", Count, DEFAULTS.gpus, "GPUs that share the batch."),
+    Option("gpus", Count, ONE_GPU.gpus, "GPUs that share the batch."),
     Option("micro_batch", Count | None, None, "Sequences per GPU at a time; none splits --batch-size."),
-    Option("utilisation", Share, DEFAULTS.utilisation, "Model FLOPs of a GPU as a share of its peak."),
-    Option("peak_tflops", Positive, DEFAULTS.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
-    Option("price_per_gpu_hour", NotNegative, DEFAULTS.price_per_gpu_hour, "Price of one GPU, in any currency."),
+    Option("utilisation", Share, ONE_GPU.utilisation, "Model FLOPs of a GPU as a share of its peak."),
+    Option("peak_tflops", Positive, ONE_GPU.peak_tflops, "Peak of one GPU; the default is an H100's in bfloat16."),
+    Option("price_per_gpu_hour", NotNegative, ONE_GPU.price_per_gpu_hour, "Price of one GPU, in any currency."),
 ]
 DESCRIPTION = (
     "Estimate what a run costs: parameters, tokens, FLOPs, memory, time and money.\n\n"
@@ -47,12 +48,15 @@ def run(arguments: Sequence[str]) -> None:
     else:
         for table in tables(costs):
             Console().print(table)
-        if costs["kernels_off"] is not None:
-            say(Console(), costs["kernels_off"])
+        for note in filter(None, (costs["assumed"], costs["kernels_off"])):
+            say(Console(), note)
 
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     """Return all costs of the run on these GPUs, or on the CPU if that is its device. Raises ValueError."""
+    mesh_sizes(machine.gpus, config.train.expert_parallel)
+    if config.model.rule is not None:
+        require_even_split(config.model.rule.num_experts, config.train.expert_parallel)
     micro_batch, accumulation = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
     on_cpu = config.train.device == "cpu"
@@ -62,7 +66,7 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     itemsize = 4 if config.train.dtype == "float32" else dtype.itemsize
     layouts = LAYOUTS[:1] if machine.gpus == 1 else LAYOUTS
     return {
-        **costs(config),
+        **costs(config, machine),
         **machine._asdict(),
         "micro_batch": micro_batch,
         "accumulation": accumulation,

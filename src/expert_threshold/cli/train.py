@@ -18,7 +18,7 @@ from rich.console import Console
 
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
-from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
+from ..distributed import Failure, Rendezvous, competes_on_rank, from_main, is_lost_rank, launch, mesh_sizes
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
@@ -209,12 +209,20 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
     device = pick_device(config.train.device)
     dtype = str(pick_dtype(config.train.dtype, device)).removeprefix("torch.")
     threads = f", {counted(config.train.threads or torch.get_num_threads(), 'thread')}" if device.type == "cpu" else ""
-    return (
+    lines = [
         f"model: {short(cost['params_total'])} parameters, {short(cost['params_active'])} active; "
-        f"rule {cost['rule']}{experts}\n"
+        f"rule {cost['rule']}{experts}",
         f"training: {cost['steps']:,} steps of {cost['tokens_per_step']:,} tokens = {short(cost['tokens'])} tokens, "
-        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}{ranks}"
-    )
+        f"{cost['flops_total']:.2e} FLOPs; on {device.type} in {dtype}{threads}{ranks}",
+    ]
+    if cost["assumed"] is not None:
+        lines.append(f"note: {cost['assumed']}")
+    if rendezvous is not None and competes_on_rank(rule) and config.train.accumulation % rendezvous.world_size:
+        lines.append(
+            f"note: {cost['rule']} decides over a rank's part of a micro-batch, which is smaller than on one process; "
+            f"--accumulation {rendezvous.world_size}, or a multiple of it, gives each rank whole ones"
+        )
+    return "\n".join(lines)
 
 
 def conclude(folder: RunFolder, result: TrainResult) -> str:

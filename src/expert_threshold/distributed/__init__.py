@@ -4,7 +4,7 @@ One rank is one process with one device. Models and optimizers do not know this 
 """
 
 from .launch import is_lost_rank, launch
-from .local_batch import LocalBatch, local_batch
+from .local_batch import LocalBatch, competes_on_rank, local_batch
 from .mesh import Parallel, Status, mesh_sizes, process_groups
 from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
@@ -18,6 +18,7 @@ __all__ = [
     "Rendezvous",
     "Slice",
     "Status",
+    "competes_on_rank",
     "from_main",
     "is_lost_rank",
     "launch",

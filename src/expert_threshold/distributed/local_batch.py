@@ -37,6 +37,11 @@ class LocalBatch(NamedTuple):
         return loss, cross_entropy
 
 
+def competes_on_rank(rule: Rule | None) -> bool:
+    """Return True for a rule whose tokens compete within the part of a micro-batch that is on one rank."""
+    return rule is not None and "batch" in (rule.scope(training=True), rule.pool_scope())
+
+
 def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: int) -> LocalBatch:
     """Return each rank's part of `accumulation` micro-batches of `batch_size` sequences.
 
@@ -44,8 +49,8 @@ def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: in
     pools, so with such a rule each rank gets whole micro-batches if their number divides by the ranks.
     Raises ValueError if the sequences do not divide by the ranks either.
     """
-    competes_on_rank = rule is not None and "batch" in (rule.scope(training=True), rule.pool_scope())
-    if ranks == 1 or (competes_on_rank and accumulation % ranks == 0):
+    alone = competes_on_rank(rule)
+    if ranks == 1 or (alone and accumulation % ranks == 0):
         return LocalBatch(batch_size, accumulation // ranks)
     if ranks > batch_size:
         raise ValueError(
@@ -57,4 +62,4 @@ def local_batch(batch_size: int, accumulation: int, rule: Rule | None, ranks: in
             f"batch_size={batch_size} is not divisible by {ranks} ranks; give a multiple of {ranks}, or launch a "
             "number of ranks that divides it"
         )
-    return LocalBatch(batch_size // ranks, accumulation, ranks, joint_mean=not competes_on_rank)
+    return LocalBatch(batch_size // ranks, accumulation, ranks, joint_mean=not alone)

@@ -22,7 +22,8 @@ def upcycled_config(dense: GPTConfig, rule: Rule, *, d_expert: int | None = None
         raise ValueError("the model already has experts; upcycle one that was trained with --rule dense")
     if rule.route(torch.zeros(1, 1, rule.num_scores), rule.init(), training=False).passthrough is not None:
         raise ValueError(
-            f"{rule} adds a multiple of each token, so the model would not compute what the dense one does; use another rule"
+            f"{rule} adds a multiple of each token, so that the model would not compute what the dense one does; use "
+            "another rule"
         )
     d_expert = dense.d_expert if d_expert is None else d_expert
     if d_expert < 1 or dense.d_feed_forward % d_expert:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -47,10 +47,12 @@ class Rule(ABC):
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
-            whole = bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer()
-            if whole or (isinstance(value, Integral) and not isinstance(value, bool)):
+            given: Any = type(value)
+            wanted = bare(kinds[field.name])[0]
+            whole = wanted is int and issubclass(given, float) and value.is_integer()
+            if whole or (issubclass(given, Integral) and given is not bool):
                 object.__setattr__(self, field.name, int(value))
-            elif isinstance(value, Real) and not isinstance(value, Integral):
+            elif issubclass(given, Real) and not issubclass(given, Rational):
                 object.__setattr__(self, field.name, float(value))
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
@@ -149,6 +151,11 @@ class Rule(ABC):
     def max_load(self, tokens: int, *, training: bool, ranks: int = 1) -> int | None:
         """Return a bound on one rank's tokens assigned to one expert; None if only counting can tell."""
         return None
+
+    @property
+    def aims_at_fanout(self) -> bool:
+        """False if nothing moves the mean fanout towards experts_per_token."""
+        return True
 
     def load_bounds(self, tokens: int) -> tuple[int, int] | None:
         """Return the minimum and maximum load of an expert for a pool of `tokens`, in training after any warmup; None

@@ -91,6 +91,10 @@ class TopP(Rule):
     def scope(self, training: bool) -> Scope:
         return "token"
 
+    @property
+    def aims_at_fanout(self) -> bool:
+        return self.controller
+
     def window(self, sequence: int, batch: int, step: int) -> Window:
         """Return the tokens over which the mean fanout is taken."""
         return Window(step if self.controller else None, None)

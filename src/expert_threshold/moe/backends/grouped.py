@@ -58,9 +58,7 @@ class Group(NamedTuple):
 
 
 def most_slots(rows: int) -> int:
-    """Return the most rows to compute where `rows` are needed, a quarter more, for experts of unequal loads that share a
-    batched product.
-    """
+    """Return the most rows to compute where `rows` are needed, a quarter more, as unequal experts share products."""
     return rows + rows // 4  # of whole numbers, since compiled code may have any number of rows
 
 
