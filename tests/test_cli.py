@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -948,3 +949,14 @@ def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> N
     with new_folder(tmp_path / "made" / "too" / "to") as folder:
         (folder / "whole").touch()
     assert [path.name for path in (tmp_path / "made" / "too" / "to").iterdir()] == ["whole"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "accumulation", "told"),
+    [("expert_choice", 1, True), ("expert_choice", 4, False), ("expert_threshold", 1, False), (None, 1, False)],
+)
+def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str | None, accumulation: int, told: bool) -> None:
+    config = resolve("tiny", rule or "dense", changes={"train": {"accumulation": accumulation}})
+    said = train_command.introduce(config, mock.Mock(world_size=2))
+    assert ("decides over a rank's part of a micro-batch" in said) == told
+    assert "decides over" not in train_command.introduce(config, None)
