@@ -953,10 +953,19 @@ def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("rule", "accumulation", "told"),
-    [("expert_choice", 1, True), ("expert_choice", 4, False), ("expert_threshold", 1, False), (None, 1, False)],
+    [
+        ("expert_choice", 1, True),
+        ("expert_choice", 4, False),
+        ("expert_choice --pool 256", 1, False),
+        ("token_choice --balance aux", 1, True),
+        ("expert_threshold", 1, False),
+        ("dense", 1, False),
+    ],
 )
-def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str | None, accumulation: int, told: bool) -> None:
-    config = resolve("tiny", rule or "dense", changes={"train": {"accumulation": accumulation}})
+def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str, accumulation: int, told: bool) -> None:
+    config = resolve_run(
+        parse_run("et train", "", [], ["tiny", "--rule", *rule.split(), f"--accumulation={accumulation}"])
+    )
     said = train_command.introduce(config, mock.Mock(world_size=2))
-    assert ("decides over a rank's part of a micro-batch" in said) == told
-    assert "decides over" not in train_command.introduce(config, None)
+    assert ("looks at 1,024 tokens of each rank, where one process has 2,048" in said) == told
+    assert "of each rank" not in train_command.introduce(config, None)

@@ -448,6 +448,7 @@ def test_a_whole_number_of_experts_is_stored_as_one() -> None:
 
 
 def test_numbers_of_numpy_are_stored_as_python_s() -> None:
+    assert type(TokenChoice(EXPERTS, np.float32(2)).experts_per_token) is int  # type: ignore[arg-type]
     rule = ExpertChoice(np.int64(EXPERTS), np.int32(1), pool=np.int64(8), decay=np.float32(0.5))  # type: ignore[arg-type]
     assert rule == ExpertChoice(EXPERTS, 1, pool=8, decay=0.5)
     assert {type(rule.num_experts), type(rule.experts_per_token), type(rule.pool)} == {int}

@@ -102,6 +102,7 @@ def test_inference_compares_with_zero_whatever_lambda_is() -> None:
 def test_a_short_run_begins_with_a_larger_lambda_and_the_published_length_with_the_published_one() -> None:
     assert scaled_rule("relu", 60_000) == ReLU()
     assert scaled_rule("relu", 9_999, l1_rate=2.0) == ReLU(l1_rate=2.0)  # 3^1000 is no float
+    assert not ReLU(l1_rate=0).aims_at_fanout  # nothing moves λ
     assert scaled_rule("relu", 100, l1_rate=1e300) == ReLU(l1_rate=1e300)
     short = scaled_rule("relu", 300)
     assert isinstance(short, ReLU)

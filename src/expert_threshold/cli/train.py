@@ -18,13 +18,13 @@ from rich.console import Console
 
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
-from ..distributed import Failure, Rendezvous, competes_on_rank, from_main, is_lost_rank, launch, mesh_sizes
+from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et, program
 from ..option import Count, Positive
-from ..plan import costs
+from ..plan import Machine, costs, window
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult
@@ -217,10 +217,10 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
     ]
     if cost["assumed"] is not None:
         lines.append(f"note: {cost['assumed']}")
-    if rendezvous is not None and competes_on_rank(rule) and config.train.accumulation % rendezvous.world_size:
+    if rendezvous is not None and (pool := window(config, Machine(rendezvous.world_size)).pool) != cost["pool"]:
         lines.append(
-            f"note: {cost['rule']} decides over a rank's part of a micro-batch, which is smaller than on one process; "
-            f"--accumulation {rendezvous.world_size}, or a multiple of it, gives each rank whole ones"
+            f"note: {cost['rule']} looks at {pool:,} tokens of each rank, where one process has {cost['pool']:,}; an "
+            f"--accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"
         )
     return "\n".join(lines)
 

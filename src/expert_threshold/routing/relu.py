@@ -74,6 +74,10 @@ class ReLU(Rule):
     def pool_scope(self) -> Scope | None:
         return "batch" if self.l1_balanced else None
 
+    @property
+    def aims_at_fanout(self) -> bool:
+        return self.l1_rate > 0
+
     def window(self, sequence: int, batch: int, step: int) -> Window:
         """Return the tokens over which load is measured."""
         return Window(batch if self.l1_balanced else step, None)

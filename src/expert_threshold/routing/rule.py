@@ -47,13 +47,13 @@ class Rule(ABC):
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
-            given: Any = type(value)
-            wanted = bare(kinds[field.name])[0]
-            whole = wanted is int and issubclass(given, float) and value.is_integer()
-            if whole or (issubclass(given, Integral) and given is not bool):
-                object.__setattr__(self, field.name, int(value))
-            elif issubclass(given, Real) and not issubclass(given, Rational):
-                object.__setattr__(self, field.name, float(value))
+            if isinstance(value, Real) and not isinstance(value, float | Rational):
+                value = float(value)
+            whole = bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer()
+            foreign = not isinstance(value, int)
+            if whole or (foreign and isinstance(value, Integral)):
+                value = int(value)
+            object.__setattr__(self, field.name, value)
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
         if not 0 < self.experts_per_token <= self.num_experts:
