@@ -18,13 +18,13 @@ from rich.console import Console
 
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
-from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, mesh_sizes
+from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et, program
 from ..option import Count, Positive
-from ..plan import Machine, costs, window
+from ..plan import costs
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult
@@ -217,11 +217,15 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
     ]
     if cost["assumed"] is not None:
         lines.append(f"note: {cost['assumed']}")
-    if rendezvous is not None and (pool := window(config, Machine(rendezvous.world_size)).pool) != cost["pool"]:
-        lines.append(
-            f"note: {cost['rule']} looks at {pool:,} tokens of each rank, where one process has {cost['pool']:,}; an "
-            f"--accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"
-        )
+    if rule is not None and rendezvous is not None:
+        local = local_batch(config.train.batch_size, config.train.accumulation, rule, rendezvous.world_size)
+        context = config.model.context
+        pool = rule.window(context, local.batch_size * context, cost["tokens_per_step"]).pool
+        if not local.joint_mean and pool != cost["pool"]:
+            lines.append(
+                f"note: {cost['rule']} looks at {pool:,} tokens of each rank, where one process has {cost['pool']:,}; "
+                f"an --accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"
+            )
     return "\n".join(lines)
 
 
