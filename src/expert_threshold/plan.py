@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .config import RunConfig
-from .distributed import competes_on_rank, local_batch
+from .distributed import LocalBatch, competes_on_rank, local_batch
 from .kernels.planned import Planned, planned
 from .model import GPT, GPTConfig, flops_per_token, parameter_counts
 from .model.memory import LiveBytes, Memory
@@ -46,7 +46,7 @@ def costs(config: RunConfig, machine: Machine = ONE_GPU) -> dict[str, Any]:
     per_token = flops_per_token(config.model)
     tokens_per_step = config.train.batch_size * config.train.accumulation * config.model.context
     tokens = config.train.steps * tokens_per_step
-    pool, effective = window(config, machine)
+    pool, effective = window(config, share_out(config, machine))
     return {
         "rule": rule_name(config.model.rule),
         "params_total": parameters.pop("total"),
@@ -73,15 +73,17 @@ def assumed_fanout(rule: Rule | None) -> str | None:
     )
 
 
-def window(config: RunConfig, machine: Machine = ONE_GPU) -> Window:
-    """Return the tokens that the rule looks at in training; both are None for a dense model."""
+def window(config: RunConfig, local: LocalBatch | None = None) -> Window:
+    """Return the tokens that the rule looks at in training; both are None for a dense model.
+
+    local: a rank's part of a step; None: there is one rank.
+    """
     rule, context = config.model.rule, config.model.context
     if rule is None:
         return Window(None, None)
-    micro_batch, accumulation = share_out(config, machine)
-    ranks = 1 if competes_on_rank(rule) else machine.gpus
-    step = micro_batch * accumulation * machine.gpus * context
-    return rule.window(context, micro_batch * ranks * context, step)
+    step = config.train.batch_size * config.train.accumulation * context
+    pooled = config.train.batch_size if local is None else local.pooled
+    return rule.window(context, pooled * context, step)
 
 
 def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
@@ -98,9 +100,8 @@ def duration(config: RunConfig, machine: Machine) -> dict[str, float]:
     }
 
 
-def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
-    """Return the sequences per GPU and micro-batch, and the micro-batches per step, as in training unless
-    `micro_batch` says otherwise.
+def share_out(config: RunConfig, machine: Machine) -> LocalBatch:
+    """Return one GPU's part of a step, as in training unless `micro_batch` says otherwise.
 
     Raises ValueError if the step cannot be divided evenly.
     """
@@ -113,22 +114,22 @@ def share_out(config: RunConfig, machine: Machine) -> tuple[int, int]:
     micro_batch = machine.micro_batch
     if micro_batch is None:
         try:
-            local = local_batch(batch_size, accumulation, config.model.rule, machine.gpus)
+            return local_batch(batch_size, accumulation, config.model.rule, machine.gpus)
         except ValueError as error:
             raise ValueError(f"--gpus {machine.gpus}: {error}") from None
-        return local.batch_size, local.accumulation
     if step % (micro_batch * machine.gpus):
         raise ValueError(
             f"--micro-batch {micro_batch} on {machine.gpus} GPUs does not divide the step of {step} sequences; "
             f"give a divisor of {step // machine.gpus}"
         )
-    return micro_batch, step // (micro_batch * machine.gpus)
+    alone = competes_on_rank(config.model.rule)
+    return LocalBatch(micro_batch, step // (micro_batch * machine.gpus), machine.gpus, joint_mean=not alone)
 
 
 def dispatch(config: RunConfig, machine: Machine, itemsize: int, *, gpu: bool) -> str | None:
     """Return the backend that `auto` will choose; None for a model without experts."""
     model = _without_data(config.model, itemsize)
-    x = torch.empty(share_out(config, machine)[0] * config.model.context, config.model.d_model, device="meta")
+    x = torch.empty(share_out(config, machine).batch_size * config.model.context, config.model.d_model, device="meta")
     with _assumed(config, machine, gpu=gpu):
         for _, moe in model.moe_layers():
             return moe.dispatch.chosen(x.to(model.compute_dtype), moe.experts, moe.max_pairs(len(x))).name
@@ -187,14 +188,14 @@ def _assumed(config: RunConfig, machine: Machine, *, gpu: bool) -> AbstractConte
 def _measured(model: GPT, config: RunConfig, machine: Machine, *, gpu: bool) -> list[Memory]:
     """Return the memory after each operator of a step's last forward and backward, with all weights on one device."""
     model.activation_checkpointing = config.train.activation_checkpointing
-    micro_batch, accumulation = share_out(config, machine)
-    if accumulation > 1:
+    local = share_out(config, machine)
+    if local.accumulation > 1:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
     kinds: dict[nn.Module | str, str] = {"expert_threshold::cross_entropy": "logits"}
     for _, moe in model.moe_layers():
         kinds |= {moe: "dispatch"} if moe.shared is None else {moe: "dispatch", moe.shared: "activations"}
-    tokens = torch.empty(micro_batch, config.model.context, dtype=torch.int64, device="meta")
+    tokens = torch.empty(local.batch_size, config.model.context, dtype=torch.int64, device="meta")
     with _assumed(config, machine, gpu=gpu), LiveBytes(model, kinds) as live:
         output = model(tokens, tokens)
         assert output.loss is not None
@@ -219,7 +220,7 @@ def _laid_out(
         largest = max(map(sum, whole[1:]))
         return moment._replace(casts=2 * largest * itemsize, gradients=moment.gradients + largest * FLOAT32)
     if layout == "expert_parallel" and config.model.rule is not None:  # tokens are sent, received, and sent back
-        tokens, rule = share_out(config, machine)[0] * config.model.context, config.model.rule
+        tokens, rule = share_out(config, machine).batch_size * config.model.context, config.model.rule
         rows = rule.max_pairs(tokens, training=True, ranks=machine.gpus) or round(tokens * rule.experts_per_token)
         casts = moment.casts * sum(held[1:]) // sum(map(sum, whole[1:]))
         return moment._replace(casts=casts, dispatch=moment.dispatch + 2 * rows * config.model.d_model * itemsize)

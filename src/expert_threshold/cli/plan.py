@@ -13,11 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
-from ..distributed import mesh_sizes
-from ..moe.sharding import require_even_split
 from ..option import Count, NotNegative, Positive, Share
 from ..plan import LAYOUTS, ONE_GPU, Machine, costs, dispatch, duration, memory, share_out
-from ..train.checks import require_pools_fit
+from ..train.checks import require_pools_fit, require_split
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock, say
 from .options import Option
@@ -54,11 +52,9 @@ def run(arguments: Sequence[str]) -> None:
 
 def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     """Return all costs of the run on these GPUs, or on the CPU if that is its device. Raises ValueError."""
-    mesh_sizes(machine.gpus, config.train.expert_parallel)
-    if config.model.rule is not None:
-        require_even_split(config.model.rule.num_experts, config.train.expert_parallel)
-    micro_batch, accumulation = share_out(config, machine)
-    require_pools_fit(config.model, replace(config.train, batch_size=micro_batch))
+    require_split(config.model, config.train, machine.gpus)
+    local = share_out(config, machine)
+    require_pools_fit(config.model, replace(config.train, batch_size=local.pooled))
     on_cpu = config.train.device == "cpu"
     dtype = pick_dtype(config.train.dtype, torch.device("cpu")) if on_cpu else torch.bfloat16
     here = on_cpu or (config.train.device == "auto" and not torch.cuda.is_available())
@@ -68,8 +64,8 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     return {
         **costs(config, machine),
         **machine._asdict(),
-        "micro_batch": micro_batch,
-        "accumulation": accumulation,
+        "micro_batch": local.batch_size,
+        "accumulation": local.accumulation,
         "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
         "memory": memory(config, machine, itemsize, gpu=not on_cpu, layouts=layouts),
         **duration(config, machine),

@@ -24,7 +24,7 @@ from ..full_run import train_run
 from ..generate import printable
 from ..install import et, program
 from ..option import Count, Positive
-from ..plan import costs
+from ..plan import costs, window
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult
@@ -219,9 +219,8 @@ def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:
         lines.append(f"note: {cost['assumed']}")
     if rule is not None and rendezvous is not None:
         local = local_batch(config.train.batch_size, config.train.accumulation, rule, rendezvous.world_size)
-        context = config.model.context
-        pool = rule.window(context, local.batch_size * context, cost["tokens_per_step"]).pool
-        if not local.joint_mean and pool != cost["pool"]:
+        pool = window(config, local).pool
+        if pool != cost["pool"]:
             lines.append(
                 f"note: {cost['rule']} looks at {pool:,} tokens of each rank, where one process has {cost['pool']:,}; "
                 f"an --accumulation that {rendezvous.world_size} divides keeps its micro-batches whole"

@@ -22,6 +22,11 @@ class LocalBatch(NamedTuple):
     ranks: int = 1
     joint_mean: bool = False
 
+    @property
+    def pooled(self) -> int:
+        """Sequences of a micro-batch that a rule sees together: those of all its ranks, or of this rank alone."""
+        return self.batch_size * self.ranks if self.joint_mean else self.batch_size
+
     def losses(self, output: Output, targets: Tensor, loader: Loader) -> tuple[Tensor, Tensor]:
         """Return the loss and the cross-entropy, (), whose means over `ranks` are those of the shared micro-batch.
 

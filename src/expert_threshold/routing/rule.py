@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import fields
-from numbers import Integral, Rational, Real
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
@@ -47,11 +47,8 @@ class Rule(ABC):
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
             value = getattr(self, field.name)
-            if isinstance(value, Real) and not isinstance(value, float | Rational):
-                value = float(value)
-            whole = bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer()
-            foreign = not isinstance(value, int)
-            if whole or (foreign and isinstance(value, Integral)):
+            value = value.item() if isinstance(value, np.generic) else value
+            if bare(kinds[field.name])[0] is int and isinstance(value, float) and value.is_integer():
                 value = int(value)
             object.__setattr__(self, field.name, value)
         require_kind("num_experts", self.num_experts, Count)

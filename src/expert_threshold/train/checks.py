@@ -34,12 +34,17 @@ def require_trainable(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     require_backend(model, config)
     if config.threads is not None:
         require_few(config.threads)
-    mesh_sizes(ranks, config.expert_parallel)
-    if model.rule is not None:
-        require_even_split(model.rule.num_experts, config.expert_parallel)
+    require_split(model, config, ranks)
     require_vocab_size(model.vocab_size)
     require_pools_fit(model, config, ranks)
     require_tracker(config.track)
+
+
+def require_split(model: GPTConfig, config: TrainConfig, ranks: int) -> None:
+    """Raise ValueError if `expert_parallel` divides neither the ranks nor the experts evenly."""
+    mesh_sizes(ranks, config.expert_parallel)
+    if model.rule is not None:
+        require_even_split(model.rule.num_experts, config.expert_parallel)
 
 
 def require_backend(model: GPTConfig, config: TrainConfig) -> None:
@@ -62,9 +67,8 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     """Raise ValueError if the rule refuses the micro-batch: k = 0, or a pool that does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
-        sequences = config.batch_size if local.joint_mean else local.batch_size
         with torch.device("meta"):  # only shapes matter, so nothing is allocated
-            scores = torch.zeros(sequences, model.context, model.rule.num_scores)
+            scores = torch.zeros(local.pooled, model.context, model.rule.num_scores)
             model.rule.route(scores, model.rule.init(), training=True)
 
 
