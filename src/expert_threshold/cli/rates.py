@@ -107,7 +107,7 @@ def require_drawable(path: Path) -> None:
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Write the figure; `require_drawable` told what could be wrong with its path."""
+    """Write the figure, after `require_drawable`."""
     from ..analysis.figures.dial import draw_dial
     from ..analysis.figures.style import style
 

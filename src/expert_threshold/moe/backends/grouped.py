@@ -58,8 +58,8 @@ class Group(NamedTuple):
 
 
 def most_slots(rows: int) -> int:
-    """Return the most rows to compute where `rows` are needed, a quarter more, as unequal experts share products."""
-    return rows + rows // 4  # of whole numbers, since compiled code may have any number of rows
+    """Return the most rows that may be computed where `rows` are needed: a quarter more, for padding."""
+    return rows + rows // 4  # in whole numbers: the compiler knows no symbolic float
 
 
 def round_up(load: int) -> int:
