@@ -289,6 +289,7 @@ def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
         ("--rule expert_threshold --pool batch --gpus 8", 2 * 128),
         ("--rule expert_threshold --gpus 8", 16 * 128),
         ("--rule expert_threshold --gpus 4 --micro-batch 1", 4 * 128),
+        ("--rule expert_choice --gpus 4 --micro-batch 1", 128),
         ("--rule expert_choice --pool sequence --gpus 8", 128),
     ],
 )
