@@ -23,7 +23,10 @@ constexpr int64_t DEPTH = 512;  // of one block product; with HEIGHT, its operan
 constexpr int64_t HEIGHT = 128;
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-inline int64_t panel(int64_t columns) { return columns % 64 ? 32 : 64; }
+template <bool narrow = false>
+inline int64_t panel(int64_t columns) {
+  return narrow || columns % 64 ? 32 : 64;
+}
 
 inline __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
 inline __m256i round(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
@@ -67,11 +70,12 @@ class Scratch {
   size_t next_ = 0;
 };
 
-// A packed matrix (k, n) has panels of 64 columns (32 where 64 do not divide n), each (k / 2, columns, 2).
+// A packed matrix (k, n) has panels of 64 columns (32 if `narrow`, or where 64 do not divide n), each (k / 2, columns, 2).
 
 // Packs the transpose of w (n, k).
+template <bool narrow = false>
 inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
-  const int64_t columns = panel(n);
+  const int64_t columns = panel<narrow>(n);
   for (int64_t j = 0; j < n; j += 16)
     for (int64_t i = 0; i < k; i += 32)
       at::vec::transpose_mxn<float>((const float*)(w + j * k + i), k / 2,
@@ -80,9 +84,9 @@ inline void pack_transposed(const bf16* w, int64_t n, int64_t k, bf16* out) {
 }
 
 // Packs w (rows, n) into the matrix from row `offset` on; `far` streams past the caches, for later use.
-template <bool far>
+template <bool far, bool narrow = false>
 inline void pack_rows(const bf16* w, int64_t rows, int64_t n, bf16* out, int64_t k, int64_t offset) {
-  const int64_t columns = panel(n);
+  const int64_t columns = panel<narrow>(n);
   for (int64_t i = 0; i < rows; i += 2)
     for (int64_t j = 0; j < n; j += 16) {
       const __m512i even = _mm512_cvtepu16_epi32(read(w + i * n + j));
@@ -93,9 +97,9 @@ inline void pack_rows(const bf16* w, int64_t rows, int64_t n, bf16* out, int64_t
     }
 }
 
-template <bool far>
+template <bool far, bool narrow = false>
 inline void pack_rows(const bf16* w, int64_t k, int64_t n, bf16* out) {
-  pack_rows<far>(w, k, n, out, k, 0);
+  pack_rows<far, narrow>(w, k, n, out, k, 0);
 }
 
 // out (columns, rows) = the transpose of x (rows, columns), their rows `stride` and `from` apart; `far` as above.
@@ -123,11 +127,11 @@ inline void transpose(const bf16* x, int64_t rows, int64_t columns, bf16* out) {
 }
 
 // Computes each part c (rows, columns) of a (m, k) · b and calls then(c, first row, rows, first column, columns);
-// `lower`: from the diagonal down alone.
+// `lower`: from the diagonal down alone, of a narrow b, so that little above it is computed.
 template <bool lower = false, class Then>
 inline void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, Then&& then) {
   alignas(64) float c[HEIGHT * 64];
-  const int64_t columns = panel(n);
+  const int64_t columns = panel<lower>(n);
   for (int64_t j = 0; j < n; j += columns)
     for (int64_t r = lower ? j : 0; r < m; r += HEIGHT) {
       const int64_t rows = std::min(HEIGHT, m - r);

@@ -1,5 +1,6 @@
 // A step of Muon, one thread per matrix: momentum, orthogonalization with bfloat16 products and what optim/orthogonal.py
-// has around it, weight decay and the update, in a core's cache.
+// has around it, weight decay and the update, in a core's cache. There its sides are multiples of 32, with zeros beyond
+// the matrix, which stay zero.
 
 #include <cmath>
 
@@ -23,7 +24,7 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
         store(out + at, value);
       }
   });
-  const int64_t columns = panel(n);
+  const int64_t columns = panel<symmetric>(n);
   for (int64_t j = 0, below = columns; symmetric && below < n; j = below, below += columns)
     transpose<false>(out + below * n + j, n - below, columns, out + j * n + below, n, n);
 }
@@ -33,19 +34,19 @@ enum Parts : int64_t { NONE, ROWS, COLUMNS, MATRIX };
 
 // A matrix, and room for a number for each of its rows or columns.
 struct Matrix {
-  float* x;
-  int64_t rows, columns;
+  float* x;  // (rows, stride), zero beyond the columns
+  int64_t rows, columns, stride;
   float* numbers;
 
   int64_t count(Parts parts) const { return parts == ROWS ? rows : parts == COLUMNS ? columns : 1; }
 
   // numbers = the sum of squares of each part.
   void squares(Parts parts) const {
-    std::fill_n(numbers, count(parts), 0.f);
+    std::fill_n(numbers, round_up(count(parts), 32), 0.f);
     for (int64_t r = 0; r < rows; ++r) {
       __m512 sum = _mm512_setzero_ps();
-      for (int64_t j = 0; j < columns; j += 16) {
-        const __m512 value = _mm512_loadu_ps(x + r * columns + j);
+      for (int64_t j = 0; j < stride; j += 16) {
+        const __m512 value = _mm512_loadu_ps(x + r * stride + j);
         if (parts == COLUMNS)
           _mm512_storeu_ps(numbers + j, _mm512_fmadd_ps(value, value, _mm512_loadu_ps(numbers + j)));
         else
@@ -59,8 +60,8 @@ struct Matrix {
   void scale(Parts parts) const {
     for (int64_t r = 0; r < rows; ++r) {
       const __m512 same = _mm512_set1_ps(numbers[parts == ROWS ? r : 0]);
-      for (int64_t j = 0; j < columns; j += 16) {
-        float* at = x + r * columns + j;
+      for (int64_t j = 0; j < stride; j += 16) {
+        float* at = x + r * stride + j;
         _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), parts == COLUMNS ? _mm512_loadu_ps(numbers + j) : same));
       }
     }
@@ -91,14 +92,14 @@ struct Matrix {
   }
 };
 
-// X ← (a + b X Xᵀ + c (X Xᵀ)²) X for each of the polynomials; x (rows, columns), with rows ≤ columns.
+// X ← (a + b X Xᵀ + c (X Xᵀ)²) X for each of the polynomials; x (rows, columns), multiples of 32 with rows ≤ columns.
 void orthogonalize(bf16* x, int64_t rows, int64_t columns, const std::vector<double>& polynomials, bf16* gram,
                    bf16* polynomial, bf16* packed) {
   for (size_t i = 0; i < polynomials.size(); i += 3) {
     const float a = polynomials[i], b = polynomials[i + 1], c = polynomials[i + 2];
-    pack_transposed(x, rows, columns, packed);
+    pack_transposed<true>(x, rows, columns, packed);
     product<true>(rows, rows, columns, x, packed, 1, nullptr, 0, gram);
-    pack_rows<false>(gram, rows, rows, packed);
+    pack_rows<false, true>(gram, rows, rows, packed);
     product<true>(rows, rows, rows, gram, packed, c, gram, b, polynomial);
     pack_rows<false>(x, rows, columns, packed);
     product<false>(rows, columns, rows, polynomial, packed, 1, x, a, x);
@@ -122,42 +123,56 @@ void step(const std::vector<Tensor>& weights, const std::vector<Tensor>& grads, 
   for (const Tensor& grad : grads) dense.push_back(contiguous(grad));
   const auto weight = matrices_of(weights), grad = matrices_of(dense), momentum = matrices_of(momenta);
   const auto second = matrices_of(second_moments);
-  const Parts of_second = second.empty() ? NONE : second_moments[0].size(-1) == 1 ? ROWS : COLUMNS;
   const int64_t matrices = weight.size(), rows = weights[0].size(-2), columns = weights[0].size(-1);
+  const auto has_sides = [&](int64_t m, int64_t n) {
+    return second_moments[0].size(-2) == m && second_moments[0].size(-1) == n;
+  };
+  const Parts of_second = second.empty() ? NONE : has_sides(rows, 1) ? ROWS : COLUMNS;
   const float eps = smallest;
   const __m512 keep = _mm512_set1_ps(nesterov_decay), gain = _mm512_set1_ps(1 - nesterov_decay);
   const __m512 rate = _mm512_set1_ps(lr), shrink = _mm512_set1_ps(weight_decay), zero = _mm512_setzero_ps();
-  const int64_t numbers = rows * columns, small = std::min(rows, columns), large = std::max(rows, columns);
+  const int64_t height = round_up(rows, 32), stride = round_up(columns, 32), numbers = height * stride;
+  const int64_t small = std::min(height, stride), large = std::max(height, stride);
+  // Calls then(the first of up to 16 numbers of a row, their mask, where they are in an update), row by row.
+  const auto for_row_parts = [&](auto&& then) {
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t j = 0; j < stride; j += 16)
+        then(r * columns + j, __mmask16((1u << std::clamp<int64_t>(columns - j, 0, 16)) - 1), r * stride + j);
+  };
   at::parallel_for(0, matrices, 1, [&](int64_t from, int64_t to) {
     Scratch scratch;
-    const Matrix update{scratch.take<float>(numbers), rows, columns, scratch.take<float>(large)};
+    const Matrix update{scratch.take<float>(numbers), rows, columns, stride, scratch.take<float>(large)};
     bf16* x = scratch.take<bf16>(numbers);
     bf16* turned = scratch.take<bf16>(numbers);
     bf16* packed = scratch.take<bf16>(numbers);
     bf16* gram = scratch.take<bf16>(small * small);
     bf16* polynomial = scratch.take<bf16>(small * small);
     for (int64_t i = from; i < to; ++i) {
-      for (int64_t j = 0; j < numbers; j += 16) {
-        const __m512 g = _mm512_loadu_ps(grad[i] + j), old = _mm512_loadu_ps(momentum[i] + j);
+      for_row_parts([&](int64_t at, __mmask16 inside, int64_t j) {
+        const __m512 g = _mm512_maskz_loadu_ps(inside, grad[i] + at);
+        const __m512 old = _mm512_maskz_loadu_ps(inside, momentum[i] + at);
         const __m512 m = _mm512_fmadd_ps(_mm512_sub_ps(g, old), gain, old);
-        _mm512_storeu_ps(momentum[i] + j, m);
+        _mm512_mask_storeu_ps(momentum[i] + at, inside, m);
         _mm512_storeu_ps(update.x + j, _mm512_fmadd_ps(_mm512_sub_ps(m, g), keep, g));
-      }
+      });
       if (equilibrate) update.normalize((Parts)equilibrate, eps);
       update.squares(MATRIX);
       const __m512 norm = _mm512_set1_ps(std::max(std::sqrt(update.numbers[0]), eps) * (float)safety);
-      for (int64_t j = 0; j < numbers; j += 16) store(x + j, _mm512_div_ps(_mm512_loadu_ps(update.x + j), norm));
-      if (rows > columns) transpose<false>(x, rows, columns, turned);
-      orthogonalize(rows > columns ? turned : x, small, large, polynomials, gram, polynomial, packed);
-      if (rows > columns) transpose<false>(turned, columns, rows, x);
-      for (int64_t j = 0; j < numbers; j += 16) _mm512_storeu_ps(update.x + j, load(x + j));
+      const int64_t used = rows * stride;
+      for (int64_t j = 0; j < used; j += 16) store(x + j, _mm512_div_ps(_mm512_loadu_ps(update.x + j), norm));
+      std::memset((void*)(x + used), 0, (numbers - used) * sizeof(bf16));
+      if (height > stride) transpose<false>(x, height, stride, turned);
+      orthogonalize(height > stride ? turned : x, small, large, polynomials, gram, polynomial, packed);
+      if (height > stride) transpose<false>(turned, stride, height, x);
+      for (int64_t j = 0; j < used; j += 16) _mm512_storeu_ps(update.x + j, load(x + j));
       if (renormalize) update.normalize((Parts)renormalize, eps);
       if (of_second) update.normuon(of_second, second[i], normuon_beta, least);
-      for (int64_t j = 0; j < numbers; j += 16) {
-        const __m512 u = _mm512_loadu_ps(update.x + j), w = _mm512_loadu_ps(weight[i] + j);
+      for_row_parts([&](int64_t at, __mmask16 inside, int64_t j) {
+        const __m512 u = _mm512_loadu_ps(update.x + j), w = _mm512_maskz_loadu_ps(inside, weight[i] + at);
         const __mmask16 decays = cautious ? _mm512_cmp_ps_mask(_mm512_mul_ps(u, w), zero, _CMP_GE_OQ) : 0xFFFF;
-        _mm512_storeu_ps(weight[i] + j, _mm512_fnmadd_ps(u, rate, _mm512_mask_fnmadd_ps(w, decays, shrink, w)));
-      }
+        const __m512 kept = _mm512_mask_fnmadd_ps(w, decays, shrink, w);
+        _mm512_mask_storeu_ps(weight[i] + at, inside, _mm512_fnmadd_ps(u, rate, kept));
+      });
     }
     finish();
   });

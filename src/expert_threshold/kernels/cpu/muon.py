@@ -12,13 +12,13 @@ from ..operator import operator
 from . import TILE, available
 
 PARTS = (None, "rows", "columns", "matrix")  # numbered as in muon.cpp
-MOST_ELEMENTS = 2**20  # in a matrix; a larger one does not stay in a core's cache
+MOST_ELEMENTS = 2**20  # in a matrix of whole tiles; a larger one does not stay in a core's cache
 
 
 def applies(weight: Tensor, state: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Return True if the kernel can update these stacks (…, rows, columns) with their state, by products in `dtype`."""
-    rows, columns = weight.shape[-2:]
-    fits = rows % TILE == 0 == columns % TILE and rows * columns <= MOST_ELEMENTS
+    rows, columns = (-(-side // TILE) * TILE for side in weight.shape[-2:])
+    fits = rows * columns <= MOST_ELEMENTS
     plain = all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in (weight, *state))
     return fits and plain and dtype == torch.bfloat16 and available()
 
