@@ -576,6 +576,7 @@ USAGE: list[tuple[str, list[str]]] = [
     ("train --data missing", ["missing", "does not exist"]),
     ("generate", ["arguments are required: RUN", "see et generate --help"]),
     ("generate missing", ["missing", "no such run folder"]),
+    ("plan --steps 9223372036854775808", ["not 9223372036854775808; numbers must be below 2**63"]),
     ("generate . --top-k many", ["--top-k: expected a whole number or none, not many"]),
     ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
     ("train --d-model 1000", ["d_model=1000 cannot be divided into heads"]),
@@ -848,7 +849,18 @@ def exceed_all_addresses() -> None:
     torch.empty(2**40, 2**40, device="meta")
 
 
-RUN_OUT = [exhaust_the_accelerator, exhaust_the_cpu, exhaust_numpy, exceed_all_addresses]
+def exceed_all_counts() -> None:
+    torch.empty(2**30, 2**30, 2**30, device="meta").numel()
+
+
+def exceed_all_numbers() -> None:
+    torch.empty(2**70, device="meta")
+
+
+RUN_OUT = [
+    *(exhaust_the_accelerator, exhaust_the_cpu, exhaust_numpy),
+    *(exceed_all_addresses, exceed_all_counts, exceed_all_numbers),
+]
 
 
 @pytest.mark.parametrize("run_out", RUN_OUT)

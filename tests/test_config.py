@@ -57,7 +57,7 @@ def test_every_preset_goes_with_every_rule_and_survives_json(preset: str, rule: 
 def test_a_preset_with_a_recipe_has_its_optimizer_and_another_recipe_replaces_it() -> None:
     chosen, named = resolve("quickstart"), resolve("quickstart", recipe="tuned")
     assert (chosen.optim, chosen.model) == (named.optim, named.model)
-    assert chosen.optim == replace(NANOCHAT, skip_lr=0.15, ns_steps=4, expert_period=2)
+    assert chosen.optim == replace(NANOCHAT, skip_lr=0.15, ns_steps=4, expert_period=3)
     assert chosen.model == replace(
         resolve("quickstart", recipe="nanochat_trunk").model, windows=None, key_offset="last"
     )

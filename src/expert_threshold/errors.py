@@ -4,8 +4,17 @@ from __future__ import annotations
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if Python, NumPy, safetensors or torch ran out of memory; torch's CPU allocator has no error type."""
+    """Return True if Python, NumPy, safetensors or torch ran out of memory, or torch cannot count so many numbers.
+
+    Torch has no error type for either on a CPU.
+    """
     return isinstance(error, MemoryError) or any(
         words in str(error)
-        for words in ("out of memory", "can't allocate memory", "Storage size calculation overflowed")
+        for words in (
+            "out of memory",
+            "can't allocate memory",
+            "Storage size calculation overflowed",
+            "numel: integer multiplication overflow",
+            "Overflow when unpacking long",
+        )
     )

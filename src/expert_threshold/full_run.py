@@ -27,7 +27,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
         result = train(
             folder, config.model, config.data, config.optim, config.train, sample=sample, console=console, **options
         )
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, TypeError) as error:
         if not is_out_of_memory(error):
             raise
         raise ValueError(

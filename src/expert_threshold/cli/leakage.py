@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..analysis.atlas import save
-from ..analysis.figures.leakage import EXAMPLE, FIGURES, PRECISIONS, closed_form, leakage_probe
+from ..analysis.figures.leakage import EXAMPLE, FIGURES, POOLS, PRECISIONS, closed_form, leakage_probe
 from ..analysis.figures.style import style
 from ..analysis.leakage import MoELayers, decode, encode, least_advice
 from ..analysis.material import NotShownError
@@ -72,6 +72,11 @@ def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayer
         raise ValueError(
             f"--num-experts {num_experts} must be a multiple of --experts-per-token {experts_per_token}, "
             "at least twice that; change either"
+        )
+    if num_experts // experts_per_token > POOLS[-2]:
+        raise ValueError(
+            f"--num-experts {num_experts} for --experts-per-token {experts_per_token}: an expert takes none of the "
+            f"{POOLS[-2]:,} tokens of the second largest pool; give at most {POOLS[-2]:,} experts for each of a token"
         )
     return MoELayers(num_experts // experts_per_token, experts_per_token, layers)
 

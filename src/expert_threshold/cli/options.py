@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -157,8 +158,15 @@ def _value(option: Option, text: str) -> Any:
         return parse_value(option.kind, text)
     except ValueError:
         near = did_you_mean(text, map(str, alternatives(option.kind)), otherwise="")
-        told = "; ".join(filter(None, [f"expected {describe(option.kind)}, not {text}", near]))
+        huge = "numbers must be below 2**63" if _is_huge(text) else ""
+        told = "; ".join(filter(None, [f"expected {describe(option.kind)}, not {text}", huge, near]))
         raise argparse.ArgumentTypeError(told) from None
+
+
+def _is_huge(text: str) -> bool:
+    """Return True for a whole number that no option of whole numbers takes, since torch has no room for it."""
+    digits = text.lstrip("+-")
+    return digits.isdecimal() and (len(digits) > 19 or int(digits) > sys.maxsize)
 
 
 def field_options(record: type, defaults: Mapping[str, Any], prefix: str = "") -> list[Option]:

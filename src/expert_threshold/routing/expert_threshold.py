@@ -43,7 +43,8 @@ class ExpertThreshold(ByCutoff):
     decay: Decay = option(0.999, "Decay β of the running mean of cutoffs; presets scale it with their number of steps.")
     warmup_steps: Whole = option(
         4000,
-        "Optimizer steps of expert choice before cutoffs decide; presets use a fifth of their steps, at most 4000.",
+        "Optimizer steps of expert choice before cutoffs decide; presets use 4000 from the paper's 19,073 steps on, a "
+        "fifth of shorter runs.",
     )
     capacity_slack: NotNegative | None = option(
         0.5,
