@@ -283,6 +283,27 @@ def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], 
         assert 0.4 * 8 <= trial["curve"][-1][0] < 8
 
 
+def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_again(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: list[object] = []
+    train = sweep.train
+
+    def counted(folder: RunFolder, *arguments: Any, **options: Any) -> Any:
+        trained.append(folder)
+        return train(folder, *arguments, **options)
+
+    monkeypatch.setattr(sweep, "train", counted)
+    space = ["--methods", "expert_threshold", "--space", "betas=0.9,0.95|0.8,0.95", "--trials", 5]
+    assert et("sweep", *small, *space, "--out", tmp_path / "out") == 0
+    trials = read(tmp_path / "out")["studies"]["expert_threshold"]["trials"]
+    assert len(trained) == len({trial["options"]["betas"] for trial in trials}) == 2
+    assert len(trials) == 5
+    for trial in trials:
+        first = next(other for other in trials if other["options"] == trial["options"])
+        assert (trial["loss"], trial["curve"], trial["state"]) == (first["loss"], first["curve"], "finished")
+
+
 def test_options_that_contradict_each_other_cost_one_trial(small: list[object], tmp_path: Path) -> None:
     out = tmp_path / "out"
     space = ["--space", "heads=2|4", "--space", "kv_heads=1|4", "--trials", 6]

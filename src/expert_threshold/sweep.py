@@ -272,7 +272,10 @@ class Sweep:
         say(console, f"{name}  {outcome}{told}  {options}  {clock(trial.seconds)}, {clock(left)} left")
 
     def _make(self, method: str, number: int, shown: Status | None) -> None:
-        """Make one trial and tell its study; if it is stopped, it does not count."""
+        """Make one trial and tell its study; if it is stopped, it does not count.
+
+        Options that an earlier trial had have its loss, since a run repeats exactly.
+        """
         import optuna
         from optuna.trial import TrialState
 
@@ -295,7 +298,13 @@ class Sweep:
             except ValueError as error:
                 state, told = TrialState.PRUNED, told | {"state": "refused", "reason": str(error)}
             else:
-                loss = fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds))
+                alike = (t for t in self.results(method) if t.loss is not None and t.options == trial.params)
+                if (made := next(alike, None)) is None:
+                    loss = fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds))
+                else:
+                    loss = made.loss
+                    for step, earlier in made.curve:
+                        trial.report(earlier, step)
                 state = TrialState.COMPLETE
         except optuna.TrialPruned as pruned:
             state, told = TrialState.PRUNED, told | {"state": "pruned", "reason": str(pruned)}

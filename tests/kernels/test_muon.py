@@ -91,6 +91,17 @@ def test_tiny_matrices_are_no_further_from_float32_than_by_operations(options: d
         assert_rounded(f, e, 4 * ROUNDINGS)
 
 
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_what_an_earlier_matrix_left_behind_reaches_nothing(side: str) -> None:
+    options: dict[str, Any] = {"equilibrate": side, "renormalize": side, "normuon": side}
+    expected = moved(torch.bfloat16, shapes=[(90, 17), (33, 65)], **options)
+    poison = nn.Parameter(torch.zeros(128, 128))
+    poison.grad = torch.full((128, 128), torch.nan)
+    Muon([poison], 0.1, ns_dtype=torch.bfloat16, **options).step()
+    found = moved(torch.bfloat16, shapes=[(90, 17), (33, 65)], **options)
+    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
 def test_cautious_weight_decay_spares_what_moves_away_from_zero() -> None:
     torch.manual_seed(0)
     start, gradient = torch.randn(64, 32), torch.randn(64, 32)
