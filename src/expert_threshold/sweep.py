@@ -274,7 +274,7 @@ class Sweep:
     def _make(self, method: str, number: int, shown: Status | None) -> None:
         """Make one trial and tell its study; if it is stopped, it does not count.
 
-        Options that an earlier trial had have its loss, since a run repeats exactly.
+        A trial with the options of an earlier one takes its loss, since a run repeats exactly.
         """
         import optuna
         from optuna.trial import TrialState

@@ -75,8 +75,8 @@ def layers_of(num_experts: int, experts_per_token: int, layers: int) -> MoELayer
         )
     if num_experts // experts_per_token > POOLS[-2]:
         raise ValueError(
-            f"--num-experts {num_experts} for --experts-per-token {experts_per_token}: an expert takes none of the "
-            f"{POOLS[-2]:,} tokens of the second largest pool; give at most {POOLS[-2]:,} experts for each of a token"
+            f"--num-experts {num_experts} for --experts-per-token {experts_per_token}: an expert takes none of "
+            f"{POOLS[-2]:,} tokens; give at most {POOLS[-2]:,} experts for each of --experts-per-token"
         )
     return MoELayers(num_experts // experts_per_token, experts_per_token, layers)
 

@@ -164,7 +164,7 @@ def _value(option: Option, text: str) -> Any:
 
 
 def _is_huge(text: str) -> bool:
-    """Return True for a whole number that no option of whole numbers takes, since torch has no room for it."""
+    """Return True if the text is a whole number beyond 64 bits, which no option takes."""
     digits = text.lstrip("+-")
     return digits.isdecimal() and (len(digits) > 19 or int(digits) > sys.maxsize)
 

@@ -1,6 +1,6 @@
 // A step of Muon, one thread per matrix: momentum, orthogonalization with bfloat16 products and what optim/orthogonal.py
-// has around it, weight decay and the update, in a core's cache. There its sides are multiples of 32, with zeros beyond
-// the matrix, which stay zero.
+// has around it, weight decay and the update, in a core's cache. The copy there is padded to whole tiles of 32 × 32 by
+// zeros, which stay zero.
 
 #include <cmath>
 
