@@ -301,9 +301,11 @@ def _group(group: str, parameters: dict[str, Tensor], config: OptimConfig, d_mod
     kind = GROUPS[group].optimizer(config)
     row = OPTIMIZERS[kind]
     scale = (d_model / 768) ** -0.5 if row.scaled(config) and GROUPS[group].scaled else 1
+    # Ranks gather what optimizers have moved in this order, so it must not depend on how many rows a rank owns.
+    first = -2 if row.whole_matrices else 1
     by_shape: dict[torch.Size, list[tuple[str, Tensor]]] = {}
     for name, parameter in parameters.items():
-        by_shape.setdefault(parameter.shape[-2:], []).append((name, parameter))
+        by_shape.setdefault(parameter.shape[first:], []).append((name, parameter))
     own = GROUPS[group].options(config)
     optimizers = [row.make([{"params": alike, **own}], config) for alike in by_shape.values()]
     return Group(kind, GROUPS[group].peak(config) * scale, parameters, optimizers)
