@@ -108,28 +108,34 @@ class _Rows:
         """Return the number of targets in rows `first` to `last` that are not IGNORED."""
         return int(np.minimum(self._starts[-1] - self._order[first:last] * self._context, self._context).sum())
 
-    def read(self, first: int, last: int) -> npt.NDArray[np.int64]:
-        """Return rows `first` to `last` in shuffled order, each with its following token; IGNORED past the end."""
-        rows = np.full((last - first, self._context + 1), IGNORED, np.int64)
-        for row, place in zip(rows, self._order[first:last] * self._context, strict=True):
+    def read(self, first: int, last: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the tokens of rows `first` to `last` in shuffled order and their targets, each (rows, context).
+
+        Past the end of the block, tokens are those that it begins with, and have no targets: whatever fills a row is
+        routed, too, and competes with the rest.
+        """
+        places = self._order[first:last] * self._context
+        rows = np.empty((last - first, self._context + 1), np.int64)
+        for row, place in zip(rows, places, strict=True):
             self._fill(row, int(place))
-        return rows
+        beyond = places[:, None] + np.arange(self._context) >= self._starts[-1]
+        return rows[:, :-1], np.where(beyond, IGNORED, rows[:, 1:])
 
     def _fill(self, row: npt.NDArray[np.int64], place: int) -> None:
-        """Fill the row with the tokens of the stream from `place` on, document by document."""
+        """Fill the row with the stream's tokens from `place` on, document by document, the first after the last."""
         document = int(np.searchsorted(self._starts, place, side="right")) - 1
         filled = 0
-        while filled < len(row) and place < self._starts[-1]:
+        while filled < len(row):
             until = min(int(self._starts[document + 1]), place + len(row) - filled)
             shift = int(self._shifts[document])
             row[filled : filled + until - place] = self._ids[place + shift : until + shift]
             filled, place, document = filled + until - place, until, document + 1
-        if filled < len(row):  # the next token is the first of a block, always `bos`
-            row[filled] = self._ids[self._shifts[0]]
+            if document == len(self._shifts):
+                place = document = 0
 
 
 def rows_per_epoch(tokens: Tokens, context: int) -> int:
-    """Return the number of rows of `context` targets in an epoch; the last one is padded."""
+    """Return the number of rows of `context` targets in an epoch; the last one is filled up."""
     return -(-len(tokens) // context)
 
 
@@ -141,8 +147,8 @@ class Loader(Iterator[Batch]):
 
     Row r of the global batch of `ranks * batch_size` rows is the block's row `position.row + r`, continuing into the
     next block and epoch; rank i has rows `i * batch_size` to `(i + 1) * batch_size`. Each token is a target once per
-    epoch; a block's last row is padded with `IGNORED` targets. A batch depends only on the position, not on earlier
-    batches, threads or the group. group, skip_damaged: as in `Stream`.
+    epoch; a block's last row is filled up with its first tokens, which have IGNORED targets. A batch depends only on
+    the position, not on earlier batches, threads or the group. group, skip_damaged: as in `Stream`.
 
     Raises ValueError if the tokens do not fill one row, the position is out of range, or a part is damaged.
     """
@@ -191,7 +197,8 @@ class Loader(Iterator[Batch]):
 
     def __next__(self) -> Batch:
         first, last, whole = (i * self._batch_size for i in (self._rank, self._rank + 1, self._ranks))
-        seen, parts, position = 0, [], self.position
+        seen, position = 0, self.position
+        tokens, following = [], []
         empty = targets = 0
         while seen < whole:
             rows = self._rows_at(position)
@@ -201,13 +208,14 @@ class Loader(Iterator[Batch]):
             taken = min(whole - seen, len(rows) - position.row)
             mine = slice(max(first - seen, 0), min(last - seen, taken))
             if mine.start < mine.stop:
-                parts.append(rows.read(position.row + mine.start, position.row + mine.stop))
+                read = rows.read(position.row + mine.start, position.row + mine.stop)
+                tokens.append(read[0])
+                following.append(read[1])
             targets += rows.targets(position.row, position.row + taken)
             seen += taken
             position = self._after(position, taken, rows)
         self.position, self.targets = position, targets
-        ids = torch.from_numpy(np.concatenate(parts))
-        return Batch(ids[:, :-1].clamp(min=0), ids[:, 1:].contiguous())
+        return Batch(*(torch.from_numpy(np.concatenate(parts)) for parts in (tokens, following)))
 
     def take_skipped(self) -> list[str]:
         """Return a line for each damaged part that was skipped since the last call."""
