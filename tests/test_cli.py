@@ -351,7 +351,17 @@ def test_flags_set_what_they_name() -> None:
     assert (config.optim.betas, config.train.eval_every) == ((0.8, 0.9), None)
 
 
-@pytest.mark.parametrize("arguments", [["--prompt=--x"], ["--prompt="], ["--prompt", ""], ["--prompt", "- x = 1"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt=--x"],
+        ["--prompt="],
+        ["--prompt", ""],
+        ["--prompt", "- x = 1"],
+        ["--prompt", "--max_tokens is an option"],
+        ["--prompt=--max_tokens=3"],
+    ],
+)
 def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
     command = Command("et generate", "", {"generate": generate_command.OPTIONS})
     text = arguments[-1].removeprefix("--prompt=")
@@ -547,6 +557,10 @@ USAGE: list[tuple[str, list[str]]] = [
     ("generate . --prompt --foo", ["--prompt: expected one argument", "see et generate --help"]),
     ("generate . --prompt --seed 3", ["--prompt: expected one argument", "see et generate --help"]),
     ("generate . --prompt", ["--prompt: expected one argument", "see et generate --help"]),
+    (
+        "generate . --prompt -x",
+        ["--prompt: expected one argument; write --prompt=VALUE for a value that begins with -"],
+    ),
     ("train --steps --foo", ["--steps: expected one argument", "see et train --help"]),
     ("train --out --seed 3", ["--out: expected one argument", "see et train --help"]),
     ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
@@ -614,6 +628,12 @@ USAGE: list[tuple[str, list[str]]] = [
     ("upcycle missing --to there", ["missing: no such run folder"]),
     ("recipes all", ["unexpected all"]),
     ("serve missing", ["missing: no such run folder"]),
+    ("evaluate missing --rates 1 --bundle x", ["--rates 1: measures the validation loss alone; leave --bundle out"]),
+    ("evaluate missing --rates 1 --max-per-task 3", ["--rates 1", "leave --max-per-task out"]),
+    ("train --minutes 1e300", ["--minutes: expected a number above 0 and below 10000000.0 or none, not 1e300"]),
+    ("sweep --trials 1000000000", ["--trials: expected a whole number of at least 1 and at most 100000"]),
+    ("plan --utilisation 1e-200 --peak-tflops 1e-200", ["--peak-tflops 1e-200: the run would never end"]),
+    ("plan d20 --price-per-gpu-hour 1e308", ["--price-per-gpu-hour 1e+308: the cost is beyond counting"]),
     ("plan --gpus 0", ["--gpus: expected a whole number of at least 1, not 0"]),
     ("plan --rule best", ["--rule: expected dense, token_choice, expert_choice", "not best"]),
 ]
@@ -681,6 +701,12 @@ def assert_refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -
         ("a.parquet", b"no parquet", [], ["a.parquet"]),
         ("a.csv", b"a,b", [], ["a.csv", ".parquet"]),
         ("a.jsonl", b'{"text": "x"}\n' * 9, ["--text-field", "body"], ["a.jsonl", "body"]),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n' * 9,
+            [],
+            ["no documents left for train", "give more documents with different texts"],
+        ),
     ],
 )
 def test_data_that_cannot_be_read_is_refused_and_nothing_is_made(
@@ -733,6 +759,7 @@ def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
         (["train", "d12", "--resume", "RUN"], ["PRESET d12", "leave it out"]),
         (["train", "--resume", "RUN", "--rule", "dense"], ["--rule dense", "leave it out"]),
         (["train", "--resume", "RUN", "--out", "x"], ["--out x", "leave it out"]),
+        (["train", "--resume", "RUN", "--no-debias"], ["et train: --no-debias is decided", "leave it out"]),
         (["train", "--init-from", "RUN", "--layers", 3, "--out", "x"], ["layers=3", "--init-from"]),
         (["generate", "RUN", "--step", 3], ["no checkpoint of step 3", "2, 4"]),
         (["generate", "RUN", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
@@ -784,6 +811,60 @@ def damage_the_model(run: Path) -> None:
 def damage_the_rule(run: Path) -> None:
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {"rule": None}}))
+
+
+def change(run: Path, name: str, value: object) -> None:
+    """Change an option of the run's model."""
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {name: value}}))
+
+
+@pytest.mark.parametrize("command", ["train --resume RUN", "train tiny --init-from RUN --out new", "generate RUN"])
+def test_an_option_that_is_none_is_told_with_the_file_that_has_it(
+    command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    copy = Path(shutil.copytree(run, tmp_path / "RUN"))
+    change(copy, "d_model", "x")
+    before = content(tmp_path)
+    assert_refused(capsys, et(*command.split()), "RUN/config.json: d_model='x' must be a whole number of at least 1")
+    assert content(tmp_path) == before
+
+
+def test_a_run_from_before_key_offset_had_layers_goes_on(
+    small: list[object], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    change(copy, "key_offset", False)
+    assert et("train", "--resume", copy) == 0
+    assert et("train", *small, "--init-from", copy, "--steps", 1, "--out", tmp_path / "next") == 0
+    assert et("plan", "--config", copy / "config.json", "--json") == 0
+    with pytest.raises(ValueError, match="key_offset=1 must be last, all or none"):
+        resolve(file={"model": {"key_offset": 1}})
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"name": "expert_threshold", "num_experts": "4"}, "num_experts='4' must be a whole number"),
+        (
+            {"name": "token_choice", "pool": "batch"},
+            "pool: rule token_choice has no such option; leave it out, or use ",
+        ),
+        ({"name": "dense", "pool": "batch"}, "pool: rule dense has no such option; leave it out, or use "),
+    ],
+)
+def test_a_rule_s_option_that_is_none_is_told_with_its_file(
+    rule: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "file.json", json.dumps({"model": {"rule": rule}}))
+    assert_refused(capsys, et("plan", "--config", path), f"--config {path}: {message}")
+
+
+def test_options_of_a_file_s_rule_may_need_those_that_are_typed(tmp_path: Path) -> None:
+    rule = {"name": "expert_threshold", "experts_per_token": 32, "num_experts": 16.0}
+    path = write(tmp_path / "file.json", json.dumps({"model": {"rule": rule}}))
+    assert et("plan", "--config", path, "--num-experts", 64, "--json") == 0
 
 
 @pytest.mark.parametrize(
@@ -961,6 +1042,15 @@ def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> N
     with new_folder(tmp_path / "made" / "too" / "to") as folder:
         (folder / "whole").touch()
     assert [path.name for path in (tmp_path / "made" / "too" / "to").iterdir()] == ["whole"]
+
+
+def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files were in a folder that the shell did not see: it stood in the one that had been replaced."""
+    monkeypatch.chdir(tmp_path)
+    for to in (".", tmp_path):
+        with pytest.raises(ValueError, match=f"--to {to}: is the working folder; name a new folder"), new_folder(to):
+            pass
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

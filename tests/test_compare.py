@@ -39,6 +39,7 @@ from expert_threshold.analysis.comparison_page import VERDICTS, draw_differences
 from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import MUTED
 from expert_threshold.analysis.judgement import Judged
+from expert_threshold.analysis.methods import find_runs
 from expert_threshold.analysis.paired import Difference, Verdict
 from expert_threshold.cli.compare import configure
 from expert_threshold.data import Batch, Loader
@@ -357,6 +358,12 @@ def test_a_finished_comparison_that_is_shown_elsewhere_keeps_its_seconds(small: 
     assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
     assert read(copy)["machines"] == record["machines"]
     assert read(copy)["judgement"] == record["judgement"]
+
+
+def test_a_copy_of_a_run_beside_it_is_not_part_of_the_comparison(small: list[object], copy: Path) -> None:
+    shutil.copytree(copy / "dense" / "seed_0", copy / "dense" / "seed_0.bak")
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert len(find_runs([str(copy)])) == 2 * len(CHOSEN)
 
 
 def test_fewer_methods_and_seeds_keep_the_results_of_the_others(

@@ -330,6 +330,8 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--space", "matrix_lr="], ["--space matrix_lr=: write NAME=LOW..HIGH"]),
         (["--space", "matrix_lr=0.1"], ["nothing to search", "two or more"]),
         (["--space", "matrix_lr=0.1|0.1"], ["nothing to search"]),
+        (["--space", "matrix_lr=0.1|0.2|1e-1"], ["nothing to search", "two or more different values"]),
+        (["--space", "batch_size=1|2"], ["batch_size cannot be searched", "sweep once for each --batch-size"]),
         (["--space", "matrix_lr=0.1..0.1"], ["nothing to search", "0.1 is not below 0.1"]),
         (["--space", "weight_decay=0..0.1:log"], ["must begin above 0"]),
         (["--space", "matrix_lr=-1..0.1"], ["--space matrix_lr=-1..0.1: expected a number above 0", "not -1"]),
@@ -346,7 +348,7 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--space", "router_lr=0.1..1", "--methods", "dense,relu"], ["no option of method dense", "leave dense out"]),
         (["--space", "warmup_steps=0..900"], ["--space warmup_steps=0..900", "beyond the run"]),
         (["--methods", "expert_treshold"], ["--methods expert_treshold", "did you mean expert_threshold?"]),
-        (["--trials", 0], ["--trials: expected a whole number of at least 1, not 0"]),
+        (["--trials", 0], ["--trials: expected a whole number of at least 1 and at most 100000, not 0"]),
         (["--seeds", 0], ["--seeds", "at least 1, not 0"]),
         (["--minutes", 0], ["--minutes", "above 0", "not 0"]),
         (["--eval-every", "none"], ["--eval-every none"]),
@@ -708,6 +710,17 @@ def test_folders_of_sweeps_give_laws(finished: Path, tmp_path: Path, capsys: pyt
     refused(capsys, et("sweep", "--fit", folders[0]), "dense matrix_lr: nothing differs between the folders")
     (folders[0] / "sweep.json").write_text(json.dumps(record | {"version": 2}))
     refused(capsys, et("sweep", "--fit", *folders), "format version 2, but this program reads 1", "sweep again")
+    trial, sizes = record["studies"]["dense"]["trials"][0], record["options"]["model"]
+    for holder, name, value in ((trial, "loss", "low"), (trial["options"], "matrix_lr", 0), (sizes, "d_model", 0)):
+        before, holder[name] = holder[name], value
+        (folders[0] / "sweep.json").write_text(json.dumps(record))
+        refused(capsys, et("sweep", "--fit", *folders), str(folders[0] / "sweep.json"), "damaged", "sweep again")
+        holder[name] = before
+    refused(
+        capsys,
+        et("sweep", "--fit", *folders[1:], "--out", tmp_path / "missing" / "laws.json"),
+        f"et sweep: {tmp_path / 'missing' / 'laws.json'}: No such file or directory",
+    )
     refused(capsys, et("sweep", "--fit", tmp_path), "not the folder of a sweep")
     refused(capsys, et("sweep", "--fit", tmp_path, tmp_path), "are not different folders; name each once")
     refused(capsys, et("sweep", "--fit"), "FOLDER")

@@ -28,6 +28,7 @@ from .analysis.comparison import (
 from .analysis.comparison_page import comparison_page, draw_differences
 from .analysis.figures.learning import draw_losses
 from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
+from .analysis.methods import seed_of
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
@@ -132,8 +133,8 @@ class Comparison(NamedTuple):
 
     def _begun(self, method: str) -> list[int]:
         """Return the seeds of the method's runs that have begun."""
-        names = [path.parent.name for path in (self.folder / method).glob("seed_[0-9]*/config.json")]
-        return sorted(int(name.removeprefix("seed_")) for name in names)
+        seeds = (seed_of(path.parent) for path in (self.folder / method).glob("seed_*/config.json"))
+        return sorted(seed for seed in seeds if seed is not None)
 
     def _config(self, method: str) -> RunConfig:
         """Return a run of the method, which may be an earlier one's."""

@@ -12,7 +12,7 @@ from .model import PRESETS, GPTConfig
 from .optim import OptimConfig
 from .option import did_you_mean, require_valid
 from .recipes import RECIPES, in_proportion, intervals
-from .routing import DENSE, RULES, Rule, option_names, rule_from_dict
+from .routing import DENSE, RULES, Rule, option_names, require_options, rule_from_dict
 from .train import TrainConfig
 
 Options = Mapping[str, Any]
@@ -115,10 +115,12 @@ def check_changes(changes: Options) -> None:
             raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
-        require_valid(SECTIONS[section], options)
+        require_valid(SECTIONS[section], GPTConfig.in_todays_terms(options) if section == "model" else options)
         rule = options.get("rule", {"name": DENSE})
         if not (isinstance(rule, Mapping) and isinstance(rule.get("name"), str)):
             raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
+        if rule["name"] in (DENSE, *RULES):  # another may be overridden
+            require_options(rule)
 
 
 def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
@@ -126,12 +128,7 @@ def scaled_rule(name: str, steps: int, /, **options: Any) -> Rule | None:
 
     Raises ValueError naming an option that the rule lacks.
     """
-    known = option_names(name)
-    for option in options:
-        if option not in known:
-            having = [other for other in RULES if option in option_names(other)]
-            remedy = f"leave it out, or use {' or '.join(having)}" if having else f"it has {', '.join(known) or 'none'}"
-            raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
+    require_options({"name": name, **options})
     scaled = {} if name == DENSE else RULES[name].scaled(steps, options)
     return rule_from_dict({"name": name, **scaled, **options})
 
@@ -223,8 +220,8 @@ def resolve(
     base = RUNS[preset]
     chosen = recipe or base.recipe
     made_by = None if chosen is None else RECIPES[chosen]
+    check_changes(file or {})
     layers = [file or {}, changes or {}]
-    check_changes(layers[0])
     if made_by is not None:
         batch = made_by.options_of_batch(base.train["batch_size"], base.train.get("accumulation", 1))
         data = {"source": FINEWEB_EDU} if preset == made_by.preset else {}
@@ -233,7 +230,7 @@ def resolve(
         section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
         for section in SECTIONS
     }
-
+    given["model"] = GPTConfig.in_todays_terms(given["model"])
     below = dict(given["model"].pop("rule", {}))
     sizes = scaled_model(PRESETS[preset], given["model"])
     train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=recipe is not None)

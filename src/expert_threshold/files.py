@@ -11,6 +11,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+TEMPORARY = ".tmp-"
+"""How the names of files and folders begin that are not complete yet."""
+
 
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """Return strict JSON; floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
@@ -47,11 +50,12 @@ def sync_folder(path: Path) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to an OSError that has none, as those of failed writes."""
+    """Make an OSError that has no path, as those of failed writes, or a temporary file's, name `path`."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.filename is None or Path(os.fsdecode(error.filename)).name.startswith(TEMPORARY):
+            error.filename = str(path)
         raise
 
 
@@ -69,7 +73,7 @@ def replacing(path: Path) -> Iterator[Path]:
     If `path` is a link, its target is replaced.
     """
     path = Path(os.path.realpath(path))
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
     try:
         with named(path):
             yield temporary
@@ -80,10 +84,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def require_free(to: str | Path, option: str = "--to") -> None:
-    """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten."""
+    """Raise ValueError, naming the option, if the folder exists and is not empty: no folder is ever overwritten.
+
+    The working folder is refused even if it is empty: it would be replaced, and a shell would stay in the old one.
+    """
     path = Path(to)
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise ValueError(f"{option} {to}: already exists; name another folder")
+    if path.exists() and path.samefile(Path()):
+        raise ValueError(f"{option} {to}: is the working folder; name a new folder in it")
 
 
 def missing_folders(path: Path) -> list[Path]:
@@ -105,7 +114,7 @@ def new_folder(to: str | Path, option: str = "--to") -> Iterator[Path]:
     place = Path(os.path.realpath(to))  # a link to an empty folder cannot be replaced, but its target can
     missing = missing_folders(place.parent)
     place.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".tmp-{place.name}-", dir=place.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}{place.name}-", dir=place.parent))
     try:
         yield temporary
         temporary.chmod(0o755)

@@ -36,6 +36,7 @@ class Bounds(NamedTuple):
 Count = Annotated[int, Bounds(least=1)]
 Whole = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
+Minutes = Annotated[float, Bounds(above=0, below=1e7)]
 NotNegative = Annotated[float, Bounds(least=0)]
 Decay = Annotated[float, Bounds(least=0, below=1)]
 """The share of the old value that a running mean keeps."""

@@ -461,8 +461,11 @@ def test_numbers_of_numpy_are_stored_as_python_s() -> None:
         ({"name": "random"}, "rule='random' is unknown; use one of dense, token_choice, expert_choice, expert_thr"),
         ({}, "rule=None is unknown"),
         ({"name": ["x"]}, "rule=\\['x'\\] is unknown"),
-        ({"name": "token_choice", "pool": "batch"}, "option 'pool' is unknown to rule token_choice; it has num_exp"),
-        ({"name": "dense", "decay": 0.9}, "option 'decay' is unknown to rule dense; it has no options"),
+        (
+            {"name": "token_choice", "pool": "batch"},
+            "pool: rule token_choice has no such option; leave it out, or use expert_choice",
+        ),
+        ({"name": "dense", "decay": 0.9}, "decay: rule dense has no such option; leave it out, or use expert_choice"),
         ({"name": "expert_choice", "decay": 2}, "decay=2 must"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,6 +61,12 @@ class Subject(NamedTuple):
         return [] if self.run.model.rule is None else list(range(self.run.model.dense_layers, self.run.model.layers))
 
 
+def seed_of(path: Path) -> int | None:
+    """Return the seed of a comparison's run by its folder's name; None for another folder, such as a copy of one."""
+    found = re.fullmatch("seed_([0-9]+)", path.name)
+    return None if found is None else int(found[1])
+
+
 def find_runs(paths: Sequence[str]) -> list[RunFolder]:
     """Return the named run folders, each once; a comparison or one of its methods stands for all runs in it.
 
@@ -68,7 +75,7 @@ def find_runs(paths: Sequence[str]) -> list[RunFolder]:
     found: dict[Path, RunFolder] = {}
     for path in map(Path, paths):
         configs = [*path.glob("seed_*/config.json"), *path.glob("*/seed_*/config.json")]
-        inside = sorted(config.parent for config in configs)
+        inside = sorted(config.parent for config in configs if seed_of(config.parent) is not None)
         if not inside and (path / "compare.json").is_file():
             raise ValueError(f"{path}: this comparison has no runs yet; continue it with `et compare`")
         for run in inside or [path]:

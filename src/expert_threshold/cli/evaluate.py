@@ -83,8 +83,9 @@ HINT = "CORE was not evaluated: et data core downloads its questions, --bundle n
 def run(arguments: Sequence[str]) -> None:
     """Evaluate each run, write its evaluation.json, and print the table."""
     given = parse(Command("et evaluate", DESCRIPTION, {"evaluate": OPTIONS}), arguments)
-    options = DEFAULTS | {"bundle": core_bundle()} | given
-    _check(options)
+    defaults = DEFAULTS | {"bundle": core_bundle()}
+    options = defaults | given
+    _check(options, defaults)
     # Check everything before the first run is evaluated.
     if options["rates"] is not None:
         _dial(options, None if "figure" not in given else Path(given["figure"]))
@@ -183,19 +184,20 @@ NEEDS = {
     "figure": ["rates"],
 }
 # Options that --rates does not support.
-NOT_AT_RATES = ("rate", "data", "harness", "tasks", "baselines", "max_per_task")
+NOT_AT_RATES = ("rate", "data", "bundle", "harness", "tasks", "baselines", "max_per_task")
 
 
-def _check(options: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     """Raise ValueError for options that leave nothing to do, or that have no effect."""
     if not any(options[name] for name in ("validation", "data", "bundle", "harness")):
         raise ValueError("--no-validation leaves nothing to do; name --data, a --bundle or a task of the --harness")
     for name in NOT_AT_RATES if options["rates"] is not None else ():
-        if options[name] != DEFAULTS[name]:
-            raise ValueError(f"--rates {options['rates']}: measures the validation loss alone; leave --{name} out")
+        if options[name] != defaults[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"--rates {options['rates']}: measures the validation loss alone; leave {flag} out")
     for name, needed in NEEDS.items():
         flag = "--" + name.replace("_", "-")
-        if options[name] != DEFAULTS[name] and not any(options[other] for other in needed):
+        if options[name] != defaults[name] and not any(options[other] for other in needed):
             raise ValueError(
                 f"{flag} {options[name]}: is unused without {' or '.join(f'--{n}' for n in needed)}; name one"
             )
@@ -297,7 +299,11 @@ def _validated_on(folder: RunFolder, remedy: str) -> str:
 def validation_text(folder: RunFolder, remedy: str) -> Corpus:
     """Return the corpus of the run. Raises ValueError, with the remedy, if it is gone or has changed."""
     before = _validated_on(folder, remedy)
-    corpus = open_source(**asdict(DataConfig(**folder.section("data"))))
+    config = DataConfig(**folder.section("data"))
+    try:
+        corpus = open_source(**asdict(config))
+    except ValueError as error:
+        raise ValueError(f"{folder.path}: its text cannot be read ({error}); restore it, or {remedy}") from None
     if corpus.hash != before:
         raise ValueError(f"{corpus.name} has changed since {folder.path} began; restore it, or {remedy}")
     return corpus

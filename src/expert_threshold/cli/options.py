@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import re
 import shlex
 import sys
 import textwrap
@@ -72,8 +71,7 @@ def parse(command: Command, arguments: Sequence[str]) -> dict[str, Any]:
     Raises ValueError for anything invalid, in one line that names the option and the remedy.
     """
     parser = _Parser(command)
-    arguments = [re.sub("^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in arguments]
-    given, left = parser.parse_known_intermixed_args(arguments)
+    given, left = parser.parse_known_intermixed_args([parser.hyphenated(argument) for argument in arguments])
     for text in sorted(left, key=lambda text: not text.startswith("-")):
         if not text.startswith("-"):
             parser.error(f"unexpected {text}")
@@ -110,8 +108,18 @@ class _Parser(argparse.ArgumentParser):
             for option in options:
                 self.flags += _add(group, option).option_strings
 
+    def hyphenated(self, argument: str) -> str:
+        """Return a flag that is typed with underscores with hyphens, and anything else, such as text, as it is."""
+        typed, equals, value = argument.partition("=")
+        flag = typed.replace("_", "-")
+        return flag + equals + value if flag in self.flags else argument
+
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
+        told = message.removeprefix("argument ")
+        if told.endswith(": expected one argument"):  # nothing follows, or what follows looks like a flag
+            flag = told.partition(":")[0]
+            told += f"; write {flag}=VALUE for a value that begins with -"
+        raise ValueError(f"{told}; see {self.prog} --help")
 
 
 class _Help(argparse.HelpFormatter):

@@ -40,7 +40,8 @@ def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
 
     flag: opens the message.
     """
-    model = GPTConfig.from_dict(folder.section("model"))
+    with folder.named():
+        model = GPTConfig.from_dict(folder.section("model"))
     rule = model.rule
     if rule is None or getattr(type(rule), method) is getattr(Rule, method):
         raise ValueError(

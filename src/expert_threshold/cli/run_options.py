@@ -108,7 +108,10 @@ def resolve_run(given: Given) -> RunConfig:
     if continues and "init_from" not in given:
         raise ValueError("--continue-warmup continues the warmup of another run; name that run with --init-from")
     if "init_from" in given:
-        file["model"] = RunFolder.open(given["init_from"]).section("model")
+        source = RunFolder.open(given["init_from"])
+        file["model"] = source.section("model")
+        with source.named():
+            check_changes(file)
         if given.get("recipe") is not None:
             file["model"].pop("rule", None)
     of_other_run = file.get("model", {}).get("rule")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
@@ -23,7 +24,7 @@ from ..config import DEFAULT_PRESET, RunConfig
 from ..experiment import opened, read_record, require_format
 from ..files import damage_told, read_json, replace_json
 from ..install import et
-from ..option import Count, Positive, alternatives, bare, describe, did_you_mean, kinds_of
+from ..option import Bounds, Count, Minutes, alternatives, bare, describe, did_you_mean, kinds_of
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import DENSE, RULES, Rule, rule_to_dict
@@ -55,6 +56,7 @@ NOT_SEARCHED = {
     "vocab_size": "the loss of a token depends on the vocabulary",
     "context": "validation depends on it",
     "dispatch": "it does not change what is learned",
+    "batch_size": "trials have equally many tokens; sweep once for each --batch-size",
 }
 TRIALS = 24
 DESCRIPTION = (
@@ -76,8 +78,13 @@ OPTIONS = [
         "rule's option is searched for the methods that have it.",
         many=True,
     ),
-    Option("trials", Count, TRIALS, "Trials of each method, including those already made."),
-    Option("minutes", Positive | None, None, "Begin no trial that would end after this time; none is no limit."),
+    Option(
+        "trials",
+        Annotated[int, Bounds(least=1, most=100_000)],
+        TRIALS,
+        "Trials of each method, including those already made.",
+    ),
+    Option("minutes", Minutes | None, None, "Begin no trial that would end after this time; none is no limit."),
     Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
     Option("out", str, "runs/sweep-PRESET", "The folder to make, or that of the sweep to continue."),
 ]
@@ -196,10 +203,10 @@ def read_entry(text: str, values: str, option: Option) -> Range | Choice:
     """Return the values of one option. Raises ValueError, which quotes the whole text, for none or a single one."""
     if ".." not in values:
         choices = values.split("|")
-        parsed = {choice: _parsed(text, option, choice) for choice in choices}
-        if len(parsed) < len(choices) or len(parsed) < 2:
+        parsed = [_parsed(text, option, choice) for choice in choices]
+        if len(parsed) < 2 or any(value in parsed[:place] for place, value in enumerate(parsed)):
             raise ValueError(f"--space {text}: nothing to search; give two or more different values, as in A|B")
-        return Choice(values, parsed)
+        return Choice(values, dict(zip(choices, parsed, strict=True)))
     bounds, _, scale = values.partition(":")
     low, high = (_parsed(text, option, bound) for bound in bounds.split("..", 1))
     kinds = {bare(alternative)[0] for alternative in alternatives(option.kind)}
@@ -383,6 +390,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
             for method, study in record["studies"].items():
                 trials = [Trial(**trial) for trial in study["trials"]]
                 scales = {o: Scale(**e["scale"]) for o, e in study["options"].items() if e["scale"] is not None}
+                require_places(sizes, scales, trials)
                 sweeps.setdefault(method, []).append(SizeStudy(sizes, scales, trials))
                 for option, entry in study["options"].items():
                     if entry["best"] is None or not (option in scales and scales[option].log):
@@ -415,6 +423,16 @@ def fit(folders: Sequence[str], out: str | None) -> None:
     if out is not None:
         replace_json(Path(out), {"laws": laws})
         say(console, draw(laws, Path(out)))
+
+
+def require_places(sizes: Mapping[str, float], scales: Mapping[str, Scale], trials: Sequence[Trial]) -> None:
+    """Raise an error that `damage_told` reports if a size, or a finished trial's loss or option, has no place."""
+    numbers = [math.log(size) for size in sizes.values()]
+    for trial in trials:
+        if trial.loss is not None:
+            numbers += [trial.loss, *(scale.to_axis(trial.options[name]) for name, scale in scales.items())]
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError("not all its numbers are finite")
 
 
 def draw(laws: Sequence[Mapping[str, Any]], path: Path) -> str:

@@ -23,7 +23,7 @@ from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
 from ..install import et, program
-from ..option import Count, Positive
+from ..option import Count, Minutes
 from ..plan import costs, window
 from ..routing import rule_name
 from ..runs import RunFolder
@@ -56,7 +56,7 @@ OPTIONS = [
     Option("nproc", Count | None, None, "Processes on this machine, one per GPU; torchrun starts more."),
     Option(
         "minutes",
-        Positive | None,
+        Minutes | None,
         None,
         "Train for this long, instead of --steps: as many steps as fit, with validation, samples and checkpoints, by "
         "the speed measured first and again during the run. Reading the text, and CORE, take extra time.",
@@ -114,7 +114,7 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         folder = RunFolder.open(out)
         folders.append(folder)
         ranks = 1 if rendezvous is None else rendezvous.world_size
-        config = _resumed(folder, given, ranks) if "resume" in given else RunConfig.from_dict(folder.config)
+        config = _resumed(folder, given, ranks) if "resume" in given else _config_of(folder)
         console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
         result = train_run(folder, config, console, resume=True, rendezvous=rendezvous)
     else:
@@ -182,20 +182,27 @@ def _require_only_minutes(given: dict[str, Any], rendezvous: Rendezvous | None) 
             )
 
 
+def _config_of(folder: RunFolder) -> RunConfig:
+    with folder.named():
+        return RunConfig.from_dict(folder.config)
+
+
 def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
-    """Return the run's own configuration, with the options that may change. Raises ValueError naming any other.
+    """Return the run's own configuration with the options given that may change. Raises ValueError naming any other.
 
     Experts are split as before, or as far as the number of ranks allows, unless --expert-parallel is given.
     """
     changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
-            flag = "PRESET" if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
+            option = name.removeprefix(RULE).replace("_", "-")
+            flag = "PRESET" if name == "preset" else f"--no-{option}" if value is False else f"--{option}"
+            typed = flag if isinstance(value, bool) else f"{flag} {value}"
             raise ValueError(
-                f"{flag} {value} is decided by the run that --resume continues; leave it out, "
+                f"{typed} is decided by the run that --resume continues; leave it out, "
                 f"or start another run with --init-from {folder.path}"
             )
-    config = RunConfig.from_dict(folder.config)
+    config = _config_of(folder)
     changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     return replace(config, train=replace(config.train, **changes))
 

@@ -46,7 +46,9 @@ def run(arguments: Sequence[str]) -> None:
     options = parse_all(command, arguments)
     source, to = RunFolder.open(options["run"]), options["to"]
     require_free(to)
-    if GPTConfig.from_dict(source.section("model")).rule is not None:
+    with source.named():
+        rule_before = GPTConfig.from_dict(source.section("model")).rule
+    if rule_before is not None:
         raise ValueError(f"{source.path} already has experts; name a run that was trained with --rule dense")
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}

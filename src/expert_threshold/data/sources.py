@@ -135,7 +135,8 @@ def open_source(
     return make_corpus(
         config.source,
         {"train": lambda: half(False), "validation": lambda: half(True)},
-        "give more documents, or another validation_fraction",
+        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or several lines of a "
+        ".txt above 16 KiB, or another validation_fraction",
     )
 
 

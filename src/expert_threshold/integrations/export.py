@@ -68,7 +68,10 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     if config.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
-    gpt_config = GPTConfig.from_dict(options)
+    try:
+        gpt_config = GPTConfig.from_dict(options)
+    except ValueError as error:
+        raise ValueError(f"{path / 'config.json'}: {error}") from error
     weights = {_inside(name): tensor for name, tensor in _load(path).items()}
     with torch.device("meta"):
         model = GPT(gpt_config)

@@ -8,7 +8,16 @@ from .null_slots import NullSlots, NullSlotState
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
 from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .quantile_balancing import PriceState, QuantileBalancing
-from .registry import DENSE, RULES, option_names, register_rule, rule_from_dict, rule_name, rule_to_dict
+from .registry import (
+    DENSE,
+    RULES,
+    option_names,
+    register_rule,
+    require_options,
+    rule_from_dict,
+    rule_name,
+    rule_to_dict,
+)
 from .relu import ReLU, ReLUState
 from .rule import Rule, Scope, Window
 from .selection import Cut, kth_largest, take
@@ -58,6 +67,7 @@ __all__ = [
     "option",
     "option_names",
     "register_rule",
+    "require_options",
     "rule_from_dict",
     "rule_name",
     "rule_to_dict",

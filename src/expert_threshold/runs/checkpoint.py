@@ -28,11 +28,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..files import read_json, sync_folder, to_json, write_synced
+from ..files import TEMPORARY, read_json, sync_folder, to_json, write_synced
 
 FORMAT = "expert-threshold checkpoint"
 VERSION = 1
-_TEMPORARY = ".tmp-"
 _FILE_NAME = re.compile(r"state\.json|[a-z0-9_]+\.safetensors")
 _OF_RANK = re.compile(r"(_of_rank_\d+)?\.safetensors$")
 _PLACES = "places"
@@ -115,7 +114,7 @@ def begin(parent: Path, step: int) -> Path | None:
     if not _is_there(parent):
         parent.mkdir()
         sync_folder(parent.parent)
-    for leftover in parent.glob(f"{_TEMPORARY}*"):
+    for leftover in parent.glob(f"{TEMPORARY}*"):
         _remove(leftover)
     target = folder_of(parent, step)
     if os.path.lexists(target):
@@ -163,7 +162,7 @@ def commit(parent: Path, step: int, files: Fingerprints, state: Mapping[str, Any
 
 
 def _temporary(parent: Path, step: int) -> Path:
-    return parent / f"{_TEMPORARY}{folder_of(parent, step).name}"
+    return parent / f"{TEMPORARY}{folder_of(parent, step).name}"
 
 
 def read(parent: Path, step: int, parts: Collection[str] | None = None) -> Checkpoint:

@@ -88,6 +88,14 @@ class RunFolder:
             )
         return section
 
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Name config.json in a ValueError about what it holds."""
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"{self._config_path}: {error}") from error
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         assert not {"format", "version"} & config.keys()
         replace_json(self._config_path, {"format": FORMAT, "version": VERSION, **config})

@@ -28,7 +28,7 @@ def load_model(
     folder = RunFolder.open(run)
     config = folder.section("model")
     weights = folder.load_checkpoint(step, parts=("model",)).tensors["model"]
-    with torch.device("meta"):
+    with folder.named(), torch.device("meta"):
         model = GPT(GPTConfig.from_dict(config), compute_dtype=compute_dtype)
     model.to_empty(device=device)
     try:
