@@ -819,7 +819,16 @@ def change(run: Path, name: str, value: object) -> None:
     (run / "config.json").write_text(json.dumps(config | {"model": config["model"] | {name: value}}))
 
 
-@pytest.mark.parametrize("command", ["train --resume RUN", "train tiny --init-from RUN --out new", "generate RUN"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train --resume RUN",
+        "train tiny --init-from RUN --out new",
+        "generate RUN",
+        "calibrate RUN --to new",
+        "upcycle RUN --to new",
+    ],
+)
 def test_an_option_that_is_none_is_told_with_the_file_that_has_it(
     command: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -829,6 +838,29 @@ def test_an_option_that_is_none_is_told_with_the_file_that_has_it(
     before = content(tmp_path)
     assert_refused(capsys, et(*command.split()), "RUN/config.json: d_model='x' must be a whole number of at least 1")
     assert content(tmp_path) == before
+
+
+def test_so_is_one_of_an_export(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exported = tmp_path / "exported"
+    assert et("export", run, "--to", exported) == 0
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(config | {"d_model": "x"}))
+    told = f"{exported / 'config.json'}: d_model='x' must be a whole number of at least 1"
+    assert_refused(capsys, et("import", exported, "--out", tmp_path / "new"), told)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("options", [[], ["--rates", "1"]], ids=["evaluate", "at rates"])
+def test_a_text_that_is_gone_is_told_with_the_run_that_needs_it(
+    options: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The remedy was one of `et train`: another text."""
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    config = json.loads((copy / "config.json").read_text())
+    config["data"]["source"] = str(tmp_path / "gone.txt")
+    (copy / "config.json").write_text(json.dumps(config))
+    told = [f"{copy}: its text cannot be read ({tmp_path / 'gone.txt'} does not exist", "; restore it, or "]
+    assert_refused(capsys, et("evaluate", copy, *options), *told)
 
 
 def test_a_run_from_before_key_offset_had_layers_goes_on(

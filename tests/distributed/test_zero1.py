@@ -46,7 +46,7 @@ def gathers(tables: dict[str, int], width: int, rank: int, ranks: int) -> list[i
     return begun
 
 
-@pytest.mark.parametrize(("layers", "rows", "width", "ranks"), [(6, 256, 24, 3), (6, 256, 24, 6), (8, 128, 16, 4)])
+@pytest.mark.parametrize(("layers", "rows", "width", "ranks"), [(6, 256, 24, 3), (6, 256, 24, 6)])
 def test_all_ranks_gather_buckets_in_one_order(
     layers: int, rows: int, width: int, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
