@@ -871,6 +871,8 @@ def test_a_run_from_before_key_offset_had_layers_goes_on(
     assert et("train", "--resume", copy) == 0
     assert et("train", *small, "--init-from", copy, "--steps", 1, "--out", tmp_path / "next") == 0
     assert et("plan", "--config", copy / "config.json", "--json") == 0
+    for before, now in ((True, "all"), (False, None)):
+        assert resolve(file={"model": {"key_offset": before}}).model.key_offset == now
     with pytest.raises(ValueError, match="key_offset=1 must be last, all or none"):
         resolve(file={"model": {"key_offset": 1}})
 
