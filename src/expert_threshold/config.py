@@ -119,7 +119,7 @@ def check_changes(changes: Options) -> None:
         rule = options.get("rule", {"name": DENSE})
         if not (isinstance(rule, Mapping) and isinstance(rule.get("name"), str)):
             raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
-        if rule["name"] in (DENSE, *RULES):  # another may be overridden
+        if rule["name"] in (DENSE, *RULES):  # one that is not in the table may yet be replaced by --rule
             require_options(rule)
 
 

@@ -426,7 +426,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
 
 
 def require_places(sizes: Mapping[str, float], scales: Mapping[str, Scale], trials: Sequence[Trial]) -> None:
-    """Raise an error that `damage_told` reports if a size, or a finished trial's loss or option, has no place."""
+    """Raise an error for `damage_told` unless sizes and finished trials' losses and options have a place on an axis."""
     numbers = [math.log(size) for size in sizes.values()]
     for trial in trials:
         if trial.loss is not None:
