@@ -83,7 +83,8 @@ class Saver:
                 )
             else:
                 self._saved = None
-        if self._commit is not None and self._commit.done():
+        # One that failed since the status was taken stays, for the next status to tell all ranks.
+        if self._commit is not None and self._commit.done() and self._commit.exception() is None:
             self._commit, self._saved = None, None
 
     def finish(self) -> None:
