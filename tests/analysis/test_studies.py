@@ -19,7 +19,7 @@ from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.analysis.figures.activation import _means, _position_edges
 from expert_threshold.analysis.figures.cutoffs import cutoff_stability, say_cutoff_stability
 from expert_threshold.analysis.figures.leakage import Pool, _bits, intervals, probe_layer
-from expert_threshold.analysis.figures.learning import _reached
+from expert_threshold.analysis.figures.learning import _pools_gap, _reached
 from expert_threshold.analysis.figures.load import (
     Spread,
     busiest,
@@ -53,6 +53,15 @@ def test_the_tokens_for_a_loss_lie_on_the_line_between_two_validations() -> None
     assert _reached(curve, 2.0) == 400
     assert _reached(curve, 1.9) is None
     assert _reached(curve, 4.1) is None  # it began below
+
+
+def test_the_gap_of_pools_is_between_losses_of_the_same_tokens(tmp_path: Path) -> None:
+    validation = {"loss": 4.5, "training_pools": {"loss": 5.0, "causal_loss": 5.25}}  # the pools leave out the last rows
+    (tmp_path / "evaluation.json").write_text(json.dumps({"step": 3, "validation": validation}))
+    subject: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path, latest_checkpoint=lambda: 3))
+    assert _pools_gap(subject) == 0.25
+    subject.folder.latest_checkpoint = lambda: 4
+    assert _pools_gap(subject) is None
 
 
 # Cutoffs.

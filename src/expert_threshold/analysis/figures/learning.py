@@ -440,9 +440,9 @@ def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
 
 
 def _pools_gap(subject: Subject) -> float | None:
-    measured = _evaluated(subject).get("validation", {})
-    causal, pooled = measured.get("loss"), measured.get("training_pools", {}).get("loss")
-    return None if causal is None or pooled is None else causal - pooled
+    """Return causal loss less loss by training pools, of the same tokens; None if not measured."""
+    pooled = _evaluated(subject).get("validation", {}).get("training_pools")
+    return None if pooled is None else pooled["causal_loss"] - pooled["loss"]
 
 
 def _evaluated(subject: Subject) -> dict[str, Any]:
