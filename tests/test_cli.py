@@ -442,6 +442,39 @@ def test_a_run_is_resumed_from_its_folder_alone(small: list[object], run: Path, 
     )
 
 
+def test_a_run_whose_text_lies_elsewhere_is_resumed(
+    small: list[object], run: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = Path(shutil.copytree(run, tmp_path / "part"))
+    shutil.rmtree(part / "checkpoints" / "step_000004")
+    config = json.loads((part / "config.json").read_text())
+    config["data"]["source"] = str(tmp_path / "gone")
+    (part / "config.json").write_text(json.dumps(config))
+    before = content(part)
+    assert_refused(capsys, et("train", "--resume", part), f"{tmp_path / 'gone'} does not exist", "--data")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(text.read_text().splitlines(keepends=True)[1:]))
+    assert_refused(capsys, et("train", "--resume", part, "--data", other), "has changed", "--data")
+    assert content(part) == before
+    assert et("train", "--resume", part, "--data", text) == 0
+    assert RunFolder.open(part).config["data"] == RunFolder.open(run).config["data"]
+    path = "checkpoints/step_000004/model.safetensors"
+    assert content(part)[path] == content(run)[path]
+
+
+def test_a_resumed_run_tells_that_it_keeps_its_threads(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    assert et("train", "--resume", copy) == 0
+    assert "as before" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert et("train", "--resume", copy) == 0
+    assert "note: 1 thread, as before, for equal rounding; --threads 16 uses 16" in capsys.readouterr().out
+    assert et("train", "--resume", copy, "--threads", 1) == 0
+    assert "as before" not in capsys.readouterr().out
+
+
 def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "next"
     options = ["--data", text, "--batch-size", 2, "--steps", 1, "--seed", 5, "--rule", "token_choice", "--threads", 1]

@@ -39,7 +39,12 @@ from .run_options import RULE, parse_run, preset_of, read_config_file, resolve_r
 
 OPTIONS = [
     Option("out", str, "runs/PRESET-RULE", "The run folder to make; it must not exist."),
-    Option("resume", str, None, "Resume the run in this folder, with its options, on any number of ranks."),
+    Option(
+        "resume",
+        str,
+        None,
+        "Resume the run in this folder, with its options, on any number of ranks; --data if its text lies elsewhere now.",
+    ),
     Option(
         "init_from",
         str,
@@ -116,6 +121,8 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         ranks = 1 if rendezvous is None else rendezvous.world_size
         config = _resumed(folder, given, ranks) if "resume" in given else _config_of(folder)
         console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
+        if "threads" not in given and (note := _other_threads(config)) is not None:
+            console.print(note, highlight=False, soft_wrap=True)
         result = train_run(folder, config, console, resume=True, rendezvous=rendezvous)
     else:
         config = resolve_run(given)
@@ -192,7 +199,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
 
     Experts are split as before, or as far as the number of ranks allows, unless --expert-parallel is given.
     """
-    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc")}
+    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc", "data")}
     for name, value in changes.items():
         if name not in FREE_ON_RESUME:
             option = name.removeprefix(RULE).replace("_", "-")
@@ -204,7 +211,16 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
             )
     config = _config_of(folder)
     changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
-    return replace(config, train=replace(config.train, **changes))
+    data = replace(config.data, source=given.get("data", config.data.source))  # the text may lie elsewhere
+    return replace(config, data=data, train=replace(config.train, **changes))
+
+
+def _other_threads(config: RunConfig) -> str | None:
+    """Return a line if a resumed run keeps a number of threads that is not this process's own; None if not."""
+    usual = torch.get_num_threads()
+    if config.train.threads in (None, usual) or pick_device(config.train.device).type != "cpu":
+        return None
+    return f"note: {counted(config.train.threads, 'thread')}, as before, for equal rounding; --threads {usual} uses {usual}"
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:

@@ -96,5 +96,6 @@ def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:
     if corpus.hash != before:
         raise ValueError(
             f"source={corpus.name!r} has changed since {folder.path} began (sha256 {corpus.hash[:12]}…, was "
-            f"{str(before)[:12]}…); restore the text, or start another run with --init-from {folder.path}"
+            f"{str(before)[:12]}…); restore the text, name where it is with --data, "
+            f"or start another run with --init-from {folder.path}"
         )

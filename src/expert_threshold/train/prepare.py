@@ -96,7 +96,13 @@ def prepare(
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
-    corpus = _open(data, display) if text is None else text.corpus
+    if text is not None:
+        corpus = text.corpus
+    else:
+        try:
+            corpus = _open(data, display)
+        except ValueError as error:
+            raise ValueError(f"{error}; with --resume, --data names where the text is now") if resume else error
     if resume:
         require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
