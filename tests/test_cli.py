@@ -462,6 +462,19 @@ def test_a_run_whose_text_lies_elsewhere_is_resumed(
     assert content(part)[path] == content(run)[path]
 
 
+def test_a_run_without_its_checkpoints_is_not_trained_again(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "run"))
+    shutil.rmtree(copy / "checkpoints")
+    before = content(copy)
+    assert_refused(capsys, et("train", "--resume", copy), f"{copy / 'checkpoints'}: is missing or empty", "copy")
+    assert content(copy) == before
+    (copy / "report.html").unlink()  # as a run that was killed before its first checkpoint
+    assert et("train", "--resume", copy) == 0
+    assert content(copy)["checkpoints/step_000004/model.safetensors"]
+
+
 def test_a_resumed_run_tells_that_it_keeps_its_threads(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -552,6 +552,18 @@ def test_another_text_is_refused(
     refused(capsys, et(*arguments), "has changed", "restore the text")
 
 
+def test_finished_runs_without_their_weights_are_not_trained_again(
+    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in copy.glob("*/*/checkpoints"):
+        shutil.rmtree(path)
+    before, table = content(copy), read(copy)["table"]
+    monkeypatch.setattr(compare, "train_run", None)
+    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert content(copy) == before
+    assert read(copy)["table"] == table
+
+
 @pytest.mark.parametrize("name", ["notes.txt", "compare.json"])
 def test_a_folder_that_is_no_comparison_is_refused_before_the_text_is_read(
     name: str, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -76,7 +76,7 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         steps = train["steps"]
         if any(record.get("event") == "diverged" for record in records):
             validations[steps] = {"loss": None, "bits_per_byte": None, "layers": {}}
-        elif folder.latest_checkpoint() != steps or steps not in validations:
+        elif steps not in validations or (folder.latest_checkpoint() != steps and not folder.has_lost_checkpoints):
             return None
         tokens = _number(train["batch_size"] * train["accumulation"] * model["context"])
         last = validations[steps]

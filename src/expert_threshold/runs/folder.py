@@ -136,6 +136,11 @@ class RunFolder:
         """Return the step of the newest checkpoint, or None before the first."""
         return max(self.checkpoints(), default=None)
 
+    @property
+    def has_lost_checkpoints(self) -> bool:
+        """True if no checkpoint is left of a run that saved one, since a report is written after that."""
+        return self.report.exists() and self.latest_checkpoint() is None
+
     def save_checkpoint(self, step: int, tensors: Tensors, state: Mapping[str, Any], keep: int | None = None) -> None:
         """Save `tensors` (part -> name -> tensor) and `state` (strict JSON with text keys) atomically.
 

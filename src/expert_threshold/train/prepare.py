@@ -180,7 +180,16 @@ def _beginning(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
     """Return this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
-    step = parallel.from_main(folder.latest_checkpoint) if resume else None
+
+    def last() -> int | None:
+        if folder.has_lost_checkpoints:
+            raise ValueError(
+                f"{folder.checkpoints_path}: is missing or empty, and the run cannot go on; restore it from a copy, or "
+                "train again in another folder"
+            )
+        return folder.latest_checkpoint()
+
+    step = parallel.from_main(last) if resume else None
     saved = None if step is None else folder.load_checkpoint(step)
     if saved is not None and "optimizer" not in saved.tensors:
         raise ValueError(
