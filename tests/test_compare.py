@@ -48,6 +48,7 @@ from expert_threshold.install import install
 from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
+from expert_threshold.train import device
 from interrupts import interrupt_at
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
@@ -552,6 +553,52 @@ def test_another_text_is_refused(
     refused(capsys, et(*arguments), "has changed", "restore the text")
 
 
+def test_a_text_that_changes_between_two_runs_changes_none_of_them(
+    small: list[object], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changing, train_run = tmp_path / "corpus.jsonl", compare.train_run
+    shutil.copy(text, changing)
+
+    def train_and_change(*arguments: Any, **options: Any) -> Any:
+        result = train_run(*arguments, **options)
+        changing.write_text("".join(text.read_text().splitlines(keepends=True)[::2]))
+        return result
+
+    monkeypatch.setattr(compare, "train_run", train_and_change)
+    out = tmp_path / "out"
+    assert et("compare", *small, "--data", changing, "--rules", "dense,token_choice", "--out", out) == 0
+    hashes = {run.config["corpus"]["hash"] for run in find_runs([str(out)])}
+    assert hashes == {read(out)["corpus"]["hash"]}
+
+
+def test_another_tokenizer_is_refused(
+    small: list[object], copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = read(copy)
+    assert record["corpus"]["tokenizer"] == RunFolder.open(copy / "dense" / "seed_0").tokenizer().hash
+    record["corpus"]["tokenizer"] = "f" * 64
+    (copy / "compare.json").write_text(json.dumps(record))
+    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 3, "--out", copy]
+    refused(capsys, et(*arguments), "the tokenizer of ", "has changed since", "name another --out")
+    assert not list(copy.glob("*/seed_2"))
+
+
+def test_all_runs_have_the_dtype_of_the_first(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.float32)
+    assert et("compare", *small, "--rules", "token_choice", "--out", out) == 0
+    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.bfloat16)  # another machine
+    assert et("compare", *small, "--rules", "token_choice,expert_threshold", "--out", out) == 0
+    record = read(out)
+    assert record["options"]["train"]["dtype"] == "float32"
+    assert {run.config["train"]["dtype"] for run in find_runs([str(out)])} == {"float32"}
+    record["options"]["train"]["dtype"] = "auto"  # as earlier versions recorded it
+    (out / "compare.json").write_text(json.dumps(record))
+    assert et("compare", *small, "--rules", "token_choice", "--out", out) == 0
+
+
 def test_finished_runs_without_their_weights_are_not_trained_again(
     small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -847,9 +894,15 @@ def test_comparisons_join_into_one_table(
         ('"batch_size": 2', '"batch_size": 16', "batch_size=16 differs from 2"),
         ('"key_offset": null', '"key_offset": "all"', "key_offset='all' differs from None"),
         ('"hash": "', '"hash": "f', "text="),
+        ('"tokenizer": "', '"tokenizer": "f', "tokenizer="),
     ):
         (changed / "compare.json").write_text((other / "compare.json").read_text().replace(old, new))
         refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
+    record = read(other)  # earlier versions recorded no tokenizer, and not the dtype that `auto` was
+    del record["corpus"]["tokenizer"]
+    record["options"]["train"]["dtype"] = "auto"
+    (changed / "compare.json").write_text(json.dumps(record))
+    assert et("compare", "--join", changed, "--join", finished, *options) == 0
 
 
 def test_options_that_an_earlier_version_did_not_know_have_their_defaults(

@@ -34,13 +34,13 @@ from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
 from .config import SECTIONS, RunConfig, with_defaults
 from .data import open_source
-from .experiment import Kind, record_corpus, record_machine, require_format, run_title
+from .experiment import Kind, read_shared_text, record_corpus, record_machine, require_format, run_title
 from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE, RULES
 from .runs import RunFolder
-from .train import DivergedError
+from .train import DivergedError, Text
 from .train.log import say
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
@@ -145,9 +145,10 @@ class Comparison(NamedTuple):
     def train(self, console: Console) -> None:
         """Train every unfinished run, all methods of one seed before the next seed; a run already begun is resumed.
 
-        A run that diverges has no loss, and the others follow. Raises KeyboardInterrupt after a run that a signal
-        stopped, ValueError and OSError as `train` does.
+        A run that diverges has no loss, and the others follow. New runs share a text that is read once. Raises
+        KeyboardInterrupt after a run that a signal stopped, ValueError and OSError as `train` does.
         """
+        text: Text | None = None
         done = {(result.method, result.seed) for result in self.results()}
         runs = [(method, seed) for seed in range(self.seeds) for method in self.configs]
         seconds: list[float] = []
@@ -158,15 +159,20 @@ class Comparison(NamedTuple):
             later = sum(run not in done for run in runs[number:])
             title = run_title(f"{number}/{len(runs)} {method} seed {seed}", start, seconds, later)
             path, config = self.run_path(method, seed), self.configs[method]
+            begun = _is_begun(path)
+            if text is None and not begun:
+                text = read_shared_text(self.record, config, self.folder, console)
             path.mkdir(parents=True, exist_ok=True)
             record_machine(self.record, config)
+            dtype = self.record["options"]["train"]["dtype"]
             try:
                 result = train_run(
                     RunFolder(path),
-                    replace(config, train=replace(config.train, seed=seed)),
+                    replace(config, train=replace(config.train, seed=seed, dtype=dtype)),
                     console,
-                    resume=_is_begun(path),
+                    resume=begun,
                     title=title,
+                    text=None if begun else text,
                 )
             except DivergedError as error:
                 say(console, f"{method} seed {seed} diverged: {error}; to train it again, remove {path}")
@@ -305,7 +311,12 @@ def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
                 {option: of_method.get(option, value) for option, value in section.items()}
                 for section in usual.values()
             )
-            shared = {"text": record["corpus"]["hash"]} | budget(train, model)
+            corpus = {"text": record["corpus"]["hash"], "tokenizer": record["corpus"].get("tokenizer")}
+            # Earlier versions recorded no tokenizer, and a dtype of `auto`.
+            unknown = ("tokenizer", None), ("dtype", "auto")
+            shared = {
+                name: value for name, value in (corpus | budget(train, model)).items() if (name, value) not in unknown
+            }
             recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
                 recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}
@@ -327,13 +338,15 @@ def joined_runs(folders: Sequence[str]) -> JoinedRuns:
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
     runs: list[JoinedRun] = []
     machines: list[Any] = []
+    firsts: dict[str, tuple[Any, str]] = {}
     for folder in folders:
         found, here = _runs_of(folder)
         runs += found
         for run in found:
             for name, value in run.budget.items():
-                if value != (of_first := runs[0].budget[name]):
-                    raise ValueError(f"--join {folder}: its {name}={value!r} differs from {of_first!r} of {folders[0]}")
+                of_first, first = firsts.setdefault(name, (value, folder))
+                if value != of_first:
+                    raise ValueError(f"--join {folder}: its {name}={value!r} differs from {of_first!r} of {first}")
         machines += here
     names, usual = names_with_sizes([(run.result.method, run.sizes) for run in runs])
     of_name: dict[str, JoinedRun] = {}

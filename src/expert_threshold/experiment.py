@@ -12,15 +12,18 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
 
 from . import __version__
 from .config import SECTIONS, RunConfig, with_defaults
-from .data import Corpus
+from .data import Corpus, Tokenizer
+from .data.token_files import TOKENIZER
 from .files import damage_told, missing_folders, read_json, remove_empty, to_json
 from .routing import RULES, rule_to_dict
 from .runs.lock import LOCK, exclusive, is_vacant
-from .train.device import machine, pick_device
-from .train.log import Title, clock
+from .train import Text, read_text
+from .train.device import machine, pick_device, pick_dtype
+from .train.log import Display, Title, clock
 
 VERSION = 1
 _SECTIONS = ("train", "data", "model", "optim")
@@ -102,7 +105,8 @@ def read_record(
     """Return all options of the experiment, as in its record. Raises ValueError if an existing record differs.
 
     shared: what the runs have in common; the record has the options in which a method differs as `own_options`. own:
-    options of the experiment beside those of its runs. Without an existing record, the corpus is None until
+    options of the experiment beside those of its runs. The record has one dtype for all runs, on whatever machine: with
+    `auto`, that of the machine where the experiment began. Without an existing record, the corpus is None until
     `record_corpus`, and the machine is this one; with one, `record_machine` adds this one.
     """
     # Derived options come last, so that an error names the option that was typed.
@@ -122,7 +126,10 @@ def read_record(
             }
         )
     )
-    path = out / kind.file
+    path, train = out / kind.file, now["options"]["train"]
+    is_auto = train["dtype"] == "auto"
+    if is_auto:
+        train["dtype"] = str(pick_dtype("auto", pick_device(shared.train.device))).removeprefix("torch.")
     if not path.exists():
         return now
     before = read_json(path)
@@ -130,12 +137,17 @@ def read_record(
     with damage_told(path, OTHER_FOLDER):
         sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
         rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
+        if is_auto:
+            if sections["train"]["dtype"] == "auto":  # as earlier versions recorded it
+                sections["train"]["dtype"] = train["dtype"]
+            train["dtype"] = sections["train"]["dtype"]
         recorded = sections | rules
         owned = before.get("own_options", {})  # earlier versions had none
         known = now | {
             "methods": before["methods"] | now["methods"],
             "own_options": owned | now["own_options"],
-            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")},
+            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")}
+            | {"tokenizer": before["corpus"].get("tokenizer")},  # earlier versions had none
             "machines": [{name: machine[name] for name in now["machines"][0]} for machine in before["machines"]],
         }
         pairs = [
@@ -169,12 +181,26 @@ def record_machine(record: dict[str, Any], shared: RunConfig) -> None:
         record["machines"].append(now)
 
 
-def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path) -> None:
-    """Add the corpus to the record. Raises ValueError if the record has another."""
-    before = record["corpus"]
-    if before is not None and before["hash"] != corpus.hash:
+def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path, tokenizer: Tokenizer | None = None) -> None:
+    """Add the corpus, and its tokenizer once known, to the record. Raises ValueError if the record has another."""
+    before = record["corpus"] or {"hash": corpus.hash, "tokenizer": None}
+    if before["hash"] != corpus.hash:
         raise ValueError(f"{corpus.name} has changed since {out} began; restore the text, or name another --out")
-    record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
+    known = before["tokenizer"]
+    found = known if tokenizer is None else tokenizer.hash
+    if known not in (None, found):
+        raise ValueError(
+            f"the tokenizer of {corpus.name} has changed since {out} began; restore {TOKENIZER}, or name another --out"
+        )
+    record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes, "tokenizer": found}
+
+
+def read_shared_text(record: dict[str, Any], config: RunConfig, out: Path, console: Console) -> Text:
+    """Return the text of all new runs, and record it. Raises ValueError if it cannot be read, or as `record_corpus`."""
+    with Display(console) as display:
+        text = read_text(config.model, config.data, config.train, display)
+    record_corpus(record, text.corpus, out, text.tokenizer)
+    return text
 
 
 def run_title(label: str, start: float, seconds: Sequence[float], later: int) -> Title:
