@@ -138,9 +138,9 @@ def read_record(
         sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
         rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
         if is_auto:
-            if sections["train"]["dtype"] == "auto":  # as earlier versions recorded it
-                sections["train"]["dtype"] = train["dtype"]
-            train["dtype"] = sections["train"]["dtype"]
+            if (began := sections["train"]["dtype"]) != "auto":  # as earlier versions recorded it
+                train["dtype"] = began
+            sections["train"] = {**sections["train"], "dtype": train["dtype"]}
         recorded = sections | rules
         owned = before.get("own_options", {})  # earlier versions had none
         known = now | {

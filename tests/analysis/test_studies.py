@@ -56,7 +56,8 @@ def test_the_tokens_for_a_loss_lie_on_the_line_between_two_validations() -> None
 
 
 def test_the_gap_of_pools_is_between_losses_of_the_same_tokens(tmp_path: Path) -> None:
-    validation = {"loss": 4.5, "training_pools": {"loss": 5.0, "causal_loss": 5.25}}  # the pools leave out the last rows
+    pools = {"loss": 5.0, "causal_loss": 5.25}  # without the last rows
+    validation = {"loss": 4.5, "training_pools": pools}
     (tmp_path / "evaluation.json").write_text(json.dumps({"step": 3, "validation": validation}))
     subject: Any = SimpleNamespace(folder=SimpleNamespace(path=tmp_path, latest_checkpoint=lambda: 3))
     assert _pools_gap(subject) == 0.25

@@ -43,7 +43,8 @@ OPTIONS = [
         "resume",
         str,
         None,
-        "Resume the run in this folder, with its options, on any number of ranks; --data if its text lies elsewhere now.",
+        "Resume the run in this folder, with its options, on any number of ranks; --data names where its text is now, "
+        "if it has moved.",
     ),
     Option(
         "init_from",
@@ -220,7 +221,8 @@ def _other_threads(config: RunConfig) -> str | None:
     usual = torch.get_num_threads()
     if config.train.threads in (None, usual) or pick_device(config.train.device).type != "cpu":
         return None
-    return f"note: {counted(config.train.threads, 'thread')}, as before, for equal rounding; --threads {usual} uses {usual}"
+    threads = counted(config.train.threads, "thread")
+    return f"note: {threads}, as before, for equal rounding; --threads {usual} uses {usual}"
 
 
 def introduce(config: RunConfig, rendezvous: Rendezvous | None) -> str:

@@ -102,7 +102,9 @@ def prepare(
         try:
             corpus = _open(data, display)
         except ValueError as error:
-            raise ValueError(f"{error}; with --resume, --data names where the text is now") if resume else error
+            if not resume:
+                raise
+            raise ValueError(f"{error}; with --resume, --data names where the text is now") from None
     if resume:
         require_same_corpus(folder, corpus)
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
