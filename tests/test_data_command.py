@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -41,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A download that always works: three shards, and the eval bundle."""
+    """A download that always works: shards, and the eval bundle."""
 
     def content(name: str) -> bytes:
         buffer = io.BytesIO()
@@ -50,7 +51,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
                 for path, text in BUNDLE.items():
                     archive.writestr(f"eval_bundle/{path}", text)
         else:
-            third = {"shard_00000": 0, "shard_00001": 30, "shard_01822": 60}[Path(name).stem]
+            third = {"shard_00000": 0, "shard_01822": 60}.get(Path(name).stem, 30)
             table = pyarrow.table({"text": TEXTS[third : third + 30]})
             pyarrow.parquet.write_table(table, buffer, row_group_size=10)
         return buffer.getvalue()
@@ -96,6 +97,31 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
         for name in ("text", "tokens")
     ]
     assert losses[0] == losses[1] != []
+
+
+def test_more_shards_do_not_change_the_runs_that_began_before(
+    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    small = ["--vocab-size", 270, "--steps", 2, "--batch-size", 2, "--context", 32, "--eval-tokens", 64]
+    assert et("data", "fineweb-edu", "--shards", 2) == 0
+    assert et("train", "tiny", *small, "--data", "fineweb-edu", "--checkpoint-every", 1, "--out", run) == 0
+    weights = run / "checkpoints" / "step_000002" / "model.safetensors"
+    before = weights.read_bytes()
+    shutil.rmtree(weights.parent)
+    assert et("data", "fineweb-edu", "--shards", 4) == 0
+    assert et("train", "--resume", run) == 0
+    assert weights.read_bytes() == before
+    assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 64) == 0
+    limited = ["tiny", *small, "--data", "fineweb-edu", "--out", tmp_path / "limited"]
+    assert et("train", *limited, "--train-shards", 2) == 0
+    found = tmp_path / "limited" / "checkpoints" / "step_000002" / "model.safetensors"
+    assert found.read_bytes() == before
+    capsys.readouterr()
+    assert et("train", *limited[:-1], tmp_path / "none", "--train-shards", 5) == 2
+    assert "train_shards=5: fineweb-edu has 4 for training" in capsys.readouterr().err
+    assert et("train", "tiny", "--train-shards", 1, "--out", tmp_path / "none") == 2
+    assert "embedded has no Parquet shards; leave it out" in capsys.readouterr().err
 
 
 def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(

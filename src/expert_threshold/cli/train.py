@@ -212,7 +212,8 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
             )
     config = _config_of(folder)
     changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
-    data = replace(config.data, source=given.get("data", config.data.source))  # the text may lie elsewhere
+    # The text may lie elsewhere, as shards or as their tokens; its hash must be the same.
+    data = replace(config.data, source=given["data"], train_shards=None) if "data" in given else config.data
     return replace(config, data=data, train=replace(config.train, **changes))
 
 

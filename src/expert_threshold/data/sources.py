@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-from ..option import Bounds, option, require_valid
+from ..option import Bounds, Count, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
 from .shards import Shards, open_shards
@@ -37,6 +37,9 @@ class DataConfig:
     validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
         0.05, "Share of documents held out if the source has no validation split of its own."
     )
+    train_shards: Count | None = option(
+        None, "Of fineweb-edu or a folder of Parquet shards, train on the first so many; none is all there are."
+    )
     skip_damaged: bool = option(
         False, "Skip shards, and parts of them, that cannot be read, with a warning; otherwise they are errors."
     )
@@ -56,7 +59,8 @@ class Corpus:
 
     For shards, which are read on demand, it covers names and footers, and sizes are to the nearest percent. `parts`
     returns a split's parts for a tokenizer, to be read on demand; None if the corpus fits into memory. `tokenizer` is
-    the one stored beside the text; if `tokenized`, no other fits. `skipped` has a line for each skipped shard.
+    the one stored beside the text; if `tokenized`, no other fits. `train_shards` is the number of shards for training,
+    `skipped` has a line for each of them that was skipped.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Corpus:
     parts: Callable[[Split, Tokenizer], Parts] | None = field(default=None, repr=False)
     tokenizer: Tokenizer | None = field(default=None, repr=False)
     tokenized: bool = False
+    train_shards: int | None = None
     skipped: tuple[str, ...] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
@@ -100,14 +105,26 @@ class Corpus:
 
 
 def open_source(
-    source: str, text_field: str = "text", validation_fraction: float = 0.05, skip_damaged: bool = False
+    source: str,
+    text_field: str = "text",
+    validation_fraction: float = 0.05,
+    train_shards: int | None = None,
+    skip_damaged: bool = False,
 ) -> Corpus:
     """Return the corpus. Sources other than shards are read once from end to end, so that errors show early.
 
     Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
     damaged or not UTF-8.
     """
-    config = DataConfig(source, text_field, validation_fraction, skip_damaged)
+    config = DataConfig(source, text_field, validation_fraction, train_shards, skip_damaged)
+    if config.source == FINEWEB_EDU:
+        return _open_shards(config, downloaded_fineweb_edu())
+    path = Path(config.source).expanduser()
+    paths = [] if config.source == EMBEDDED or (path / MANIFEST).is_file() else files.find(path)
+    if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
+        return _open_shards(config, paths)
+    if train_shards is not None:
+        raise ValueError(f"train_shards={train_shards}: {config.source} has no Parquet shards; leave it out")
     if config.source == EMBEDDED:
         train, validation = embedded.documents()
         return make_corpus(
@@ -115,14 +132,8 @@ def open_source(
             {"train": lambda: iter(train), "validation": lambda: iter(validation)},
             "this Python comes without the source of its standard library, so name a file or folder of text",
         )
-    if config.source == FINEWEB_EDU:
-        return _open_shards(config, downloaded_fineweb_edu())
-    path = Path(config.source).expanduser()
-    if (path / MANIFEST).is_file():
+    if not paths:
         return _open_tokens(config.source, path)
-    paths = files.find(path)
-    if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
-        return _open_shards(config, paths)
     smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=None)
     if smallest is None:
         raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
@@ -141,9 +152,14 @@ def open_source(
 
 
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
-    """Return the corpus of shards; all but the last are for training."""
+    """Return the corpus of shards; the last is for validation, the others, or the first of them, for training."""
+    there = len(paths) - 1
+    if (number := config.train_shards or there) > there:
+        raise ValueError(
+            f"train_shards={number}: {config.source} has {there} for training; get more, or give at most {there}"
+        )
     try:
-        train, skipped = open_shards(paths[:-1], config.text_field, config.skip_damaged)
+        train, skipped = open_shards(paths[:number], config.text_field, config.skip_damaged)
     except ValueError as error:
         raise ValueError(f"{error}; or skip such shards with --skip-damaged") from None
     validation, _ = open_shards(paths[-1:], config.text_field, skip_damaged=False)
@@ -159,6 +175,7 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         {"train": lambda: _numbered(train.texts()), "validation": lambda: _numbered(validation.texts())},
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
+        train_shards=number,
         skipped=skipped,
     )
 

@@ -107,6 +107,7 @@ def prepare(
             raise ValueError(f"{error}; with --resume, --data names where the text is now") from None
     if resume:
         require_same_corpus(folder, corpus)
+    record["data"]["train_shards"] = corpus.train_shards  # more may be downloaded before the run is resumed
     record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes}
 
     torch.manual_seed(config.seed)
