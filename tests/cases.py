@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import combinations
@@ -256,8 +257,10 @@ def step(model: GPT, tokens: Tensor, targets: Tensor, forward: Callable[..., obj
 @contextmanager
 def no_waiting() -> Iterator[None]:
     """Whatever makes the host wait for the device raises RuntimeError."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # torch warns once that the mode is a prototype
+            warnings.filterwarnings("ignore", "Synchronization debug mode")
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")

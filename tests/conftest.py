@@ -47,7 +47,8 @@ def pytest_sessionfinish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Stop a test's processes before the test's own time limit, which would lose what they wrote."""
     marker, option = item.get_closest_marker("timeout"), item.config.getoption("timeout", None)
-    seconds = float(marker.args[0] if marker else item.config.getini("timeout") if option is None else option)
+    usual = item.config.getini("timeout") if item.config.pluginmanager.hasplugin("timeout") else 0
+    seconds = float(marker.args[0] if marker else usual if option is None else option)
     processes.limit = 0.9 * seconds or None
 
 

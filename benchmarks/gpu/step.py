@@ -72,7 +72,9 @@ def measure(preset: str, rule_name: str, way: str, sequences: int, setting: Sett
         optimizers.zero_grad()  # in a graph, too: its backward makes gradients anew, in the same memory
         forward_backward(model, forward, *batch)
 
-    if way == "captured":
+    if setting.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    if way == "captured":  # replays allocate nothing, so that the peak is that of the capture
         run = captured(run, setting)  # type: ignore[assignment]
 
     def step() -> None:
@@ -82,8 +84,6 @@ def measure(preset: str, rule_name: str, way: str, sequences: int, setting: Sett
     calls = {"step": step, "forward_backward": run, "optimizer": lambda: optimizers.step(0, 1000)}
     if rule is not None:
         calls["rule"] = rule_call(rule, sequences, config.context, setting)[0]
-    if setting.cuda:
-        torch.cuda.reset_peak_memory_stats()
     step()
     memory = torch.cuda.max_memory_allocated() if setting.cuda else None
     medians, roof = under_roof(calls, setting, seconds=5.0)

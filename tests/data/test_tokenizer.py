@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -137,3 +139,8 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
             Tokenizer.load(path)
         assert str(path) in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_only_training_a_tokenizer_needs_rustbpe() -> None:
+    code = "import sys; sys.modules['rustbpe'] = None; import expert_threshold.data, expert_threshold.cli.run_options"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -24,9 +24,11 @@ from cases import (
 )
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
+from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
 from expert_threshold.moe.backends.grouped import FEW, form_groups, most_slots, pack, sum_rows
+from expert_threshold.moe.backends.static import sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
 NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
@@ -312,6 +314,17 @@ def test_what_shared_experts_make_is_added_and_a_hook_on_them_fires(name: str) -
     expected = BACKENDS["reference"](*given_case[:4]) + feed_forward_by_hand(shared, given_case.x)
     torch.testing.assert_close(BY_NAME[name](*given_case[:4], shared), expected, atol=1e-6, rtol=1e-5)
     assert called
+
+
+@pytest.mark.parametrize("padding", [0, 1, 64, 200])
+def test_padding_is_in_no_tokens_sum(padding: int) -> None:
+    assignment = fanout(6, EXPERTS, 2)
+    packed = segments(assignment, int(assignment.sum()) + padding)
+    rows = torch.randn(len(packed.token), 3)
+    rows[len(rows) - padding :] = torch.inf  # unspecified
+    places = itertools.pairwise(packed.of_token.tolist())
+    expected = torch.stack([rows[packed.by_token[first:end]].sum(0) for first, end in places])
+    torch.testing.assert_close(sum_by_token(rows, packed), expected)
 
 
 def test_auto_takes_what_pays() -> None:

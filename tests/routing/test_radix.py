@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cases import no_waiting
 from expert_threshold.routing import kth_largest, selection
 from ranks import run_on_ranks
 
@@ -114,11 +115,8 @@ def test_the_host_waits_for_nothing_and_a_graph_can_hold_it() -> None:
     ks = [1000, 500, 1500]
     expected = selection._kth_largest_by_sorting(scores, ks)
     radix.select(scores, ks)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         found = radix.select(scores, ks)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = radix.select(scores, ks)

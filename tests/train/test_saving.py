@@ -30,9 +30,7 @@ class Full:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_write_that_fails_after_the_status_was_taken_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_write_that_fails_after_the_status_was_taken_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = Full()
     monkeypatch.setattr(checkpoints, "write", full)
     saver = Saver(RunFolder(tmp_path), Parallel(), None)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import rustbpe
 import tiktoken
 
 from .tokenizer_json import from_tokenizer_json, to_tokenizer_json
@@ -102,6 +101,8 @@ class Tokenizer:
 
         Raises ValueError if `vocab_size` has no room for the bytes, or exceeds what the text supports.
         """
+        import rustbpe  # only training needs it
+
         require_vocab_size(vocab_size)
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(_supporting(iter(texts), vocab_size), vocab_size - 1, pattern=PATTERN)

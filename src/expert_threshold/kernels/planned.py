@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Planned(NamedTuple):
-    """cpu: run on a CPU, else on a GPU of compute capability 9.0 or more. fanout: of every token, at even loads. ranks:
+    """cpu: run on a CPU, else on a GPU of compute capability 9.x. fanout: of every token, at even loads. ranks:
     that share a global pool.
     """
 
@@ -45,9 +45,9 @@ def on_cpu(x: Tensor) -> bool:
 
 
 def on_hopper(x: Tensor) -> bool:
-    """Return True if x is on a GPU of compute capability 9.0 or more, or stands for a tensor on one."""
+    """Return True if x is on a GPU of compute capability 9.x, or stands for a tensor on one."""
     if x.is_cuda:
-        return torch.cuda.get_device_capability(x.device) >= (9, 0)
+        return torch.cuda.get_device_capability(x.device)[0] == 9
     return x.is_meta and _planned is not None and not _planned.cpu
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..kernels.activation import Activation, ActivationName, activation_named
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
-from ..kernels.planned import no_autocast
+from ..kernels.planned import no_autocast, on_cpu
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -31,7 +31,12 @@ class _FeedForwardFunction(torch.autograd.Function):
 
     @staticmethod
     def blocks(x: Tensor, hidden: int) -> tuple[Tensor, ...]:
-        """Split x into blocks whose intermediates stay in cache; at most 16, since each rounds the weight gradients."""
+        """Split x into blocks whose intermediates stay in cache; at most 16, since each rounds the weight gradients.
+
+        A GPU takes all rows at once.
+        """
+        if not on_cpu(x):
+            return (x,)
         rows = max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1)
         blocks: tuple[Tensor, ...] = x.split(rows) if len(x) > rows else (x,)
         return blocks

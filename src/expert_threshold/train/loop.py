@@ -71,8 +71,8 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The only synchronization with the device in a step. Several ranks also wait for their status, and in each layer
-    # for the number of tokens of a pool over all of them.
+    # The host waits for the device here, and where it copies a micro-batch. Several ranks also wait for their status,
+    # and in each layer for the number of tokens of a pool over all of them.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.place(step))

@@ -5,6 +5,7 @@ Only the input, the pre-activations and the indices are saved for backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
-from ...kernels.planned import loads_of, pairs_of
+from ...kernels.planned import loads_of, on_cpu, pairs_of
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 from .backend import Backend
 
@@ -68,9 +69,9 @@ def round_up(load: int) -> int:
     return -(-load // unit) * unit
 
 
-def form_groups(loads: list[int], hidden: int) -> list[Group]:
-    """Return groups of all experts, or of halves, quarters … of them, so that each group stays within HIDDEN_PER_BLOCK
-    hidden activations and `most_slots`. Experts without tokens are in no group, so that they cost nothing in decoding.
+def form_groups(loads: list[int], hidden: int, limit: float = HIDDEN_PER_BLOCK) -> list[Group]:
+    """Return groups of all experts, or of halves, quarters … of them, so that each group stays within `limit` hidden
+    activations and `most_slots`. Experts without tokens are in no group, so that they cost nothing in decoding.
 
     Loads are rounded to keep shapes few, since oneDNN compiles a kernel for each new one.
     """
@@ -79,7 +80,7 @@ def form_groups(loads: list[int], hidden: int) -> list[Group]:
     def add(first: int, end: int) -> None:
         length = round_up(max(loads[first:end], default=0))
         slots = length * (end - first)
-        fits = slots * hidden <= HIDDEN_PER_BLOCK and slots <= most_slots(sum(loads[first:end]))
+        fits = slots * hidden <= limit and slots <= most_slots(sum(loads[first:end]))
         if end - first > 1 and not (fits and all(loads[first:end])):
             middle = (first + end) // 2
             add(first, middle)
@@ -147,7 +148,8 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, assignment: Tensor, hidden: int) -> Plan:
-        groups = form_groups(loads_of(assignment), hidden)
+        limit = HIDDEN_PER_BLOCK if on_cpu(assignment) else math.inf
+        groups = form_groups(loads_of(assignment), hidden, limit)
         return cls(groups, pack(assignment, groups))
 
 

@@ -20,6 +20,8 @@ from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
 from .backend import Backend
 
+PADDING_PER_BAG = 64
+
 
 class Static(Backend):
     """Multiplies segments of one buffer; `auto` chooses it if loads are bounded and no product waits for the device."""
@@ -46,10 +48,13 @@ def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None
     """
     if not len(rows):
         return rows.new_zeros(len(segments.of_token) - 1, rows.shape[1])
-    # An extra token takes all the padding and is dropped.
+    # The padding goes into bags that are dropped, of a few rows each, since CUDA adds up a bag one row after another.
+    end = segments.of_token[-1:]
+    padding = end + PADDING_PER_BAG * torch.arange(-(-len(rows) // PADDING_PER_BAG), device=end.device)
+    bags = torch.cat((segments.of_token[:-1], padding.clamp(max=len(rows))))
     weights = None if weights is None else weights.index_select(0, segments.by_token)
-    y: Tensor = torch.embedding_bag(rows, segments.by_token, segments.of_token, False, 0, False, weights)[0]
-    return y[:-1].clone()  # an autograd function may not return a view
+    y: Tensor = torch.embedding_bag(rows, segments.by_token, bags, False, 0, False, weights)[0]
+    return y[: len(segments.of_token) - 1].clone()  # an autograd function may not return a view
 
 
 @torch.library.custom_op("expert_threshold::segment_product", mutates_args=())
