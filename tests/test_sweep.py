@@ -381,6 +381,30 @@ def test_the_best_options_leave_out_what_a_rule_scales_to_a_runs_length() -> Non
     assert method.recommend({"matrix_lr": 0.02})["model"]["rule"]["decay"] == 0.5
 
 
+def test_a_warmup_beyond_the_presets_run_is_among_the_best_options(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The best options were checked as a run of the preset's length, which refused the warmup: no file was written."""
+    longer = ["--steps", 101, "--eval-every", 101, "--adamw-warmup-steps", 101]
+    space = ["--space", "matrix_lr=0.01..0.1:log", "--trials", 1]
+    assert et("sweep", *small, *longer, *space, "--out", tmp_path / "out") == 0
+    best = tmp_path / "out" / "expert_threshold" / "best.json"
+    assert json.loads(best.read_text())["optim"] == {"matrix_lr": 0.02, "adamw_warmup_steps": 101}
+    assert f"next: et train tiny --config {best} --steps 101\n" in capsys.readouterr().out
+
+
+def test_a_value_that_was_searched_is_among_the_best_options_even_if_it_is_usual() -> None:
+    """A warmup that the preset's run has, too, was left out, and a run of another length scaled it."""
+    given, name = {"preset": "tiny", "steps": 50}, "expert_threshold"
+    space = read_space(["adamw_warmup_steps=5|10", "warmup_steps=10|20"], given, [name])
+    best = {"adamw_warmup_steps": 10, "warmup_steps": 20}
+    found = tunable(given, name, configure(given, [name])[name], space).recommend(best)
+    assert found == {
+        "optim": {"adamw_warmup_steps": 10},
+        "model": {"rule": {"name": "expert_threshold", "warmup_steps": 20}},
+    }
+
+
 def test_another_space_preset_or_length_is_refused_by_name(
     command: list[object], small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

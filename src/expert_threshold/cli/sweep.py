@@ -259,7 +259,7 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
                 raise ValueError(f"--space {option}={entry.text}: {error}") from None
     present = {option: present_value(config, option) for option in own}
     inside = {option: value for option, value in present.items() if own[option].drawn(value) is not None}
-    return Tunable(config, own, inside, configured, partial(recommended, given, name, keys))
+    return Tunable(config, own, inside, configured, partial(recommended, given, name, keys, config.train.steps))
 
 
 def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> Range | Choice:
@@ -269,17 +269,23 @@ def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> 
     return replace(entry, whole=True) if isinstance(entry, Range) and is_whole else entry
 
 
-def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that differ between a run with these values and the preset's, for `et train --config`.
+def recommended(
+    given: Given, name: str, keys: Mapping[str, str], steps: int, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return these values, and the options that differ between a run with them and the preset's, for
+    `et train --config`.
 
-    The run's length is left out, and so is what a rule scales to it, so that both fit the run that uses them.
+    steps: of a trial. The run's length is left out, and so is what a rule scales to it, so that both fit the run that
+    uses them.
     """
     method = all_methods()[name]
-    start = {option: given[option] for option in ("preset",) if option in given}
+    start = {option: given[option] for option in ("preset",) if option in given} | {"rule": method.rule}
     length = {"steps", "tokens", "eval_every"}
     kept = {option: value for option, value in given.items() if option not in length}
-    plain = resolve_run(start | {"rule": method.rule})
-    tuned = configure({**kept, **{keys[option]: value for option, value in values.items()}}, [name])[name]
+    kept |= {keys[option]: value for option, value in values.items()}
+    # Both runs have the preset's length, or the trial's if that is longer, in which the trial's warmups fit.
+    longest = {"steps": max(steps, resolve_run(start).train.steps)}
+    plain, tuned = resolve_run(start | longest), configure(kept | longest, [name])[name]
     sections = {
         "model": (_model(plain), _model(tuned)),
         "data": (asdict(plain.data), asdict(tuned.data)),
@@ -291,14 +297,18 @@ def recommended(given: Given, name: str, keys: Mapping[str, str], values: Mappin
     }
     found: dict[str, Any] = {}
     for section, (before, after) in sections.items():
-        changed = {option: value for option, value in after.items() if value != before[option]}
+        changed = {option: value for option, value in after.items() if option in values or value != before[option]}
         if changed:
             found[section] = changed
     rule, usual = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
     typed = {key.removeprefix(RULE) for key in [*given, *keys.values()] if key.startswith(RULE)}
     by_length = set() if method.rule == DENSE else RULES[method.rule].scaled(tuned.train.steps, {}).keys()
     scaled = by_length - typed - method.options.keys()
-    own = {option: value for option, value in rule.items() if value != usual[option] and option not in scaled}
+    own = {
+        option: value
+        for option, value in rule.items()
+        if option in values or (value != usual[option] and option not in scaled)
+    }
     found.setdefault("model", {})["rule"] = {"name": rule["name"]} | dict(method.options) | own
     return found
 
@@ -354,9 +364,10 @@ def conclude(sweep: Sweep, given: Given) -> str:
         told = f"results in {folder}, but no page: {missing}"
     if best is None:
         return f"{told}\nno trial has finished; search smaller learning rates"
-    preset = given.get("preset", DEFAULT_PRESET)
+    preset, steps = given.get("preset", DEFAULT_PRESET), sweep.methods[best].config.train.steps
+    longer = f" --steps {steps}" if steps > resolve_run({"preset": preset}).train.steps else ""
     path = shlex.quote(str(folder / best / "best.json"))
-    return f"{told}\nnext: {et()} train {preset} --config {path}"
+    return f"{told}\nnext: {et()} train {preset} --config {path}{longer}"
 
 
 SIZES = {
