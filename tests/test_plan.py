@@ -206,8 +206,7 @@ def test_what_a_layer_keeps_and_what_an_operator_declares_is_planned(monkeypatch
 def test_it_names_the_backend_that_auto_chooses() -> None:
     for arguments, backend in (
         ([*D12], "static"),
-        ([*D12, "--gpus", "8"], "grouped"),  # a pool of all ranks bounds none of them
-        ([*D12, "--gpus", "8", "--pool", "batch"], "static"),
+        ([*D12, "--gpus", "8"], "static"),  # though a pool of all ranks bounds none of them
         ([*D12, "--dtype", "float32"], "grouped"),
         ([*D12, "--dispatch", "reference"], "reference"),
         (["quickstart", "--device", "cpu"], "cpu" if cpu.available() else "grouped"),

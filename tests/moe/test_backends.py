@@ -24,11 +24,12 @@ from cases import (
 )
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
+from expert_threshold.kernels.planned import Planned, planned
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
 from expert_threshold.moe.backends.grouped import FEW, form_groups, most_slots, pack, sum_rows
-from expert_threshold.moe.backends.static import sum_by_token
+from expert_threshold.moe.backends.static import is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
 
 NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
@@ -335,6 +336,33 @@ def test_auto_takes_what_pays() -> None:
         assert paying == ["grouped"]
         expected = BACKENDS["grouped"](*given_case[:4], rows=rows)
         assert torch.equal(auto(*given_case[:4], rows=rows), expected)
+
+
+def test_segments_without_any_row_are_not_multiplied_in_one_kernel() -> None:
+    """Cutoffs may let no token pass, and PyTorch's kernel refuses to sum over no rows."""
+    with torch.device("meta"), planned(Planned(cpu=False)):
+        for rows in (0, 1):
+            assert is_native(torch.empty(rows, 8, dtype=torch.bfloat16), 8, 16) == (rows > 0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "dtype", "compiling", "expected"),
+    [
+        (1000, 2000, torch.bfloat16, True, "static"),
+        (FEW, 2 * FEW, torch.bfloat16, False, "static"),
+        (1000, None, torch.bfloat16, False, "static"),
+        (1000, None, torch.bfloat16, True, "grouped"),  # a buffer would need rows for every pair
+        (FEW, None, torch.bfloat16, False, "grouped"),
+        (1000, 2000, torch.float32, False, "grouped"),  # no kernel multiplies its segments
+    ],
+)
+def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kernel(
+    tokens: int, rows: int | None, dtype: torch.dtype, compiling: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a bound on loads, `auto` was `grouped`, which waits for the device as well, and launches more."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    with torch.device("meta"), planned(Planned(cpu=False)):
+        assert auto.chosen(torch.empty(tokens, 8, dtype=dtype), Experts(EXPERTS, 8, 16), rows).name == expected
 
 
 def test_kernels_that_cannot_compute_say_why() -> None:

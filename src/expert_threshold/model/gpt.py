@@ -97,8 +97,8 @@ class GPTConfig:
     )
     dispatch: DispatchName = option(
         "auto",
-        "Backend of the experts; auto is static if the rule bounds loads, in bfloat16 on a Hopper GPU or newer, cpu if "
-        "there are kernels for the processor, else grouped.",
+        "Backend of the experts; auto is static in bfloat16 on a Hopper GPU, cpu if there are kernels for the "
+        "processor, else grouped.",
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""A backend with static shapes for CUDA graphs: where `is_native`, nothing waits for the device.
+"""A backend with static shapes for CUDA graphs: where `is_native` and loads are bounded, nothing waits for the device.
 
-The rows of all experts lie in one buffer, sized by the rule's bounds; only the device knows where each expert's rows
-end. Products skip the padding after the last row. Only the input, the pre-activations and the indices are saved for
-backward.
+The rows of all experts lie in one buffer, sized by the rule's bounds, else by counting, which waits once; only the
+device knows where each expert's rows end. Products skip the padding after the last row. Only the input, the
+pre-activations and the indices are saved for backward.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from ...kernels.planned import on_hopper
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
 from .backend import Backend
+from .grouped import FEW
 
 PADDING_PER_BAG = 64
 
 
 class Static(Backend):
-    """Multiplies segments of one buffer; `auto` chooses it if loads are bounded and no product waits for the device."""
+    """Multiplies segments of one buffer; `auto` chooses it if no product waits for the device.
+
+    Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
+    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens hit few
+    experts, so `auto` leaves both to `grouped`. None of this was measured.
+    """
 
     name = "static"
 
     def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
-        return rows is not None and is_native(x, *experts.down.shape[1:])
+        if rows is None and (torch.compiler.is_compiling() or len(x) <= FEW):
+            return False
+        return is_native(x, *experts.down.shape[1:])
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
         y: Tensor = _Static.apply(
@@ -94,8 +102,12 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def is_native(rows: Tensor, *widths: int) -> bool:
-    """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends."""
-    return rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths) and on_hopper(rows)
+    """Return True if PyTorch multiplies segments of these widths in one kernel; otherwise the host reads their ends.
+
+    That kernel refuses to sum over no rows at all (pytorch #192497).
+    """
+    fits = len(rows) > 0 and rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return fits and on_hopper(rows)
 
 
 class _Static(torch.autograd.Function):
