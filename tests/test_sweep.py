@@ -270,6 +270,22 @@ def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
     assert "diverged" in (out / "sweep.html").read_text()
 
 
+def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
+    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ended the sweep, and the same command tried it again: no later trial was ever made."""
+    out = tmp_path / "out"
+    space = ["--space", "d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
+    assert et("sweep", *small, *space, "--out", out) == 0
+    trials = read(out)["studies"]["expert_threshold"]["trials"]
+    assert {trial["state"] for trial in trials} == {"finished", "refused"}
+    for trial in trials:
+        fits = trial["options"]["d_expert"] == "16"
+        assert trial["reason"] == (None if fits else "out of memory")
+        assert (out / "expert_threshold" / f"trial_{trial['trial']:03d}").exists() <= fits  # none if the loss is known
+    assert "refused: out of memory" in capsys.readouterr().out
+
+
 def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "head_lr=1e-4..0.03:log"]

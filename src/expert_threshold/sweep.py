@@ -21,6 +21,7 @@ from .analysis.sentences import counted
 from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
 from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
+from .errors import is_out_of_memory
 from .experiment import OTHER_FOLDER, Kind, record_corpus, record_machine
 from .files import damage_told, read_json, replace_file, replace_json
 from .install import install
@@ -311,6 +312,11 @@ class Sweep:
         except DivergedError as error:
             reason = str(error).partition(";")[0]
             state, told = TrialState.PRUNED, told | {"state": "diverged", "reason": reason}
+        except (MemoryError, RuntimeError, TypeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            state, told = TrialState.PRUNED, told | {"state": "refused", "reason": "out of memory"}
+            shutil.rmtree(self._trial_path(method, number), ignore_errors=True)
         finally:
             for name, value in (told | {"seconds": time.monotonic() - start}).items():
                 trial.set_user_attr(name, value)
@@ -322,7 +328,7 @@ class Sweep:
         """Return the last validation loss of one run of a trial. Raises TrialPruned and DivergedError."""
         import optuna
 
-        path = self.folder / method / f"trial_{number:03d}" / f"seed_{SEED + seed}"
+        path = self._trial_path(method, number) / f"seed_{SEED + seed}"
         shutil.rmtree(path, ignore_errors=True)  # left by a trial that was stopped
         steps = config.train.steps
         # Only what `train` writes at the end is saved, and removed again.
@@ -360,6 +366,9 @@ class Sweep:
         if skipped:
             raise DivergedError(f"{counted(len(skipped), 'step')} skipped, the first since {skipped[0]['reason']}")
         return losses[-1]
+
+    def _trial_path(self, method: str, number: int) -> Path:
+        return self.folder / method / f"trial_{number:03d}"
 
     def fit(self, method: str) -> Fit:
         """Return the parabolas of the method's numeric options."""
