@@ -20,12 +20,13 @@ STEPS, STOP = 8, 4
 
 
 def cases(setting: Setting) -> Iterator[Case]:
-    """Yield a run for each rule."""
+    """Yield a run for each rule, and one of long sequences, where attention adds up its gradients in several blocks."""
     for name, rule in list(GPU_RULES.items())[: setting.pick(None, 2)]:
         yield Case(f"resume {name}", lambda r=rule: resume(r, setting), 6)
+    yield Case("resume long sequences", lambda: resume(None, setting, setting.pick(512, 64), setting.pick(256, 64)), 6)
 
 
-def resume(rule: Rule | None, setting: Setting) -> Row:
+def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int = 64) -> Row:
     """Train 8 steps; forget the last 4 in a copy, and resume it: weights, moments and states must be the same bytes."""
     try:
         from rich.console import Console
@@ -37,8 +38,8 @@ def resume(rule: Rule | None, setting: Setting) -> Row:
         from expert_threshold.train import TrainConfig, train
     except ImportError as lost:
         raise NotRunError(f"needs {lost.name}, which is not installed") from None
-    sizes = {"layers": 2, "d_model": 64, "heads": 2, "kv_heads": 2, "d_expert": 64, "d_feed_forward": 128}
-    model = GPTConfig(**sizes, vocab_size=300, context=16, rule=rule)  # type: ignore[arg-type]
+    sizes = {"layers": 2, "d_model": d_model, "heads": 2, "kv_heads": 2, "d_expert": 64, "d_feed_forward": 128}
+    model = GPTConfig(**sizes, vocab_size=300, context=context, rule=rule)  # type: ignore[arg-type]
     config = TrainConfig(
         steps=STEPS, batch_size=4, log_every=2, eval_every=None, checkpoint_every=STOP, device=setting.device.type
     )  # type: ignore[arg-type]
