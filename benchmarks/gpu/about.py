@@ -13,14 +13,14 @@ from bare import origin
 from .setting import Row
 
 OLDEST_TORCH = (2, 11)
-TEXT = "correctness: resume; training; decoding"
+CORE = "correctness; parts; step; training"
 # What is lost without each package, by the name that it is imported by.
 PACKAGES = {
-    "rich": TEXT,
-    "rustbpe": TEXT,
-    "tiktoken": TEXT,
-    "pyarrow": TEXT,
-    "safetensors": "correctness: resume; training",
+    "rich": "correctness: resume; parts; step; training; decoding",
+    "rustbpe": "correctness: resume; training",
+    "tiktoken": f"{CORE}; decoding",
+    "pyarrow": f"{CORE}; decoding",
+    "safetensors": CORE,
     "triton": "our Triton kernels, radix selection, compiling on a GPU, the compile stage",
     "pytest": "correctness: the tests for a GPU",
     "hypothesis": "correctness: the tests for a GPU",

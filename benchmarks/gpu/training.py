@@ -69,6 +69,8 @@ def tokenized(setting: Setting) -> Row:
     Raises NotRunError for other text, which each run tokenizes in memory.
     """
     try:
+        import rustbpe  # noqa: F401, which trains the tokenizer
+
         from expert_threshold.data import Tokenizer, open_source
         from expert_threshold.data.token_files import write_tokens
         from expert_threshold.model import PRESETS
@@ -117,6 +119,7 @@ def configured(method: str, seed: int, setting: Setting) -> Any:
 def run(method: str, seed: int, setting: Setting) -> Row:
     """Train one run, or go on with it. Raises OutOfTimeError if it was saved before its end."""
     try:
+        import rustbpe  # noqa: F401, which trains the tokenizer
         from rich.console import Console
 
         from expert_threshold.config import RunConfig

@@ -107,6 +107,12 @@ def test_every_stage_has_the_fields_it_promises_and_no_failure(stage: str, dry: 
     assert {"gpu", "torch", "commit", "date"} <= record["facts"].keys()
 
 
+def test_stages_begin_without_rustbpe() -> None:
+    """A machine with torch alone may lack it, and then correctness, parts and step ended before their first case."""
+    program = "import sys; sys.modules['rustbpe'] = None\nfrom benchmarks.gpu.stages import *\nfor stage in STAGES:"
+    subprocess.run([sys.executable, "-c", f"{program} module_of(stage)"], cwd=ROOT, check=True)
+
+
 def test_contestants_of_the_layer_are_timed(dry: Dry) -> None:
     rows = [each for row in dry.cases("layer").values() for each in row.get("contestants", [])]
     timed = [row for row in rows if row["status"] == "timed"]

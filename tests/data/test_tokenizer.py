@@ -141,6 +141,12 @@ def test_a_damaged_tokenizer_file_is_refused_in_one_line(tokenizer: Tokenizer, t
         assert "\n" not in str(caught.value)
 
 
+def test_without_rustbpe_training_a_tokenizer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rustbpe", None)
+    with pytest.raises(ValueError, match="needs rustbpe, which is missing; pip install rustbpe"):
+        Tokenizer.train(TEXT, 270)
+
+
 def test_only_training_a_tokenizer_needs_rustbpe() -> None:
     code = "import sys; sys.modules['rustbpe'] = None; import expert_threshold.data, expert_threshold.cli.run_options"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

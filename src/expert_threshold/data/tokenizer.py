@@ -99,11 +99,14 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Learn the `vocab_size - 257` most frequent merges; the same texts in any order give the same tokenizer.
 
-        Raises ValueError if `vocab_size` has no room for the bytes, or exceeds what the text supports.
+        Raises ValueError if `vocab_size` has no room for the bytes, or exceeds what the text supports, or if rustbpe is
+        missing, which nothing else needs.
         """
-        import rustbpe  # only training needs it
-
         require_vocab_size(vocab_size)
+        try:
+            import rustbpe
+        except ImportError:
+            raise ValueError("training a tokenizer needs rustbpe, which is missing; pip install rustbpe") from None
         trainer = rustbpe.Tokenizer()
         trainer.train_from_iterator(_supporting(iter(texts), vocab_size), vocab_size - 1, pattern=PATTERN)
         tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
