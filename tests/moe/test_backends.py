@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from cases import (
     ASSIGNMENTS,
@@ -343,6 +344,17 @@ def test_segments_without_any_row_are_not_multiplied_in_one_kernel() -> None:
     with torch.device("meta"), planned(Planned(cpu=False)):
         for rows in (0, 1):
             assert is_native(torch.empty(rows, 8, dtype=torch.bfloat16), 8, 16) == (rows > 0)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True), ((10, 0), False)])
+def test_segments_are_multiplied_in_one_kernel_on_hopper_alone(
+    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it, PyTorch's gradients of experts without tokens are not zero."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with FakeTensorMode():
+        rows = torch.empty(1, 8, dtype=torch.bfloat16, device="cuda")
+    assert is_native(rows, 8) == expected
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def on_cpu(x: Tensor) -> bool:
 def on_hopper(x: Tensor) -> bool:
     """Return True if x is on a GPU of compute capability 9.x, or stands for a tensor on one."""
     if x.is_cuda:
+        # Not 10.x: there grouped_mm makes gradients of experts without tokens that are not zero (pytorch #172439).
         return torch.cuda.get_device_capability(x.device)[0] == 9
     return x.is_meta and _planned is not None and not _planned.cpu
 
