@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -29,9 +30,9 @@ from expert_threshold.kernels.planned import Planned, planned
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
 from expert_threshold.moe.backends import BY_NAME, auto, backend_named
-from expert_threshold.moe.backends.grouped import FEW, form_groups, most_slots, pack, sum_rows
-from expert_threshold.moe.backends.static import is_native, sum_by_token
-from expert_threshold.moe.experts import HIDDEN_PER_BLOCK
+from expert_threshold.moe.backends.grouped import FEW, Plan, form_groups, most_slots, pack, sum_rows
+from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
+from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction
 
 NAMES = ["reference", "grouped", "static"]  # kernels have files of their own, and fewer dtypes
 FAST = [name for name in NAMES if name != "reference"]
@@ -327,6 +328,28 @@ def test_padding_is_in_no_tokens_sum(padding: int) -> None:
     places = itertools.pairwise(packed.of_token.tolist())
     expected = torch.stack([rows[packed.by_token[first:end]].sum(0) for first, end in places])
     torch.testing.assert_close(sum_by_token(rows, packed), expected)
+
+
+def test_no_bag_of_padding_is_long() -> None:
+    """CUDA adds up a bag one row after another, and all the padding was one bag."""
+    packed = segments(fanout(6, EXPERTS, 2), 2 * 6 + 1000)
+    with mock.patch.object(torch, "embedding_bag", wraps=torch.embedding_bag) as called:
+        sum_by_token(torch.randn(len(packed.token), 3), packed)
+    begins = [*called.call_args.args[2].tolist(), len(packed.token)]
+    assert max(end - first for first, end in itertools.pairwise(begins)) == PADDING_PER_BAG
+
+
+def test_a_gpu_computes_all_rows_and_all_experts_at_once() -> None:
+    """Its work was cut by the size of a CPU's cache, that of the host, and each block rounded the weight gradients."""
+    parts = {}
+    with torch.device("meta"):
+        x, assignment = torch.empty(50_000, 8), torch.empty(50_000, 16, dtype=torch.bool)
+        for on_cpu in (True, False):
+            with planned(Planned(cpu=on_cpu)):
+                blocks = _FeedForwardFunction.blocks(x, 4096)
+                parts[on_cpu] = len(blocks), len(Plan.of(assignment, 4096).groups)
+    assert parts[False] == (1, 1)
+    assert min(parts[True]) > 1
 
 
 def test_auto_takes_what_pays() -> None:
