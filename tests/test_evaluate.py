@@ -14,7 +14,7 @@ import pytest
 from cases import et, write_text
 from expert_threshold.cli import evaluate as command
 from expert_threshold.data import open_held_out, pack
-from expert_threshold.evaluation import centred, evaluate, results
+from expert_threshold.evaluation import centred, evaluate, read_results, results
 from expert_threshold.runs import load_model
 
 CORE_YAML = """\
@@ -135,13 +135,11 @@ def test_saved_results_are_not_measured_again(
     assert et("evaluate", run, "--bundle", bundle) == 0
     assert asked == ["interrupted", "animals"]
     before = read(run)
-    assert et("evaluate", run, "--bundle", bundle, "--max-per-task", 3) == 0
-    assert asked == ["interrupted", "animals", "copy", "animals"]
+    (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
+    assert et("evaluate", run, "--bundle", bundle) == 0
+    assert asked == ["interrupted", "animals", "copy"]
     assert read(run)["core"]["tasks"]["copy"]["rows"] == 3
     assert read(run)["validation"] == before["validation"]
-    (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
-    assert et("evaluate", run, "--bundle", bundle, "--max-per-task", 3) == 0
-    assert asked == ["interrupted", "animals", "copy", "animals", "copy"]
     capsys.readouterr()
 
 
@@ -198,6 +196,75 @@ def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
     for chosen in (["--bundle", bundle], ["--bundle", "none"]):
         assert et("evaluate", runs / "threshold", *chosen) == 0
         assert "CORE was not evaluated" not in capsys.readouterr().err
+
+
+def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
+    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One task left CORE unknown, fewer questions replaced those of all, other baselines dropped the other tasks."""
+    run = runs / "threshold"
+    evaluate = ["evaluate", run, "--bundle", bundle, "--no-validation", "--json"]
+
+    def core(*options: object) -> Any:
+        assert et(*evaluate, *options) == 0
+        return json.loads(capsys.readouterr().out)[0]["core"]
+
+    full = core()
+    assert full["metric"] is not None
+    few = core("--max-per-task", 4)
+    assert (few["max_per_task"], few["tasks"]["copy"]["rows"]) == (4, 4)
+    assert read(run)["core"] == full | {"others": [few]}
+    monkeypatch.setattr(results, "evaluate_task", None)  # everything is known
+    assert core("--tasks", "animals") == core() == full
+    assert core("--tasks", "copy", "--max-per-task", 4) == few
+    assert core("--tasks", "animals", "--max-per-task", 5) == full | {"max_per_task": 5}  # no task has more
+    (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\ncopy,10\nanimals,25\n")
+    moved = core("--tasks", "animals")
+    assert [task["baseline"] for task in moved["tasks"].values()] == [0.1, 0.25]
+    assert moved["metric"] == pytest.approx(sum(task["centred"] for task in moved["tasks"].values()) / 2)
+    (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
+    other = core("--tasks", "animals")
+    assert other["metric"] is None  # copy was measured on other questions
+    assert other["tasks"]["copy"] == moved["tasks"]["copy"]
+
+
+def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bundle: Path) -> None:
+    run = runs / "threshold"
+    evaluate = ["evaluate", run, "--bundle", bundle, "--no-validation"]
+    assert et(*evaluate, "--max-per-task", 3) == 0
+    few = read(run)["core"]
+    assert et(*evaluate, "--tasks", "copy") == 0
+    saved = read(run)["core"]
+    (single,) = saved.pop("others")
+    assert saved == few
+    assert list(single["tasks"]) == ["copy"]
+    assert et(*evaluate) == 0
+    assert read(run)["core"]["max_per_task"] is None
+    assert read(run)["core"]["others"] == [few]
+
+
+def test_results_of_other_steps_and_dtypes_are_kept(
+    corpus: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An evaluation of another checkpoint, or in another dtype, replaced them."""
+    run = tmp_path / "run"
+    train(corpus, run, "--steps", 4, "--checkpoint-every", 2)
+    cases = [(4, "float32"), (2, "float32"), (4, "bfloat16")]
+
+    def evaluated() -> list[Any]:
+        capsys.readouterr()
+        for step, dtype in cases:
+            assert et("evaluate", run, "--bundle", bundle, "--step", step, "--dtype", dtype, "--json") == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    first = evaluated()
+    saved = read(run)
+    assert [(each["step"], each["dtype"]) for each in (saved, *saved["others"])] == cases[::-1]
+    assert [read_results(run, step)["dtype"] for step in (2, 4)] == ["float32", "bfloat16"]
+    assert read_results(run, 3) == {}
+    monkeypatch.setattr(command, "evaluate", None)  # everything is known
+    monkeypatch.setattr(results, "evaluate_task", None)
+    assert evaluated() == first
 
 
 def test_results_of_other_weights_are_forgotten(runs: Path) -> None:

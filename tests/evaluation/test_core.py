@@ -103,7 +103,6 @@ def test_a_bundle_is_read(bundle: Path) -> None:
     assert who[:5] == ("who", "schema", 0, " ", 0.5)
     assert capitals[:5] == ("capitals", "language_modeling", 2, " ", 0.0)
     assert (colours.rows, who.rows, capitals.rows) == (COLOURS, WHO, CAPITALS)
-    assert [task.label for task in read_bundle(bundle, ["capitals", "who"])] == ["who", "capitals"]
 
 
 @pytest.mark.parametrize(
@@ -145,13 +144,8 @@ def test_a_damaged_bundle_is_refused_in_one_line(bundle: Path, file: str, conten
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_task_is_refused_with_the_one_that_may_be_meant(bundle: Path) -> None:
-    with pytest.raises(ValueError, match="--tasks capital: unknown task; did you mean capitals"):
-        read_bundle(bundle, ["capital"])
-
-
 def test_multiple_choice_prompts_have_one_solved_example_of_another_row(bundle: Path) -> None:
-    (colours,) = read_bundle(bundle, ["colours"])
+    colours, _, _ = read_bundle(bundle)
     # random.Random(1234 + 1).sample([0, 2], 1) is [2]; of the three rows, the second is asked.
     assert random.Random(1235).sample([0, 2], 1) == [2]
     question = ask(colours, COLOURS, 1)
@@ -160,13 +154,13 @@ def test_multiple_choice_prompts_have_one_solved_example_of_another_row(bundle: 
 
 
 def test_schema_prompts_differ_in_the_context(bundle: Path) -> None:
-    (who,) = read_bundle(bundle, ["who"])
+    _, who, _ = read_bundle(bundle)
     prompts = ("The cat saw the dog; the cat ran.", "The cat saw the dog; the dog ran.")
     assert ask(who, WHO, 0) == Question("schema", prompts, 1, None)
 
 
 def test_language_modelling_prompts_are_trimmed_and_come_without_and_with_the_answer(bundle: Path) -> None:
-    (capitals,) = read_bundle(bundle, ["capitals"])
+    _, _, capitals = read_bundle(bundle)
     assert random.Random(1234).sample([1, 2, 3], 2) == [2, 1]
     solved = "The capital of Chile is Santiago\n\nThe capital of Peru is Lima\n\nThe capital of France is"
     assert ask(capitals, CAPITALS, 0) == Question("language_modeling", (solved, solved + " Paris"), 0, "europe")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +31,7 @@ from ..evaluation.results import RESULTS
 from ..files import damage_told, replace_json
 from ..install import install
 from ..model import GPT
-from ..option import Count
+from ..option import Count, did_you_mean
 from ..runs import RunFolder, load_model
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> None:
         return
     for path in options["run"] if options["rate"] is not None else ():
         rates.require_cutoffs(RunFolder.open(path), "at_rate", f"--rate {options['rate']:g}: ")
-    tasks = _tasks(options)
+    tasks, labels = _tasks(options)
     harness = _harness(options)
     corpora = {source: open_held_out(source, options["text_field"]) for source in options["data"] or ()}
     device = pick_device(options["device"])
@@ -111,19 +111,19 @@ def run(arguments: Sequence[str]) -> None:
             for source, corpus in corpora.items():
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
             if tasks:
-                ask_core(
+                core = ask_core(
                     known,
                     tasks,
                     ModelScorer(model, tokenizer),
                     display.task,
                     max_per_task=options["max_per_task"],
                     baselines=options["baselines"],
-                    whole=options["tasks"] == "all",
+                    labels=labels,
                     say=display.say,
                 )
             if harness is not None:
                 evaluated.ask_harness(harness, options["max_per_task"])
-        results[path] = known.read()
+        results[path] = known.read() | ({"core": core} if tasks else {})
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
@@ -133,7 +133,7 @@ def run(arguments: Sequence[str]) -> None:
             for name, source in zip(names, corpora, strict=True)
         }
         with damage_told(RESULTS, "remove that file of the run to measure again"):
-            shown = table(results, options["validation"], places, [task.label for task in tasks], harness is not None)
+            shown = table(results, options["validation"], places, labels, harness is not None)
         Console().print(shown)
     if options["bundle"] is None and not given.keys() & {"bundle", "data", "harness"}:
         print(HINT, file=sys.stderr)
@@ -203,14 +203,18 @@ def _check(options: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
             )
 
 
-def _tasks(options: Mapping[str, Any]) -> list[Task]:
+def _tasks(options: Mapping[str, Any]) -> tuple[list[Task], list[str]]:
+    """Return all tasks of the bundle, and the labels of those to evaluate."""
     if options["bundle"] is None:
-        return []
-    labels = None if options["tasks"] == "all" else parse_names("--tasks", options["tasks"])
-    tasks = read_bundle(options["bundle"], labels, options["baselines"])
-    for task in tasks:
-        choose_rows(task, options["max_per_task"])  # rejects too few now, not after an hour
-    return tasks
+        return [], []
+    tasks = read_bundle(options["bundle"], options["baselines"])
+    known = {task.label: task for task in tasks}
+    asked: Collection[str] = known if options["tasks"] == "all" else parse_names("--tasks", options["tasks"])
+    for label in asked:
+        if label not in known:
+            raise ValueError(f"--tasks {label}: unknown task; {did_you_mean(label, known)}")
+        choose_rows(known[label], options["max_per_task"])  # rejects too few now, not after an hour
+    return tasks, [label for label in known if label in asked]
 
 
 def _harness(options: Mapping[str, Any]) -> Harness | None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
-
-from ..option import did_you_mean
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 Baselines = Literal["nanochat", "dclm"]
@@ -41,13 +39,8 @@ class Task(NamedTuple):
     hash: str
 
 
-def read_bundle(
-    path: str | Path, labels: Collection[str] | None = None, baselines: Baselines = "nanochat"
-) -> list[Task]:
-    """Return the tasks with these labels, or all, in the bundle's order.
-
-    Raises ValueError or OSError for an unknown label, and for a folder that is not a bundle or is damaged.
-    """
+def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Task]:
+    """Return all tasks, in the bundle's order. Raises ValueError or OSError if it is not a bundle or is damaged."""
     path = Path(path)
     for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
         if not (path / name).exists():
@@ -55,16 +48,12 @@ def read_bundle(
                 f"{path}: not an eval bundle, {name} is missing; name a folder that has it, or run et data core"
             )
     entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
-    for label in labels or ():
-        if label not in entries:
-            raise ValueError(f"--tasks {label}: unknown task; {did_you_mean(label, entries)}")
     chance = _chance(path / "eval_meta_data.csv") | (DCLM_BASELINES if baselines == "dclm" else {})
     tasks = []
     for label, entry in entries.items():
-        if labels is None or label in labels:
-            if label not in chance:
-                raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle anew")
-            tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
+        if label not in chance:
+            raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle anew")
+        tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
     return tasks
 
 

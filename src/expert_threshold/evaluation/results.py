@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,19 @@ Progress = Callable[[str], Callable[[int, int], None]]
 
 
 def read_results(run: Path, step: int | None) -> dict[str, Any]:
-    """Return the sections of a run's evaluation.json, empty if there is none or it is of another step."""
-    path = run / RESULTS
+    """Return the sections of a run's evaluation.json that were written last for this step, empty if there are none."""
+    return next((saved for saved in _read(run / RESULTS) if saved.get("step") == step), {})
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return the results in a file, one for each step and dtype, those written last first."""
     saved = read_json(path) if path.exists() else {}
-    return saved if saved.get("step") == step else {}
+    others = saved.pop("others", [])
+    return [saved, *(each for each in others if isinstance(each, dict))] if isinstance(others, list) else [saved]
 
 
 class Results:
-    """The results of one model, in sections; results of another model in the same file are ignored.
+    """The results of one model, in sections. Those of other steps and dtypes stay in the file, in "others".
 
     rate: that of `GPT.set_rate`; each rate has its own file.
     """
@@ -49,11 +54,19 @@ class Results:
         } | ({} if rate is None else {"rate": rate})
 
     def read(self) -> dict[str, Any]:
-        saved = read_json(self.path) if self.path.exists() else {}
-        return saved if all(saved.get(key) == value for key, value in self._header.items()) else dict(self._header)
+        for saved in _read(self.path):
+            if self._is_same(saved, self._header):
+                return saved
+        return dict(self._header)
 
     def write(self, section: str, value: Mapping[str, Any]) -> None:
-        replace_json(self.path, self.read() | {section: value})
+        others = [
+            saved for saved in _read(self.path) if "step" in saved and not self._is_same(saved, ("step", "dtype"))
+        ]
+        replace_json(self.path, self.read() | {section: value} | ({"others": others} if others else {}))
+
+    def _is_same(self, saved: Mapping[str, Any], names: Iterable[str]) -> bool:
+        return all(saved.get(name) == self._header[name] for name in names)
 
 
 def _hash(model: GPT) -> str:
@@ -72,47 +85,85 @@ def ask_core(
     scorer: Scorer,
     progress: Progress,
     *,
+    labels: Collection[str] | None = None,
     max_per_task: int | None = None,
     baselines: Baselines = "nanochat",
-    whole: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Return the section "core", saved after every task that was not evaluated before.
+    """Return the results with this max_per_task, saved after every task that was not evaluated before.
 
-    whole: True if these are all tasks of the bundle, so that their mean is CORE. say: called with a line about each
-    evaluated task. Raises ValueError as `evaluate_task` does.
+    tasks: all of the bundle, whose mean is CORE. labels: of those to evaluate; None evaluates all. say: called with a
+    line about each evaluated task. Raises ValueError as `evaluate_task` does.
     """
-    saved = results.read().get("core")
-    known = _asked(saved, max_per_task=max_per_task)
-    kept = _asked(saved, max_per_task=max_per_task, baselines=baselines)  # drop results centred with other baselines
-    core: dict[str, Any] = {}
-    asked = {}
     for task in tasks:
-        found = known.get(task.label)
-        if found is None or found["hash"] != task.hash:
+        if (labels is None or task.label in labels) and _find(_cores(results), task, max_per_task) is None:
             found = asdict(evaluate_task(task, scorer, max_rows=max_per_task, progress=progress(task.label)))
             say(f"{task.label}: {found['accuracy']:.4f} of {found['rows']:,} questions right")
-        asked[task.label] = found | {
-            "hash": task.hash,
-            "kind": task.kind,
-            "shots": task.shots,
-            "baseline": task.baseline,
-            "centred": centred(found["accuracy"], task.baseline),
-        }
-        complete = whole and len(asked) == len(tasks)
-        metric = sum(each["centred"] for each in asked.values()) / len(asked) if complete else None
-        core = {"max_per_task": max_per_task, "baselines": baselines, "metric": metric, "tasks": {**kept, **asked}}
-        results.write("core", core)
+            _save(results, tasks, {task.label: found}, max_per_task, baselines)
+    return _save(results, tasks, {}, max_per_task, baselines)
+
+
+def _save(
+    results: Results,
+    tasks: Sequence[Task],
+    new: Mapping[str, dict[str, Any]],
+    max_per_task: int | None,
+    baselines: Baselines,
+) -> dict[str, Any]:
+    """Save new results of tasks beside the known ones, and return those with this max_per_task, centred alike.
+
+    The section "core" holds those of all tasks and of the most questions, if there are any; "others" holds the rest.
+    """
+    cores = _cores(results)
+    same = [core for core in cores if core["max_per_task"] == max_per_task]
+    known: dict[str, dict[str, Any]] = {}
+    for task in tasks:
+        found = new.get(task.label) or _find(cores, task, max_per_task)
+        if found is not None:
+            known[task.label] = found | {
+                "hash": task.hash,
+                "kind": task.kind,
+                "shots": task.shots,
+                "baseline": task.baseline,
+                "centred": centred(found["accuracy"], task.baseline),
+            }
+    metric = sum(each["centred"] for each in known.values()) / len(tasks) if len(known) == len(tasks) else None
+    kept = {label: task for core in same for label, task in core["tasks"].items()}
+    core = {"max_per_task": max_per_task, "baselines": baselines, "metric": metric, "tasks": {**kept, **known}}
+    first, *others = sorted([core, *(each for each in cores if each not in same)], key=_extent, reverse=True)
+    results.write("core", first | ({"others": others} if others else {}))
     return core
 
 
-def _asked(core: Any, **options: Any) -> dict[str, dict[str, Any]]:
-    """Return the saved results of tasks that were asked with these options; damaged ones count as not asked."""
-    same = isinstance(core, dict) and all(core.get(name, ...) == value for name, value in options.items())
-    tasks = core.get("tasks") if same else None
-    return {label: task for label, task in tasks.items() if _is_whole(task)} if isinstance(tasks, dict) else {}
+def _extent(core: Mapping[str, Any]) -> tuple[bool, int]:
+    """Return whether all tasks of the bundle were evaluated, and the number of questions."""
+    return core["metric"] is not None, sum(task["rows"] for task in core["tasks"].values())
+
+
+def _find(cores: Sequence[Mapping[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
+    """Return the result of the same questions, even if it has another max_per_task; None if there is none."""
+    asked = task.hash, len(task.rows[:max_per_task])
+    found = (core["tasks"][task.label] for core in cores if task.label in core["tasks"])
+    return next((each for each in found if (each["hash"], each["rows"]) == asked), None)
+
+
+def _cores(results: Results) -> list[dict[str, Any]]:
+    """Return the saved results of CORE, one for each max_per_task, without damaged ones."""
+    saved = results.read().get("core")
+    others = saved.get("others", []) if isinstance(saved, dict) else []
+    cores = [saved, *(others if isinstance(others, list) else [])]
+    return [
+        {name: core[name] for name in ("max_per_task", "baselines", "metric")}
+        | {"tasks": {label: task for label, task in core["tasks"].items() if _is_whole(task)}}
+        for core in cores
+        if isinstance(core, dict)
+        and {"max_per_task", "baselines", "metric"} <= core.keys()
+        and isinstance(core.get("tasks"), dict)
+    ]
 
 
 def _is_whole(task: Any) -> bool:
     names = {"hash", *(field.name for field in fields(TaskResult))}
-    return isinstance(task, dict) and names <= task.keys() and type(task["accuracy"]) is float
+    if not (isinstance(task, dict) and names <= task.keys()):
+        return False
+    return type(task["accuracy"]) is float and type(task["rows"]) is int
