@@ -29,6 +29,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 def resume(rule: Rule | None, setting: Setting, context: int = 16, d_model: int = 64) -> Row:
     """Train 8 steps; forget the last 4 in a copy, and resume it: weights, moments and states must be the same bytes."""
     try:
+        import rustbpe  # noqa: F401, which trains the tokenizer
         from rich.console import Console
 
         from expert_threshold.data import DataConfig
