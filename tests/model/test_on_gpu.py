@@ -7,6 +7,7 @@ import torch
 
 from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step
 from expert_threshold.routing import Rule
+from expert_threshold.train.device import to_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 with_every_rule = pytest.mark.parametrize("rule", GPU_RULES.values(), ids=GPU_RULES.keys())
@@ -20,6 +21,13 @@ def test_forward_backward_and_update_wait_for_nothing(rule: Rule | None, dispatc
     step(model, tokens, targets)  # libraries set themselves up, kernels are tuned
     with no_waiting():
         step(model, tokens, targets)
+
+
+def test_copying_a_batch_to_the_device_does_not_wait() -> None:
+    x = torch.arange(1_000_000)
+    with no_waiting():
+        copy = to_device(x, torch.device("cuda"))
+    assert torch.equal(copy.cpu(), x)
 
 
 @without_the_host

@@ -11,7 +11,7 @@ import torch
 from expert_threshold.cli import main
 from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest
+from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest, to_device
 
 CPU = torch.device("cpu")
 
@@ -45,6 +45,11 @@ def test_a_run_says_and_records_whether_kernels_ran(
     assert ran == (dtype == "bfloat16" and cpu.available())
     captured = capsys.readouterr()
     assert (captured.out + captured.err).count("kernels are off: ") == (not ran)
+
+
+def test_a_batch_on_its_device_is_not_copied() -> None:
+    x = torch.arange(3)
+    assert to_device(x, torch.device("cpu")) is x
 
 
 def test_kernels_run_on_processors_in_bfloat16_unless_they_are_off() -> None:

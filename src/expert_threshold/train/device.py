@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..kernels.cpu import available, reason
 from ..optim.muon import fast_dtype
@@ -27,6 +28,11 @@ def pick_device(name: str) -> torch.device:
     if name == "mps" and not torch.backends.mps.is_available():
         raise ValueError(f"device={name}: torch {torch.__version__} sees no Apple GPU; use --device cpu")
     return torch.device(name)
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return x, a tensor of the host, on the device. The host does not wait for CUDA, which needs pinned memory."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

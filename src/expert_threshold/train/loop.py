@@ -19,7 +19,7 @@ from ..moe import all_finite
 from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
-from .device import objects_at_rest, pick_device
+from .device import objects_at_rest, pick_device, to_device
 from .evaluations import Evaluations, Sample, Validated
 from .interrupt import Interrupt
 from .log import Display, Title
@@ -62,7 +62,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         tokens += batch.targets.numel() * world_size
         if micro_batch == local.accumulation - 1:
             shards.begin_last_backward()
-        output = state.forward(batch.tokens.to(state.device), batch.targets.to(state.device))
+        output = state.forward(*(to_device(part, state.device) for part in batch))
         loss, cross_entropy = local.losses(output, batch.targets, state.loader)
         (loss / (local.accumulation * world_size)).backward()
         new = Sums.of(loss, cross_entropy, output.observations, local.ranks)
@@ -71,8 +71,8 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     shards.reduce_gradients()
     sums, norm, state.status = all_reduce(sums, optimizers.grad_norm(), status(), state.parallel.world)
 
-    # The host waits for the device here, and where it copies a micro-batch. Several ranks also wait for their status,
-    # and in each layer for the number of tokens of a pool over all of them.
+    # The host waits for the device here, and in each layer whose backend counts the loads of experts. Several ranks
+    # also wait for their status, and in each layer for the number of tokens of a pool over all of them.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.place(step))
