@@ -23,6 +23,7 @@ from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
+from expert_threshold.train import device
 from interrupts import interrupt_at
 
 METHODS = ["dense", "expert_threshold"]
@@ -284,6 +285,26 @@ def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
         assert trial["reason"] == (None if fits else "out of memory")
         assert (out / "expert_threshold" / f"trial_{trial['trial']:03d}").exists() <= fits  # none if the loss is known
     assert "refused: out of memory" in capsys.readouterr().out
+
+
+def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
+    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    options = [*small, "--methods", "token_choice", "--steps", 4, "--space", "head_lr=0.001|0.004|0.01", "--out", out]
+    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.float32)
+    assert et("sweep", *options, "--trials", 1) == 0
+    monkeypatch.setattr(device, "fast_dtype", lambda _: torch.bfloat16)  # another machine
+    assert et("sweep", *options, "--trials", 4) == 0
+    runs = [RunFolder.open(path.parent) for path in out.glob("*/*/*/config.json")]
+    assert len(runs) > 1
+    assert {run.config["train"]["dtype"] for run in runs} == {"float32"}
+    record = read(out)
+    record["corpus"]["tokenizer"] = "f" * 64
+    (out / "sweep.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert et("sweep", *options, "--trials", 5) == 2
+    assert "the tokenizer of " in capsys.readouterr().err
 
 
 def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], tmp_path: Path) -> None:

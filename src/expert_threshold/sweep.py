@@ -22,13 +22,13 @@ from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
 from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
 from .errors import is_out_of_memory
-from .experiment import OTHER_FOLDER, Kind, record_corpus, record_machine
+from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine
 from .files import damage_told, read_json, replace_file, replace_json
 from .install import install
 from .plan import costs
 from .runs import RunFolder
-from .train import DivergedError, Text, read_text, train
-from .train.log import Display, clock, say
+from .train import DivergedError, Text, train
+from .train.log import clock, say
 from .train.pace import tokens_within
 
 if TYPE_CHECKING:
@@ -260,9 +260,7 @@ class Sweep:
     def _read_text(self, console: Console) -> None:
         if self._text is None:
             config = next(iter(self.methods.values())).config
-            with Display(console) as display:
-                self._text = read_text(config.model, config.data, config.train, display)
-            record_corpus(self.record, self._text.corpus, self.folder)
+            self._text = read_shared_text(self.record, config, self.folder, console)
 
     def _say_of(self, console: Console, method: str, name: str, left: float) -> None:
         results = self.results(method)
@@ -333,6 +331,7 @@ class Sweep:
         steps = config.train.steps
         # Only what `train` writes at the end is saved, and removed again.
         every: dict[str, Any] = {
+            "dtype": self.record["options"]["train"]["dtype"],
             "checkpoint_every": None,
             "sample_every": None,
             "core_every": None,
