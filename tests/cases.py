@@ -17,6 +17,7 @@ from torch import Tensor
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer, open_source
 from expert_threshold.kernels.activation import ActivationName
+from expert_threshold.kernels.planned import on_hopper
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.moe import Experts
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
@@ -264,6 +265,11 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def waits(dispatch: str) -> bool:
+    """Return True if that backend waits for this GPU: PyTorch has the products of `static` on Hopper alone."""
+    return dispatch == "static" and not on_hopper(torch.empty(0, device="cuda"))
 
 
 def require_captured_equals_called(rule: Rule | None, dispatch: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step
+from cases import GPU_RULES, model_and_batch, no_waiting, require_captured_equals_called, step, waits
 from expert_threshold.routing import Rule
 
 from . import ROOT
@@ -43,9 +43,15 @@ def require_card(setting: Setting) -> None:
         raise NotRunError("is about CUDA")
 
 
+def require_no_waiting(dispatch: str, setting: Setting) -> None:
+    require_card(setting)
+    if waits(dispatch):
+        raise NotRunError(f"{dispatch} waits for GPUs other than Hopper")
+
+
 def waits_for_nothing(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
     """Forward, backward and the rules' update, while any wait for the device is an error."""
-    require_card(setting)
+    require_no_waiting(dispatch, setting)
     model, *batch = model_and_batch(rule, dispatch, setting.device)
     step(model, *batch)  # libraries set themselves up, kernels are tuned
     with no_waiting():
@@ -55,7 +61,7 @@ def waits_for_nothing(rule: Rule | None, dispatch: str, setting: Setting) -> Row
 
 def captured(rule: Rule | None, dispatch: str, setting: Setting) -> Row:
     """Replay a captured training step on another batch."""
-    require_card(setting)
+    require_no_waiting(dispatch, setting)
     require_captured_equals_called(rule, dispatch)
     return {"checked": 1}
 

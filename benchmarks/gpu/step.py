@@ -12,11 +12,12 @@ from collections.abc import Iterator
 
 import torch
 
+from cases import waits
 from expert_threshold.model import flops_per_token, parameter_counts
 
 from .parts import rule_call
 from .roof import captured, peak, rates, under_roof
-from .setting import Case, Row, Setting
+from .setting import Case, NotRunError, Row, Setting
 from .whole import RULES, batch_of, config_of, forward_backward, optimizers_of, random_model
 
 FIELDS = (
@@ -59,6 +60,8 @@ def measure(preset: str, rule_name: str, way: str, sequences: int, setting: Sett
     a CUDA graph, and the optimizers, whose rates change from step to step, follow it.
     """
     rule = RULES[rule_name]
+    if setting.cuda and way == "captured" and rule is not None and waits("static"):
+        raise NotRunError("a captured step needs products of experts that only Hopper GPUs have")
     config = config_of(preset, rule, setting)
     model = random_model(config, sequences, setting)
     optimizers = optimizers_of(model)
