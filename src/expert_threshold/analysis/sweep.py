@@ -53,8 +53,8 @@ class Trial(NamedTuple):
     """One choice of options and its outcome.
 
     state: finished, pruned (worse than the median on the way), diverged, or refused (options that contradict each
-    other). options: values by name, texts for choices. loss: nats per token at the end, the mean over seeds; None
-    unless finished. curve: step and validation loss, of the first seed. present: the preset's own options.
+    other, or need more memory than there is). options: values by name, texts for choices. loss: nats per token at the
+    end, the mean over seeds; None unless finished. curve: step and validation loss, of the first seed. present: the preset's own options.
     """
 
     trial: int  # from 1
