@@ -54,7 +54,8 @@ class Trial(NamedTuple):
 
     state: finished, pruned (worse than the median on the way), diverged, or refused (options that contradict each
     other, or need more memory than there is). options: values by name, texts for choices. loss: nats per token at the
-    end, the mean over seeds; None unless finished. curve: step and validation loss, of the first seed. present: the preset's own options.
+    end, the mean over seeds; None unless finished. curve: step and validation loss, of the first seed. present: the
+    preset's own options.
     """
 
     trial: int  # from 1
