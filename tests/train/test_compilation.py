@@ -60,7 +60,7 @@ def test_several_ranks_are_refused(compiler: None) -> None:
         pick_compile(GPTConfig(), TrainConfig(compile="on"), CPU, ranks=2, say=print)
 
 
-def test_a_compiled_model_trains(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:
+def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, corpus: Path) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     arguments = ["train", "tiny", "--data", str(corpus), "--steps", "2", "--sample-every", "9", "--vocab-size", "300"]
     arguments += ["--batch-size", "2", "--context", "16", "--layers", "2"]
@@ -80,6 +80,13 @@ def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "compile", broken)
     compilation.failure.cache_clear()
     assert compilation.failure(CPU) == "g++: not found"
+    compilation.failure.cache_clear()
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("backend='inductor' raised:\n\nCppCompileError: out of space\nand much more")
+
+    monkeypatch.setattr(torch, "compile", failing)
+    assert compilation.failure(CPU) == "backend='inductor' raised: CppCompileError: out of space"
     compilation.failure.cache_clear()
 
 

@@ -61,5 +61,6 @@ def failure(device: torch.device) -> str | None:
     try:
         torch.compile(lambda x: x.square() + 1, fullgraph=True)(torch.ones(64, device=device))
     except Exception as error:  # an absent or broken compiler can raise anything
-        return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]  # "backend='inductor' raised:", then what
     return None
