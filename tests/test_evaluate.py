@@ -243,6 +243,19 @@ def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bun
     assert read(run)["core"]["others"] == [few]
 
 
+def test_results_of_a_task_that_left_the_bundle_are_kept(runs: Path, bundle: Path) -> None:
+    evaluate = ["evaluate", runs / "threshold", "--bundle", bundle, "--no-validation"]
+    assert et(*evaluate) == 0
+    before = read(runs / "threshold")["core"]["tasks"]
+    for name in ("core.yaml", "eval_meta_data.csv"):
+        (bundle / name).write_text((bundle / name).read_text().replace("animals", "beasts"))
+    (bundle / "eval_data" / "animals.jsonl").rename(bundle / "eval_data" / "beasts.jsonl")
+    assert et(*evaluate) == 0
+    after = read(runs / "threshold")["core"]["tasks"]
+    assert set(after) == {"copy", "animals", "beasts"}
+    assert after["animals"] == before["animals"]
+
+
 def test_results_of_other_steps_and_dtypes_are_kept(
     corpus: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
