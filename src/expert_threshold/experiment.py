@@ -138,7 +138,7 @@ def read_record(
         sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
         rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
         if is_auto:
-            if (began := sections["train"]["dtype"]) != "auto":  # as earlier versions recorded it
+            if (began := sections["train"]["dtype"]) != "auto":  # which earlier versions recorded
                 train["dtype"] = began
             sections["train"] = {**sections["train"], "dtype": train["dtype"]}
         recorded = sections | rules

@@ -26,9 +26,8 @@ from benchmarks.gpu.setting import Case, NotRunError, OutOfTimeError, Setting
 from benchmarks.gpu.stages import STAGES, module_of
 from benchmarks.gpu.summary import summarise
 from benchmarks.gpu.worker import run_case
-from torch._subclasses import FakeTensorMode
 
-from cases import no_waiting, waits
+from cases import no_waiting
 
 pytestmark = pytest.mark.timeout(1500)
 MINUTES = "30"  # the machine that tests may be a busy one
@@ -132,16 +131,6 @@ def test_the_mode_in_which_waiting_is_an_error_ends_with_its_block(monkeypatch: 
     with pytest.raises(RuntimeError, match="waited"), no_waiting():
         raise RuntimeError("waited")
     assert modes == ["error", "default"] * 2
-
-
-@pytest.mark.parametrize(("capability", "expected"), [((8, 0), True), ((9, 0), False), ((10, 0), True)])
-def test_static_is_held_to_waiting_for_nothing_on_hopper_alone(
-    capability: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    with FakeTensorMode():
-        assert waits("static") == expected
-        assert not waits("triton")
 
 
 def test_tests_run_without_pytest_timeout() -> None:

@@ -37,11 +37,12 @@ class DataConfig:
     validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
         0.05, "Share of documents held out if the source has no validation split of its own."
     )
-    train_shards: Count | None = option(
-        None, "Of fineweb-edu or a folder of Parquet shards, train on the first so many; none is all there are."
-    )
     skip_damaged: bool = option(
         False, "Skip shards, and parts of them, that cannot be read, with a warning; otherwise they are errors."
+    )
+    train_shards: Count | None = option(
+        None,
+        "Train on the first so many shards of fineweb-edu or of a folder of Parquet; none is all there are.",
     )
 
     def __post_init__(self) -> None:
@@ -108,15 +109,15 @@ def open_source(
     source: str,
     text_field: str = "text",
     validation_fraction: float = 0.05,
-    train_shards: int | None = None,
     skip_damaged: bool = False,
+    train_shards: int | None = None,
 ) -> Corpus:
     """Return the corpus. Sources other than shards are read once from end to end, so that errors show early.
 
     Arguments as in `DataConfig`. Raises ValueError naming the path and the remedy if anything is missing, empty,
     damaged or not UTF-8.
     """
-    config = DataConfig(source, text_field, validation_fraction, train_shards, skip_damaged)
+    config = DataConfig(source, text_field, validation_fraction, skip_damaged, train_shards)
     if config.source == FINEWEB_EDU:
         return _open_shards(config, downloaded_fineweb_edu())
     path = Path(config.source).expanduser()

@@ -96,15 +96,7 @@ def prepare(
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
 
-    if text is not None:
-        corpus = text.corpus
-    else:
-        try:
-            corpus = _open(data, display)
-        except ValueError as error:
-            if not resume:
-                raise
-            raise ValueError(f"{error}; with --resume, --data names where the text is now") from None
+    corpus = text.corpus if text is not None else (_reopen if resume else _open)(data, display)
     if resume:
         require_same_corpus(folder, corpus)
     record["data"]["train_shards"] = corpus.train_shards  # more may be downloaded before the run is resumed
@@ -149,6 +141,13 @@ def _open(data: DataConfig, display: Display) -> Corpus:
     corpus = open_source(**asdict(data))
     display.say(corpus.describe())
     return corpus
+
+
+def _reopen(data: DataConfig, display: Display) -> Corpus:
+    try:
+        return _open(data, display)
+    except ValueError as error:
+        raise ValueError(f"{error}; with --resume, --data names where the text is now") from None
 
 
 def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, context: int, display: Display) -> Text:
