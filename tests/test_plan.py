@@ -276,6 +276,11 @@ def test_no_gpu_holds_less_than_one_of_a_layers_experts() -> None:
     assert held[2] > held[4] == held[8]
 
 
+def test_a_model_whose_layers_are_all_dense_sends_no_tokens() -> None:
+    memory = plan("tiny", "--gpus", "2", "--dense-layers", "2", "--layers", "2")["memory"]
+    assert memory["expert_parallel"] == memory["replicate"]
+
+
 def test_an_auxiliary_loss_keeps_its_pool_on_any_number_of_gpus() -> None:
     for gpus, accumulation in (("1", 8), ("8", 1)):
         found = plan_without_memory("--recipe", "token_choice_aux", "--gpus", gpus)

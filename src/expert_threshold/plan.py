@@ -222,7 +222,8 @@ def _laid_out(
     if layout == "shard":  # two blocks are gathered at a time, and the gradients of one are whole
         largest = max(map(sum, whole[1:]))
         return moment._replace(casts=2 * largest * itemsize, gradients=moment.gradients + largest * FLOAT32)
-    if layout == "expert_parallel" and config.model.rule is not None:  # tokens are sent, received, and sent back
+    if layout == "expert_parallel" and any(experts for _, experts in whole):  # tokens are sent, received, and sent back
+        assert config.model.rule is not None
         tokens, rule = share_out(config, machine).batch_size * config.model.context, config.model.rule
         rows = rule.max_pairs(tokens, training=True, ranks=machine.gpus) or round(tokens * rule.experts_per_token)
         casts = moment.casts * sum(held[1:]) // sum(map(sum, whole[1:]))

@@ -130,12 +130,11 @@ def _shapes_and_dtypes_are_those_of_the_contract(rule: Rule) -> None:
         scores = make_scores(rule)
         routing = rule.route(scores, state, training=training)
         _require(routing.scores is scores, "scores are not returned as given")
-        widths = (rule.num_experts, rule.num_scores)
         _require(routing.assignment.dtype == torch.bool, "the assignment is not boolean")
         _require(routing.gates.dtype == torch.float32, "gates are not float32")
         _require(routing.gates.shape == routing.assignment.shape, "gates and assignment differ in shape")
         _require(
-            routing.gates.shape[:2] == scores.shape[:2] and routing.gates.shape[2] in widths,
+            routing.gates.shape == (*scores.shape[:2], rule.num_experts),
             f"gates are {tuple(routing.gates.shape)}",
         )
         _require(bool(routing.gates.isfinite().all()), "gates are not finite")

@@ -6,15 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from expert_threshold.analysis.figures import training
+from expert_threshold.analysis.figures import scores, training
 from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases
 from expert_threshold.analysis.figures.leakage import leakage_probe
-from expert_threshold.analysis.figures.load import say_load_at_scale, say_objective
-from expert_threshold.analysis.figures.scores import say_score_histograms
+from expert_threshold.analysis.figures.load import say_load_at_scale, say_load_balance, say_objective
+from expert_threshold.analysis.figures.scores import (
+    cutoff_law,
+    draw_cutoff_law,
+    say_cutoff_law,
+    say_score_histograms,
+)
+from expert_threshold.analysis.figures.style import INK
 from expert_threshold.analysis.material import NotShownError
 from expert_threshold.analysis.methods import Subject, legend
 from expert_threshold.analysis.page import LeftOut
+from expert_threshold.analysis.plain import plain
 from expert_threshold.analysis.run import Run
 from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
@@ -53,6 +61,21 @@ class Shown:
 
     def each(self, what: str, items: list[Subject]) -> list[Subject]:
         return items
+
+
+class Trace:
+    """Random scores of one layer."""
+
+    layers, context = (1,), 16
+
+    def __init__(self, subject: Subject, tokens: int) -> None:
+        self.found = torch.randn(tokens, subject.rule.num_experts, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def scores(self, layer: int) -> torch.Tensor:
+        return self.found
 
 
 def reason(study: Any, *subjects: Subject) -> str:
@@ -118,6 +141,42 @@ def test_bounds_are_what_the_rule_says() -> None:
     (entry,) = capacity(Shown(subject_of(ExpertThreshold(16, warmup_steps=0, capacity_slack=0.5), recorded)))["methods"]  # type: ignore[arg-type]
     assert entry["bounds"] == [2 / 64, 6 / 64]  # k is 4 of 64 tokens
     assert reason(capacity, subject_of(ReLU())) == "no run has capacity bounds"
+
+
+@pytest.mark.parametrize("rule", [ExpertThreshold(16, 0.05), ExpertChoice(16, 0.05), ExpertChoice(1, 0.5)], ids=str)
+def test_an_expert_may_want_less_than_one_token_of_a_small_pool(rule: Rule) -> None:
+    subject = subject_of(rule)
+    assert subject.bounds is not None
+    assert subject.bounds[1] >= 1
+    assert subject.has_bounds != rule.looks_ahead
+
+
+def test_a_layer_that_routes_no_token_has_no_load_to_tell() -> None:
+    tag = {"method": "ET", "kind": "ET"}
+    told = say_load_balance({"methods": [{**tag, "spread": [None, 1.5]}, {**tag, "method": "TC", "spread": [None]}]})
+    assert told == "In the worst layer the largest load is 1.50 times the mean in ET. No token is routed in TC."
+
+
+def test_the_law_of_cutoffs_is_drawn_of_methods_with_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 and 64 experts have pools of different sizes, whose laws were averaged one by one."""
+    monkeypatch.setattr(scores, "POOLS", 4)
+
+    def shown(tokens: int, *rules: Rule) -> Shown:
+        material = Shown(*map(subject_of, rules))
+        material.trace = lambda subject: Trace(subject, tokens)  # type: ignore[attr-defined]
+        return material
+
+    data = plain(cutoff_law(shown(4096, ExpertThreshold(16), ExpertThreshold(64))))  # type: ignore[arg-type]
+    assert [entry["tokens"] for entry in data["methods"]] == [[64, 128, 256, 512], [256, 512]]
+    (axes, _) = draw_cutoff_law(data).axes
+    laws = [line for line in axes.lines if line.get_color() == INK]
+    assert [line.get_ydata().tolist() for line in laws] == [pytest.approx(e["law"]) for e in data["methods"]]
+    assert say_cutoff_law(data).endswith(".")
+
+    data = cutoff_law(shown(1024, ExpertThreshold(16), ExpertThreshold(64)))  # type: ignore[arg-type]
+    assert list(data["left_out"].values()) == ["it needs a trace of 4096 tokens or more; give more --tokens"]
+    with pytest.raises(NotShownError, match="a trace of 1024 tokens or more"):
+        cutoff_law(shown(700, ExpertThreshold(16)))  # type: ignore[arg-type]
 
 
 def test_sentences_speak_of_no_rule_that_is_not_shown() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,19 @@ def test_a_new_run_at_another_rate_begins_with_the_cutoffs_of_that_rate(name: st
     torch.testing.assert_close(cutoff(begin_run(old, rule.init(), rate=2)), cutoff(dial(old, 2)))
     older = old._replace(sketch=torch.zeros_like(old.sketch), sketch_weight=torch.tensor(0.0))
     assert cutoff(begin_run(older, rule.init(), rate=2)).tolist() == [0] * EXPERTS
+
+
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_a_new_run_in_which_every_expert_takes_every_token_begins_with_finite_cutoffs(name: str) -> None:
+    """They began at −∞, from which the trend made NaN, so that no token went to any expert from the second step on."""
+    old = batch_cutoffs(FOLLOWING[name], 5)[1]
+    rule = replace(FOLLOWING[name], experts_per_token=EXPERTS)
+    state = begin_run(old, rule.init(), rate=EXPERTS)
+    for _ in range(3):
+        assert cutoff(state).isfinite().all()
+        routing = rule.route(make_scores(7), state, training=True)
+        assert routing.assignment.float().mean() > 0.9
+        state = rule.update(state, routing.observation)
 
 
 def test_the_cutoff_before_the_first_update_is_zero() -> None:

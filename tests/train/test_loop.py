@@ -23,7 +23,7 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.evaluation import evaluate
 from expert_threshold.model import GPT, GPTConfig, Output, gpt
 from expert_threshold.optim import NANOCHAT, OptimConfig
-from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
+from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, QuantileBalancing, Rule, TokenChoice
 from expert_threshold.runs import RunFolder, load_model
 from expert_threshold.train import TrainConfig, TrainResult, loop
 from expert_threshold.train.checks import require_pools_fit
@@ -304,6 +304,31 @@ def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start
             assert 0 < moved.max() < 0.05
         else:
             assert "blocks.1.moe.router.state_mean" not in tensors
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (QuantileBalancing(4, 1), ExpertThreshold(4, 1, warmup_steps=0)),
+        (ExpertThreshold(4, 1), QuantileBalancing(4, 1, decay=0.9)),
+        (TokenChoice(4, 1, balance="loss_free"), TokenChoice(4, 1, balance="loss_free", over="gates")),
+        (
+            TokenChoice(4, 1, balance="loss_free", over="gates"),
+            TokenChoice(4, 1, balance="loss_free", over="gates", gate="softmax"),
+        ),
+    ],
+)
+def test_a_state_in_other_units_begins_anew(first: Rule, second: Rule, start: Start, tmp_path: Path) -> None:
+    """Prices were taken for cutoffs, since fields of both states have the same names."""
+    start("first", tiny(first))
+    shown = io.StringIO()
+    start("second", tiny(second), steps=1, init_from=tmp_path / "first", console=Console(file=shown, width=400))
+    assert ": as in a new run" in shown.getvalue()
+    state = RunFolder.open(tmp_path / "second").load_checkpoint().tensors["model"]
+    if isinstance(second, TokenChoice):
+        assert state["blocks.1.moe.router.state_bias"].abs().max() < 1.5 * second.bias_rate
+    else:
+        assert state["blocks.1.moe.router.state_weight"] == pytest.approx(1 - second.decay)
 
 
 @pytest.mark.parametrize(

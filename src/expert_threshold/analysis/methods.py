@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,9 +52,19 @@ class Subject(NamedTuple):
         return self.run.model.rule
 
     @property
+    def pool(self) -> int:
+        """Tokens in the pool of `bounds`: enough for each expert to get one or more."""
+        return self.rule.num_experts * max(self.rule.num_experts, math.ceil(1 / self.rule.experts_per_token))
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The minimum and maximum load of an expert for `pool` tokens in training; None if loads are unbounded."""
+        return self.rule.load_bounds(self.pool)
+
+    @property
     def has_bounds(self) -> bool:
         """True if training bounds loads that are not exact by definition."""
-        return not self.rule.looks_ahead and self.rule.load_bounds(self.rule.num_experts**2) is not None
+        return not self.rule.looks_ahead and self.bounds is not None
 
     @property
     def layers(self) -> list[int]:

@@ -43,8 +43,10 @@ def two_digits(number: float) -> str:
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def signed(number: float, digits: int = 3) -> str:
-    """Return a signed number, +0.012 or −0.012; zero has no sign."""
+def signed(number: float | None, digits: int = 3) -> str:
+    """Return a signed number, +0.012 or −0.012; zero has no sign; a dash if it is missing."""
+    if number is None:
+        return "–"
     text = f"{number:+.{digits}f}"
     return text.replace("-", "−") if float(text) else text[1:]
 

@@ -428,7 +428,7 @@ class GPT(nn.Module):
         if rate is not None and not self.moe_layers():
             raise ValueError(f"rate={rate} needs experts, and this model is dense; use one with a routing rule")
         for _, moe in self.moe_layers():
-            moe.router.state_at(rate)
+            moe.router.at_rate(rate)
 
     def update_rules(self, observations: tuple[Observation, ...]) -> None:
         """Update every layer's rule, once per optimizer step. observations: summed over micro-batches and ranks."""

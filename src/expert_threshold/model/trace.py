@@ -52,7 +52,7 @@ def record_trace(
     header = {"format": FORMAT, "version": VERSION, "facts": dict(facts or {}), "context": windows.shape[1] - 1}
     header |= {"rule": rule_to_dict(model.config.rule), "gate_norm": model.config.gate_norm}
     header["states"] = {
-        str(layer): {name: value.tolist() for name, value in moe.router.state_at(moe.router.rate)._asdict().items()}
+        str(layer): {name: value.tolist() for name, value in moe.router.at_rate(moe.router.rate)._asdict().items()}
         for layer, moe in model.moe_layers()
     }
     schema = _schema(header, model.config.rule)

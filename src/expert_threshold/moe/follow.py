@@ -146,7 +146,7 @@ class Follower:
 
 def _nothing_seen(router: Router) -> Observation:
     """Return the observation of a training forward without tokens."""
-    scores = torch.empty(0, 0, len(router.weight), device=router.weight.device)
+    scores = torch.empty(0, 1, len(router.weight), device=router.weight.device)
     return router.rule.route(scores, router.state, training=True).observation
 
 

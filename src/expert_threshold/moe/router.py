@@ -52,7 +52,7 @@ class Router(nn.Module):
 
     The rule's state lives in buffers named `state_<field>`: saved with the model, float32 under any cast, initialised
     even when the module was built on the meta device. group: the ranks over which a global pool is formed. rate: the
-    mean fanout of inference, see `state_at`; None is as trained.
+    mean fanout of inference, see `at_rate`; None is as trained.
     """
 
     def __init__(self, d_model: int, rule: Rule, z_loss: float | None = None) -> None:
@@ -88,9 +88,9 @@ class Router(nn.Module):
     def past(self, rate: float | None = None) -> Past:
         """Return the past of an empty sequence that is routed at `rate`; None is the router's own rate.
 
-        Raises ValueError as `state_at` does.
+        Raises ValueError as `at_rate` does.
         """
-        state = None if rate is None else self.state_at(rate)
+        state = None if rate is None else self.at_rate(rate)
         of_scores = self.rule.sigmoid_gates or self.rule.softmax_gates
         return Past(state, self.thresholds(rate) if of_scores else None)
 
@@ -116,7 +116,7 @@ class Router(nn.Module):
         )
 
     def _route_after(self, scores: Tensor, past: Past) -> Routing:
-        state = self.state_at(self.rate) if past.state is None else past.state
+        state = self.at_rate(self.rate) if past.state is None else past.state
         if past.scores is None:
             return self.rule.route(scores, state, training=False)
         whole = self.rule.route(torch.cat((past.scores[None], scores), 1), state, training=False)
@@ -135,7 +135,7 @@ class Router(nn.Module):
         """The rule's state, a NamedTuple whose tensors share memory with the buffers."""
         return self._state_type(*(getattr(self, f"state_{name}") for name in self._state_type._fields))
 
-    def state_at(self, rate: float | None) -> Any:
+    def at_rate(self, rate: float | None) -> Any:
         """Return the state with which inference has a mean fanout of `rate`; None is as trained.
 
         Raises ValueError if the rate lies outside 0 to num_experts, or the rule cannot change its rate.
@@ -144,9 +144,9 @@ class Router(nn.Module):
 
     def thresholds(self, rate: float | None = None) -> Tensor | None:
         """Return the thresholds of inference (experts,) at `rate`, or at the router's own rate; None if the rule routes
-        otherwise. Raises ValueError as `state_at` does.
+        otherwise. Raises ValueError as `at_rate` does.
         """
-        return self.rule.thresholds(self.state_at(self.rate if rate is None else rate))
+        return self.rule.thresholds(self.at_rate(self.rate if rate is None else rate))
 
     @torch.no_grad()
     def update(self, observation: Observation) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from .rule import Rule
 
 Gate = Literal["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"]
+Over = Literal["scores", "gates"]
 PlainGate = Literal["sigmoid", "softmax"]
 """Gates that do not depend on the chosen experts, so that a token may have none."""
 _LABELS: dict[Gate, str] = {
@@ -81,6 +82,28 @@ class Gated(Rule):
         plural = "" if self.null_scores == 1 else "s"
         nulls = f", {self.null_scores} null score{plural}" if self.null_scores else ""
         return _LABELS[self.gate] + scale + nulls
+
+
+class Valued(Gated):
+    """A gated rule with the option over: tokens choose by values, which are scores or, with over="gates", their sigmoid
+    or softmax.
+    """
+
+    over: Over
+
+    def values_of(self, scores: Tensor) -> Tensor:
+        """Return the experts' values (batch, time, experts), without gradient; scores: (batch, time, num_scores)."""
+        detached = scores.detach()
+        return self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
+
+    def continues(self, other: Rule) -> bool:
+        """Return True for the same kind of state, measured over the same values."""
+        return (
+            super().continues(other)
+            and isinstance(other, Valued)
+            and self.over == other.over
+            and (self.over == "scores" or self.gate == other.gate)
+        )
 
 
 def weights_of(gate: Gate, scores: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..option import Count
 from .observation import Observation, Routing, observe
 from .selection import Cut, take
-from .sketch import LEVELS, quantile, sketch
+from .sketch import LEVELS, MOST_USAGE, quantile, sketch
 
 Pool = Literal["sequence", "batch", "global"] | Count
 
@@ -63,10 +63,10 @@ def begin_run(state: CutoffState, first: CutoffState, rate: float | None = None)
     """Return the state in which a new run starts from an earlier one's cutoffs and sketch, with its step count at 0.
 
     first: the new run's state without data. rate: the new experts per token, if it changed; cutoffs are then read from
-    the sketch, if there is one. The new run may use another estimator.
+    the sketch, if there is one; never −∞, from which no mean moves. The new run may use another estimator.
     """
     if rate is not None:
-        state = dial(state, rate) if state.sketch_weight > 0 else first
+        state = dial(state, min(rate, MOST_USAGE * len(state.mean))) if state.sketch_weight > 0 else first
     known = state.weight > 0
     weight = state.weight.maximum(first.weight)  # a mean that is not debiased always has weight 1
     return CutoffState(

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, Decay, Positive, Whole, option
-from .gates import NULL_SCORES, Gate, Gated, weights_of
+from .gates import NULL_SCORES, Gate, Over, Valued
 from .observation import Observation, Routing, observe
 from .pools import form_pools
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
-Over = Literal["scores", "gates"]
 PricePool = Literal["global", "batch"]
 PriceEstimator = Literal["exact", "histogram"]
 
@@ -35,7 +34,7 @@ def price(state: PriceState) -> Tensor:
 
 
 @dataclass(frozen=True)
-class QuantileBalancing(Gated):
+class QuantileBalancing(Valued):
     """A fixed fanout per token; load is balanced by prices, quantiles of the last batch's scores.
 
     Solves the dual of balanced assignment of m tokens to n experts, k for every token and m k / n for every expert,
@@ -77,8 +76,7 @@ class QuantileBalancing(Gated):
     ) -> Routing:
         """Return the routing of scores (batch, time, num_scores) float32; in training, observe this batch's prices."""
         tokens, experts, k = scores[..., 0].numel(), self.num_experts, self.experts_per_token
-        detached = scores.detach()
-        values = self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
+        values = self.values_of(scores)
         # Experts compete for a token, so every token is a pool; if there is no (k+1)-th, it takes all of them.
         net = (values - price(state)).reshape(tokens, experts, 1)
         lowest, next_best = kth_largest(net, [k, min(k + 1, experts)])

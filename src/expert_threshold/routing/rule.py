@@ -212,9 +212,13 @@ class Rule(ABC):
             "or expert_choice"
         )
 
+    def continues(self, other: Rule) -> bool:
+        """Return True if a new run may begin with the state of another's rule: of the same kind, in the same units."""
+        return type(self.init()) is type(other.init())
+
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
-        """Return the state in which a new run starts from another's, whose rule had `experts_per_token`: learned values
-        are kept, step counts reset.
+        """Return the state in which a new run starts from another's, whose rule had `experts_per_token` and which this
+        rule `continues`: learned values are kept, step counts reset.
         """
         return state
 

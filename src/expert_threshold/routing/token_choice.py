@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ..option import Count, NotNegative, Positive, Whole, option
 from .balance import auxiliary_loss, move_bias, over_ranks
-from .gates import NULL_SCORES, Gate, Gated, shares_of, weights_of
+from .gates import NULL_SCORES, Gate, Over, Valued, shares_of
 from .observation import Observation, Routing, observe
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
 Balance = Literal["none", "aux", "global_aux", "loss_free", "loss_free_proportional"]
-Over = Literal["scores", "gates"]
 _LABELS = {
     "none": "TC",
     "aux": "TC aux",
@@ -35,7 +34,7 @@ class BiasState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TokenChoice(Gated):
+class TokenChoice(Valued):
     """A fixed fanout per token; load is balanced by a loss, by biases or not at all.
 
     With s the scores r, or with over="gates" σ(r) or softmax(r) as the gates have it, and biases b:
@@ -90,8 +89,7 @@ class TokenChoice(Gated):
     ) -> Routing:
         """Return z_t = Top(s_t + b), ties to the lower expert; gates ignore b. scores: (batch, time, num_scores)."""
         tokens, experts = scores[..., 0].numel(), self.num_experts
-        of_experts, detached = self.of_experts(scores), scores.detach()
-        values = self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
+        values = self.values_of(scores)
         biased = self._in_best_groups((values + state.bias).reshape(tokens, experts))
         assignment = _best(biased, self.experts_per_token).reshape(values.shape)
         gates = self.gates_of(scores, assignment)
@@ -99,7 +97,7 @@ class TokenChoice(Gated):
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
-            loss = auxiliary_loss(shares_of(self.gate, of_experts), load, strength=self.aux_strength)
+            loss = auxiliary_loss(shares_of(self.gate, self.of_experts(scores)), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..distributed import local_batch, mesh_sizes
 from ..model import GPTConfig
-from ..moe import Experts
+from ..moe import Experts, Router
 from ..moe.backends import backend_named
 from ..moe.sharding import require_even_split
 from ..optim import OptimConfig
@@ -67,9 +67,13 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
     """Raise ValueError if the rule refuses the micro-batch: k = 0, or a pool that does not divide it."""
     local = local_batch(config.batch_size, config.accumulation, model.rule, ranks)
     if model.rule is not None and model.dense_layers < model.layers:
-        with torch.device("meta"):  # only shapes matter, so nothing is allocated
-            scores = torch.zeros(local.pooled, model.context, model.rule.num_scores)
-            model.rule.route(scores, model.rule.init(), training=True)
+        try:
+            with torch.device("meta"):  # only shapes matter, so nothing is allocated
+                scores = torch.zeros(local.pooled, model.context, model.rule.num_scores)
+                model.rule.route(scores, Router(1, model.rule).state, training=True)
+        except RuntimeError as error:
+            if "meta" not in str(error):  # else the rule looks at its scores, which have no data here
+                raise
 
 
 def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:

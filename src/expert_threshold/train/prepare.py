@@ -24,6 +24,7 @@ from ..evaluation.core import choose_rows
 from ..files import damage_told
 from ..model import GPT, TRUNKS, GPTConfig
 from ..optim import OptimConfig, make_optimizers
+from ..routing import Rule
 from ..runs import Checkpoint, RunFolder
 from .budget import Budget
 from .checks import require_same_corpus, require_trainable, require_unchanged
@@ -309,7 +310,7 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
     _require_equal("num_experts", my_experts, their_experts, source)
     saved = source.load_checkpoint(parts=("model",))
-    weights = _fitted(saved.tensors["model"], gpt)
+    weights = _fitted(saved.tensors["model"], gpt, theirs.rule)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
     told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
     my_scores, their_scores = (0 if c.rule is None else c.rule.num_scores for c in (mine, theirs))
@@ -322,9 +323,9 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
     return told + _of_the_rule(gpt, weights.keys()) + "; optimizers begin anew"
 
 
-def _fitted(weights: Mapping[str, Tensor], gpt: GPT) -> dict[str, Tensor]:
-    """Return a run's weights for this model's rule: where the number of scores differs, those beside the experts' begin
-    anew, and so does state of another shape.
+def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
+    """Return the weights of a run with `rule` for this model's: where the number of scores differs, those beside the
+    experts' begin anew, and so does a state that this model's rule does not continue, or of another shape.
     """
     fitted = dict(weights)
     for layer, moe in gpt.moe_layers():
@@ -333,9 +334,10 @@ def _fitted(weights: Mapping[str, Tensor], gpt: GPT) -> dict[str, Tensor]:
         if theirs.shape != own.shape:
             experts = router.rule.num_experts
             fitted[name + "weight"] = torch.cat((theirs[:experts], own[experts:].to(theirs)))
+        continued = rule is not None and router.rule.continues(rule)
         for field, value in router.state._asdict().items():
             key = f"{name}state_{field}"
-            if key in weights and weights[key].shape != value.shape:
+            if key in weights and not (continued and weights[key].shape == value.shape):
                 del fitted[key]
     return fitted
 

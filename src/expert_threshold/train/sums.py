@@ -64,8 +64,8 @@ def step_values(model: GPT, observations: tuple[Observation, ...]) -> Values:
     for (layer, moe), seen in zip(model.moe_layers(), observations, strict=True):
         values = {name: getattr(seen, name) for name in ("load_spread", "fanout_std", "score_std", "gate_std")}
         rule, state = moe.router.rule, moe.router.state
-        values |= {name: value.clone() for name, value in rule.describe(state).items()}  # updated in place
-        values |= rule.measure(state, seen)
+        of_rule = rule.describe(state) | rule.measure(state, seen)
+        values |= {name: value.clone() for name, value in of_rule.items()}  # the state is updated in place
         found |= {f"{layer}.{name}": value for name, value in values.items()}
     return found
 

@@ -268,7 +268,7 @@ def capacity(material: Material) -> Data:
     for subject in shown:
         interval = subject.run.config["train"]["log_every"]
         train = [record for record in subject.run.train if record["step"] - interval >= begin]
-        pool = pool_tokens(subject.run) or subject.rule.num_experts**2
+        pool = pool_tokens(subject.run) or subject.pool
         bounds = subject.rule.load_bounds(pool)
         assert bounds is not None
         if len(train) > 1:

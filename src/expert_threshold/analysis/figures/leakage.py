@@ -141,9 +141,7 @@ def leakage_probe(material: Material) -> Data:
         if subject.rule.scope(training=True) == "token":
             methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})
             continue
-        if subject.rule.load_bounds(subject.rule.num_experts**2) is None and (
-            subject.rule.looks_ahead or not subject.run.has_cutoffs
-        ):
+        if subject.bounds is None and (subject.rule.looks_ahead or not subject.run.has_cutoffs):
             left_out[subject.method] = "its rule does not say how many tokens of a pool an expert takes"
             continue
         trace = material.trace(subject)

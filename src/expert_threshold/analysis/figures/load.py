@@ -58,8 +58,13 @@ def draw_load_balance(data: Data, width: float = NARROW) -> Figure:
 
 
 def say_load_balance(data: Data) -> str:
-    parts = [f"{max(entry['spread']):.2f} times the mean in {entry['method']}" for entry in data["methods"]]
-    return f"In the worst layer the largest load is {listed(parts)}."
+    parts, silent = [], []
+    for entry in data["methods"]:
+        spreads = [value for value in entry["spread"] if value is not None]  # None: the layer routes no token
+        parts += [f"{max(spreads):.2f} times the mean in {entry['method']}"] if spreads else []
+        silent += [] if spreads else [entry["method"]]
+    told = [f"In the worst layer the largest load is {listed(parts)}."] if parts else []
+    return " ".join(told + ([f"No token is routed in {listed(silent)}."] if silent else []))
 
 
 def objective(material: Material) -> Data:
@@ -179,8 +184,7 @@ def load_at_scale(material: Material) -> Data:
         trace = material.trace(subject)
         loads = window_loads(trace)
         spread = spread_of_windows(loads, trace.context)
-        bounds = subject.rule.load_bounds(subject.rule.num_experts**2)
-        exact = bounds is not None and bounds[0] == bounds[1]
+        exact = subject.bounds is not None and len(set(subject.bounds)) == 1
         methods.append({**subject.tag, **spread._asdict(), **_grow(loads, spread), "exact": exact})
     model = GPTConfig.preset(REFERENCE)
     return {

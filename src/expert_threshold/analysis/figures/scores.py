@@ -14,7 +14,7 @@ from ...routing import kth_largest, take
 from ..material import Material, NotShownError
 from ..plain import Data, array
 from ..sentences import listed, signed
-from .axes import few_ticks, marker, method_strokes, outer_labels, panels, plain_ticks
+from .axes import few_ticks, method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
 from .style import GRID, INK, MUTED, SMALL, WIDE, strokes
 
@@ -135,19 +135,22 @@ def cutoff_law(material: Material) -> Data:
     law of 1/√N. `law`: √(p(1 − p)/N) / f(cutoff), expected for independent tokens, where p is an expert's share of the
     tokens and f the density of its scores at the cutoff.
     """
-    methods = []
+    methods: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
     for subject in material.each("deviation of cutoffs", material.routed):
         trace = material.trace(subject)
         share = subject.run.target
         smallest = max(SMALLEST, math.ceil(4 / share))
         sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
-        if not sizes:
-            raise NotShownError(f"it needs a trace of {8 * smallest} tokens or more; give more --tokens")
+        if len(sizes) < 2:
+            left_out[subject.method] = f"it needs a trace of {16 * smallest} tokens or more; give more --tokens"
+            continue
         found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
         by_token, by_text, law = (np.sqrt(np.mean(np.square(part), axis=(0, 2))) for part in zip(*found, strict=True))
         methods.append(
             {
                 **subject.tag,
+                "share": share,
                 "tokens": sizes,
                 "by_token": by_token,
                 "by_text": by_text,
@@ -156,7 +159,9 @@ def cutoff_law(material: Material) -> Data:
                 "slope_by_text": _slope(sizes, by_text),
             }
         )
-    return {"methods": methods}
+    if not methods:
+        raise NotShownError(next(iter(left_out.values())))
+    return {"methods": methods, "left_out": left_out}
 
 
 def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
@@ -165,17 +170,23 @@ def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
     figure, every = panels(width, 2, height=2, left=0.8, key=key)
+    alike: dict[
+        tuple[float, tuple[int, ...]], list[Any]
+    ] = {}  # the law of methods that differ in nothing it depends on
+    for entry in methods:
+        alike.setdefault((entry["share"], tuple(entry["tokens"])), []).append(array(entry["law"]))
     for axes, name, title in zip(
         every, ("by_token", "by_text"), ("pools of single tokens", "pools of text, as in training"), strict=True
     ):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
-        expected = np.exp(np.mean([np.log(array(entry["law"])) for entry in methods], axis=0))
-        axes.plot(methods[0]["tokens"], expected, **law, **marker(len(expected)))
+        for (_, tokens), laws in alike.items():
+            axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **law)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_title(title)
-    ticks = methods[0]["tokens"][:: -(-len(methods[0]["tokens"]) // (6 if width > 6 else 3))]
+    sizes = sorted({size for entry in methods for size in entry["tokens"]})
+    ticks = sizes[:: -(-len(sizes) // (6 if width > 6 else 3))]
     every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     few_ticks(every[0].yaxis, *every[0].get_ylim())
     outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
@@ -233,8 +244,8 @@ def _density_at_cutoff(scores: np.ndarray, share: float) -> np.ndarray:
     return density
 
 
-def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float | None:
-    return float(np.polyfit(np.log(sizes), np.log(spreads), 1)[0]) if len(sizes) > 1 else None
+def _slope(sizes: Sequence[int], spreads: np.ndarray) -> float:
+    return float(np.polyfit(np.log(sizes), np.log(spreads), 1)[0])
 
 
 def score_histograms(material: Material) -> Data:

@@ -1,0 +1,73 @@
+"""A rule that uses the freedoms of the contract works wherever rules are used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from expert_threshold.model import GPT, GPTConfig
+from expert_threshold.moe.follow import _nothing_seen
+from expert_threshold.routing import Observation, Routing, TokenChoice
+from expert_threshold.routing.token_choice import BiasState
+from expert_threshold.testing import check_rule
+from expert_threshold.train import TrainConfig
+from expert_threshold.train.checks import require_pools_fit
+from expert_threshold.train.sums import step_values
+
+
+class Clock(NamedTuple):
+    at: Tensor  # (1,) float32, optimizer steps
+
+
+@dataclass(frozen=True)
+class Timed(TokenChoice):
+    """Token choice whose state comes from NumPy and is a metric itself, and which reduces over a sequence."""
+
+    def init(self) -> Any:
+        return Clock(torch.from_numpy(np.zeros(1, np.float32)))
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        scores.detach().amax(1)
+        bias = state.at.new_zeros(self.num_experts)
+        return super().route(scores, BiasState(bias), training=training, group=group)
+
+    def update(self, state: Any, observation: Observation) -> Any:
+        return Clock(state.at + (observation.tokens > 0))
+
+    def biased_top_k(self, state: Any) -> None:
+        return None
+
+    def describe(self, state: Any) -> dict[str, Tensor]:
+        return {}
+
+    def measure(self, state: Any, observation: Observation) -> dict[str, Tensor]:
+        return {"at": state.at}
+
+
+def test_it_keeps_the_contract() -> None:
+    check_rule(Timed(4), ranks=False)
+
+
+def test_a_metric_that_is_the_state_is_that_of_the_step() -> None:
+    """It was the state itself, which the update moved before the metric was read."""
+    model = GPT(GPTConfig.preset("tiny", rule=Timed(4), layers=2))
+    observations = model(torch.randint(256, (2, 8))).observations
+    values = step_values(model, observations)
+    model.update_rules(observations)
+    assert values["1.at"] == 0
+    assert model.blocks[1].moe.router.state.at == 1  # type: ignore[union-attr, operator]
+
+
+def test_checks_without_data_do_not_refuse_a_state_with_data() -> None:
+    require_pools_fit(GPTConfig.preset("tiny", rule=Timed(4)), TrainConfig())
+
+
+def test_a_rank_that_saw_nothing_observes_nothing() -> None:
+    """A sequence without tokens, which no forward has, was routed; its largest score does not exist."""
+    moe = GPT(GPTConfig.preset("tiny", rule=Timed(4))).moe_layers()[0][1]
+    assert _nothing_seen(moe.router).tokens == 0
