@@ -137,6 +137,22 @@ def test_the_text_of_another_source_can_be_used(made: Path, tmp_path: Path) -> N
     assert et("calibrate", run, *options, "--data", made / "corpus.jsonl") == 0
 
 
+@pytest.mark.parametrize("command", ["calibrate", "evaluate"])
+def test_a_model_without_facts_about_its_training_has_no_training_pools(
+    command: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that transformers made and et import took was refused as damaged."""
+    run = Path(shutil.copytree(made / "expert_choice", tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    for section in ("data", "train", "corpus"):
+        del config[section]
+    (run / "config.json").write_text(json.dumps(config))
+    options: list[Any] = ["--to", tmp_path / "new", "--tokens", 1024, "--batch-size", 8]
+    options = options if command == "calibrate" else ["--no-validation"]
+    assert et(command, run, *options, "--data", made / "corpus.jsonl") == 0
+    assert "by training pools" not in capsys.readouterr().out
+
+
 def test_without_a_batch_there_is_nothing_to_measure() -> None:
     model = small_model()
     cutoffs = model.moe_layers()[0][1].router.thresholds()

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cases import et, write_text
 from expert_threshold.cli import evaluate as command
 from expert_threshold.data import open_held_out, pack
-from expert_threshold.evaluation import centred, evaluate, read_results, results
-from expert_threshold.runs import load_model
+from expert_threshold.evaluation import centred, evaluate, evaluate_task, read_results, results
+from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train.log import Display
 
 CORE_YAML = """\
 icl_tasks:
@@ -241,6 +244,59 @@ def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bun
     assert et(*evaluate) == 0
     assert read(run)["core"]["max_per_task"] is None
     assert read(run)["core"]["others"] == [few]
+
+
+@pytest.mark.parametrize("changed", ["num_fewshot: [2]", "num_fewshot: [1]\n  continuation_delimiter: '-'"])
+def test_questions_asked_otherwise_are_asked_anew(
+    changed: str, runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They got the old score under the new number of examples."""
+    evaluate = ["evaluate", runs / "threshold", "--bundle", bundle, "--no-validation", "--tasks", "copy"]
+    assert et(*evaluate) == 0
+    yaml = (bundle / "core.yaml").read_text()
+    asked = []
+
+    def count(task: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append((task.label, task.shots, task.delimiter))
+        return evaluate_task(task, *arguments, **options)
+
+    monkeypatch.setattr("expert_threshold.evaluation.results.evaluate_task", count)
+    assert et(*evaluate) == 0
+    assert not asked
+    (bundle / "core.yaml").write_text(yaml.replace("num_fewshot: [1]", changed))
+    assert et(*evaluate) == 0
+    assert len(asked) == 1
+
+
+def test_a_text_called_validation_stands_beside_the_run_s_own(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "text.txt").write_text("the cat sat on the mat " * 50)
+    assert et("evaluate", runs / "threshold", "--data", "validation", "--data", tmp_path / "validation") == 0
+    printed = capsys.readouterr().out
+    losses = re.findall(r"│ (\S+) loss +│ +(\d\.\d+)", printed)
+    assert [name for name, _ in losses] == ["validation", f"{tmp_path.name}/validation"]
+    assert losses[0][1] != losses[1][1]
+
+
+def test_tasks_of_the_harness_leave_the_results_of_others(runs: Path) -> None:
+    """They were erased before the new ones were asked."""
+
+    class Harness:
+        def ask(self, *_: Any) -> Any:
+            yield "b", {"b": {"acc": {"value": 0.5, "stderr": None}}}
+            raise ValueError("its questions cannot be loaded")
+
+    model, tokenizer = load_model(runs / "threshold")
+    folder = RunFolder.open(runs / "threshold")
+    saved = results.Results(folder.path, model, 4)
+    saved.write("harness", {"a": {"acc": {"value": 0.1, "stderr": None}}})
+    run = command.Run(folder, model, tokenizer, saved, Display(Console(file=io.StringIO())))
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        run.ask_harness(Harness(), None)  # type: ignore[arg-type]
+    assert {name: found["acc"]["value"] for name, found in saved.read()["harness"].items()} == {"a": 0.1, "b": 0.5}
 
 
 def test_results_of_a_task_that_left_the_bundle_are_kept(runs: Path, bundle: Path) -> None:

@@ -65,7 +65,8 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
             "layer": 1, "warmup": 15, "steps": steps, "deviation": values(EXPERTS, POINTS),
             "load": values(EXPERTS, POINTS), "bound": [None, *values(POINTS - 1)],
         },
-        "cutoff_law": {"share": 0.1, "tokens": [64, 256, 1024]} | {n: values(3) for n in ("by_token", "by_text", "law")},
+        "cutoff_law": {"share": 0.1, "tokens": [64, 256, 1024], "by_token": values(3), "by_text": values(3),
+                       "law": values(3)},
         "warmup": {name: series() for name in (
             "cutoff", "batch_cutoff", "other_cutoff", "raw_usage", "starvation", "score_std", "gate_std")},
         "capacity": {"target": 0.2} | {

@@ -16,7 +16,7 @@ from cases import RULES, covering, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate import generate
-from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
+from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing, ending
 from expert_threshold.model import GPT
 from expert_threshold.moe import Router
 from expert_threshold.routing import ExpertChoice, Routing, Rule, observe
@@ -193,6 +193,23 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
             assert list(layer.experts) == routing.assignment[0, i + 1].nonzero()[:, 0].tolist()
     assert writing.finished
     assert not writing.steps
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prefill", [1, 256])
+def test_a_character_that_a_prompt_begins_is_completed_by_what_follows(
+    echo: bool, prefill: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both halves became a character of their own that is none."""
+    monkeypatch.setattr(decoder_module, "PREFILL", prefill)
+    begun, rest = [97, 0xF0, 0x9D, 0x84], iter([0x9E, 98])
+    monkeypatch.setattr(Writing, "choose", lambda writing: next(rest))
+    (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(begun), 2, echo=echo)])
+    assert "".join(step.text for step in writing.prompt) == ("a" if echo else "")
+    assert [step.text for step in writing.steps] == ["𝄞", "b"]
+    (alone,) = run(Engine(small_model(), tokenizer), [Request(tuple(begun), 0, echo=True)])
+    assert "".join(step.text for step in alone.prompt) == "a�"
+    assert ending(tokenizer, [0xC3, tokenizer.bos]) == b""
 
 
 @pytest.mark.usefixtures("by")

@@ -12,6 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -138,6 +139,48 @@ def test_greedy_generation_with_the_cache_writes_our_tokens_alone_and_left_padde
     assert torch.equal(without, together)
 
 
+@pytest.mark.parametrize(("rule", "autocast"), [("expert_threshold", True), ("cached_trunk", False)])
+def test_a_static_cache_changes_no_token(folders: dict[str, Path], rule: str, autocast: bool) -> None:
+    """It had masks without windows, and under autocast keys of another dtype than values."""
+    model = load(folders[rule])
+    mask = torch.tensor([[0] * 5 + [1] * 15, [1] * 20])
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, found = (
+            model.generate(tokens()[:2, :20], **options, disable_compile=True, cache_implementation=kind)
+            for kind in (None, "static")
+        )
+    if not autocast:  # rounded, the two caches may write different tokens
+        assert found.tolist() == expected.tolist()
+    assert found.shape == (2, 32)
+
+
+def test_windows_refuse_masks_that_are_made_already(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="give one of this shape"):
+        load(folders["cached_trunk"])(tokens(), attention_mask=torch.ones(3, 1, 40, 40, dtype=torch.bool))
+
+
+@torch.no_grad()
+def test_hidden_states_are_given_and_attentions_refused(folder: Path) -> None:
+    """Both were None without a word."""
+    model = load(folder)
+    output = model(tokens(), output_hidden_states=True)
+    states = output.hidden_states
+    assert len(states) == model.config.layers + 1
+    cap = model.config.softcap
+    torch.testing.assert_close(cap * torch.tanh(model.lm_head(states[-1]) / cap), output.logits)
+    torch.testing.assert_close(
+        states[0], torch.nn.functional.rms_norm(model.model.embed(tokens()), states[0].shape[-1:])
+    )
+    written = model.generate(
+        tokens(), max_new_tokens=2, output_hidden_states=True, return_dict_in_generate=True, eos_token_id=None
+    )
+    assert [len(step) for step in written.hidden_states] == [model.config.layers + 1] * 2
+    assert model(tokens()).hidden_states is None
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        model(tokens(), output_attentions=True)
+
+
 def test_what_a_configuration_leaves_out_is_as_in_our_models() -> None:
     ours, theirs = GPTConfig(rule=None).to_dict(), transformers.AutoConfig.for_model("expert_threshold")
     assert {name: getattr(theirs, name) for name in ours} == ours
@@ -180,9 +223,43 @@ def test_a_folder_loads_alone_with_its_own_code_as_its_card_says(folder: Path, t
     assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
 
 
+def test_no_file_stands_in_for_the_package(folder: Path) -> None:
+    """Python first looks for modules in the folder that it runs in, and the rule's was called expert_threshold.py."""
+    assert list(folder.glob("rule_expert_threshold.py"))
+    assert not list(folder.glob("expert_threshold*"))
+
+
+def test_a_model_is_pushed_with_its_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code was written after the upload."""
+
+    class Hub:
+        def create_repo(self, repo_id: str, **_: Any) -> Any:
+            return SimpleNamespace(repo_id=repo_id)
+
+    pushed: list[str] = []
+
+    def upload(self: Any, folder: Path, repo_id: str, before: dict[str, float], **_: Any) -> None:
+        pushed.extend(path.name for path in Path(folder).iterdir() if path.name not in before)
+
+    model = load(folder)
+    monkeypatch.setattr(transformers.modeling_utils, "hf_api", Hub)
+    monkeypatch.setattr(transformers.modeling_utils, "create_and_tag_model_card", lambda *_, **__: Card())
+    monkeypatch.setattr(type(model), "_upload_modified_files", upload)
+    model.save_pretrained(tmp_path / "saved", push_to_hub=True)
+    code = {"modeling_expert_threshold.py", "exported_rule.py", "rule_expert_threshold.py", "option.py"}
+    assert code | {"config.json", "model.safetensors"} <= set(pushed)
+
+
+class Card:
+    """A model card that is not written."""
+
+    def save(self, path: str) -> None:
+        pass
+
+
 @torch.no_grad()
 def test_each_folder_in_one_process_has_its_own_code(folders: dict[str, Path], tmp_path: Path) -> None:
-    names = ["token_choice", "expert_threshold", "expert_choice"]
+    names = ["token_choice", "expert_threshold", "expert_choice", "dense"]
     program = f"""
         import sys
         sys.modules["expert_threshold"] = None

@@ -272,6 +272,22 @@ def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: 
     assert choice.written == 4
 
 
+def test_the_offset_of_a_character_that_the_prompt_begins_is_that_of_its_end(
+    parser: Parser, tokenizer: Tokenizer
+) -> None:
+    asked = parse(parser, prompt=[97, 0xC3], logprobs=0)
+    (choice,) = Answer(asked, tokenizer).choices
+    logprobs = choice.piece([], [step(0xA9, "é"), step(98, "b")], finished=True)["logprobs"]
+    assert logprobs["text_offset"] == [0, 1]
+
+
+def test_obfuscation_may_be_declined(parser: Parser) -> None:
+    options = {"include_usage": True, "include_obfuscation": False}
+    assert parse(parser, prompt="a", stream=True, stream_options=options).include_usage
+    with pytest.raises(ApiError, match="include_obfuscation"):
+        parse(parser, prompt="a", stream=True, stream_options={"include_obfuscation": True})
+
+
 def test_of_token_ids_the_first_has_no_logprob(parser: Parser, tokenizer: Tokenizer) -> None:
     asked = parse(parser, prompt=[97, 98], echo=True, logprobs=0)
     (choice,) = Answer(asked, tokenizer).choices

@@ -209,6 +209,21 @@ def test_generated_text_streams_token_by_token_and_can_be_stopped(page: Page, se
     assert page.run("document.getElementById('text').value").startswith(TEXT)
 
 
+def test_a_text_that_is_stopped_while_it_is_read_stays_whole(page: Page, server: Served) -> None:
+    """What had not been read was deleted."""
+    text = "the cat sat on the mat; " * 30
+    page.run(f"document.getElementById('text').value = {text!r}")
+    server.engine.open.clear()
+    page.click("#write")
+    until(lambda: server.worker.unfinished == 1)
+    server.engine.free = 1
+    page.until(f"{TOKENS.format(1)}.length > 200")
+    page.press("Escape")
+    server.engine.open.set()
+    page.until(DONE)
+    assert page.run("document.getElementById('text').value") == text
+
+
 def test_what_was_written_is_read_by_the_other_run(page: Page) -> None:
     page.run("document.getElementById('max_tokens').value = 5")
     page.run("document.getElementById('seed').value = 1")

@@ -672,6 +672,13 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
         assert ask(server, "/health").status == 200
 
 
+def test_no_event_of_a_stream_has_empty_logprobs(server: Served) -> None:
+    """The first did, while the prompt was read, which clients of OpenAI's do not expect."""
+    for event in events(complete(server, stream=True, logprobs=1, max_tokens=3)):
+        (choice,) = event["choices"]
+        assert choice["logprobs"]["tokens"]
+
+
 def test_a_stream_that_fails_ends_with_an_event(server: Served, caplog: pytest.LogCaptureFixture) -> None:
     with mock.patch("expert_threshold.serve.server._chunks", side_effect=lambda *_: failing()):
         answer = complete(server, stream=True)

@@ -24,7 +24,7 @@ from ..runs import RunFolder, load_model
 from ..runs.derive import derive
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
-from .evaluate import validation_text
+from .evaluate import training_batch, validation_text
 from .options import COMPUTE, STEP, Command, Option, parse
 from .rates import require_cutoffs
 
@@ -85,8 +85,8 @@ def run(arguments: Sequence[str]) -> None:
             progress = display.task(what)
             return evaluate(model, held_out, tokenizer, max_tokens=options["eval_tokens"], progress=progress, **how)
 
-        pooled = source.section("train").get("batch_size", 1)
-        if rule.looks_ahead and len(held_out) > pooled * model.config.context:
+        pooled = training_batch(source) if rule.looks_ahead else None
+        if pooled is not None and len(held_out) > pooled * model.config.context:
             found["training pools"] = measure("loss by training pools", batch_size=pooled, training_pools=True)
         found["cutoffs before"] = measure("loss before")
         counted = display.task("calibrating")

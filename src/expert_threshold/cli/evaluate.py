@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,7 +38,7 @@ from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from . import rates
 from .options import COMPUTE, STEP, Command, Option, parse, parse_names
-from .side_by_side import table
+from .side_by_side import VALIDATION, table
 
 if TYPE_CHECKING:
     from ..integrations.lm_eval import Harness
@@ -121,17 +122,12 @@ def run(arguments: Sequence[str]) -> None:
                     labels=labels,
                     say=display.say,
                 )
-            if harness is not None:
-                evaluated.ask_harness(harness, options["max_per_task"])
-        results[path] = known.read() | ({"core": core} if tasks else {})
+            found = {} if harness is None else evaluated.ask_harness(harness, options["max_per_task"])
+        results[path] = known.read() | ({"core": core} if tasks else {}) | ({"harness": found} if harness else {})
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
-        names = [Path(source).name for source in corpora]
-        places = {
-            name if names.count(name) == 1 else source: _place(source)
-            for name, source in zip(names, corpora, strict=True)
-        }
+        places = _short_names([*dict.fromkeys(map(_place, corpora))])
         with damage_told(RESULTS, "remove that file of the run to measure again"):
             shown = table(results, options["validation"], places, labels, harness is not None)
         Console().print(shown)
@@ -259,7 +255,10 @@ class Run(NamedTuple):
         rule looks ahead in training and the text fills a training batch."""
         rule = self.model.config.rule
         by_pools = rule is not None and rule.looks_ahead and self.results.rate is None
-        batch_size = self.folder.section("train")["batch_size"] if by_pools else 1
+        batch_size = training_batch(self.folder) if by_pools else None
+        if by_pools and batch_size is None:
+            self.display.say(f"{what}: without training pools, since {self.folder.path} does not tell their size")
+        by_pools, batch_size = batch_size is not None, batch_size or 1
         batch = batch_size * self.model.config.context
         # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
@@ -284,12 +283,23 @@ class Run(NamedTuple):
             self.display.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
 
-    def ask_harness(self, harness: Harness, max_per_task: int | None) -> None:
-        """Evaluate every task anew: the origin of its questions is unknown, so saved results cannot be trusted."""
-        self.results.write("harness", {})
+    def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
+        """Return the results by task and metric, saved beside those of other tasks.
+
+        Every task is evaluated anew: the origin of its questions is unknown, so saved results cannot be trusted.
+        """
+        asked: dict[str, Any] = {}
         for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):
             self.display.say(f"{name}: done")
-            self.results.write("harness", self.results.read()["harness"] | found)
+            asked |= found
+            saved = self.results.read().get("harness")
+            self.results.write("harness", (saved if isinstance(saved, dict) else {}) | found)
+        return asked
+
+
+def training_batch(folder: RunFolder) -> int | None:
+    """Return the sequences in a micro-batch of training; None for an imported model without this fact."""
+    return int(folder.section("train")["batch_size"]) if "train" in folder.config else None
 
 
 def _validated_on(folder: RunFolder, remedy: str) -> str:
@@ -318,6 +328,17 @@ def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
     if not isinstance(known, Mapping):
         return False
     return known.get("corpus") == corpus and known.get("eval_tokens", ...) == eval_tokens
+
+
+def _short_names(places: Sequence[str]) -> dict[str, str]:
+    """Return the places by name: as many last parts of each as tell it from the others and from the run's own text."""
+
+    def ends(place: str) -> list[str]:
+        parts = Path(place).parts
+        return ["/".join(parts[-count:]) for count in range(1, len(parts))] + [place]
+
+    taken = Counter(end for place in places for end in ends(place)) | Counter({VALIDATION: 2})
+    return {next((end for end in ends(place) if taken[end] == 1), place): place for place in places}
 
 
 def _place(source: str) -> str:

@@ -11,6 +11,8 @@ from rich.text import Text
 from ..analysis.sentences import fixed
 
 Result = Mapping[str, Any]
+VALIDATION = "validation"
+"""The name of a run's own validation text."""
 
 
 def table(
@@ -30,7 +32,7 @@ def table(
         shown.add_row(Text(name), *cells)
 
     found = list(results.values())
-    losses = {"validation": [result["validation"] for result in found]} if validation else {}
+    losses = {VALIDATION: [result["validation"] for result in found]} if validation else {}
     losses |= {name: [result["data"][place] for result in found] for name, place in texts.items()}
     for name, measured in losses.items():
         pooled = [each.get("training_pools", {}) for each in measured]

@@ -26,6 +26,10 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
 LISTS = ("choices", "context_options")
 
 
+DELIMITER = " "
+"""Stands between a question and its answer unless core.yaml says otherwise."""
+
+
 class Task(NamedTuple):
     """One task of CORE. shots: solved examples in a prompt. delimiter: between a question and its answer. baseline: the
     accuracy by chance, for centring. rows: in the order of the file. hash: sha256 of the file, in hex."""
@@ -86,7 +90,7 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not rows:
         raise ValueError(f"{path}: empty; download the bundle anew")
     (shots,) = entry["num_fewshot"]
-    delimiter = entry.get("continuation_delimiter", " ")
+    delimiter = entry.get("continuation_delimiter", DELIMITER)
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
 
 

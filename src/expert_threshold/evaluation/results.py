@@ -13,7 +13,7 @@ import torch
 from .. import __version__
 from ..files import read_json, replace_json
 from ..model import GPT
-from .bundle import Baselines, Task
+from .bundle import DELIMITER, Baselines, Task
 from .core import Scorer, TaskResult, centred, evaluate_task
 
 RESULTS = "evaluation.json"
@@ -124,6 +124,7 @@ def _save(
                 "hash": task.hash,
                 "kind": task.kind,
                 "shots": task.shots,
+                "delimiter": task.delimiter,
                 "baseline": task.baseline,
                 "centred": centred(found["accuracy"], task.baseline),
             }
@@ -141,10 +142,13 @@ def _extent(core: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _find(cores: Sequence[Mapping[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
-    """Return the result of the same questions, even if it has another max_per_task; None if there is none."""
-    asked = task.hash, len(task.rows[:max_per_task])
-    found = (core["tasks"][task.label] for core in cores if task.label in core["tasks"])
-    return next((each for each in found if (each["hash"], each["rows"]) == asked), None)
+    """Return the result of the same questions, asked alike, for any max_per_task; None if there is none."""
+    asked = (task.hash, len(task.rows[:max_per_task]), task.kind, task.shots, task.delimiter)
+    for core in cores:
+        found: dict[str, Any] = {"delimiter": DELIMITER} | core["tasks"].get(task.label, {})  # it was not always saved
+        if tuple(map(found.get, ("hash", "rows", "kind", "shots", "delimiter"))) == asked:
+            return found
+    return None
 
 
 def _cores(results: Results) -> list[dict[str, Any]]:

@@ -136,11 +136,15 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
 
 
 class Text:
-    """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided."""
+    """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided.
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    after: the bytes before, of which the last may begin a character that the text completes.
+    """
+
+    def __init__(self, stop: Sequence[str], after: bytes = b"") -> None:
         self.stop = stop
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(after)
         self._held = ""
 
     def push(self, content: bytes, final: bool) -> tuple[str, bool]:
@@ -157,6 +161,14 @@ class Text:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of the text that is a proper prefix of the stop string."""
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
+
+
+def ending(tokenizer: Tokenizer, prompt: Sequence[int]) -> bytes:
+    """Return the last bytes of a prompt's last document, as many as can be part of a character."""
+    content = b""
+    for token in prompt[-3:]:
+        content = b"" if token == tokenizer.bos else content + tokenizer.decode_bytes([token])
+    return content
 
 
 class Next(NamedTuple):
@@ -195,11 +207,13 @@ class Next(NamedTuple):
 
 
 class Writing:
-    """A request in progress. prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far. error:
-    the reason why it finished too early, or None.
+    """A request in progress. room: tokens that fit after its prompt; after: that prompt's `ending`.
+
+    prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far. error: the reason why it
+    finished too early, or None.
     """
 
-    def __init__(self, request: Request, room: int) -> None:
+    def __init__(self, request: Request, room: int, after: bytes) -> None:
         self.request = request
         self.left = min(request.max_tokens, room)
         self.prompt: list[Step] = []
@@ -215,7 +229,7 @@ class Writing:
         else:
             generator.manual_seed(request.seed)
         self._sampler = Sampler(request.temperature, request.top_k, generator, request.top_p)
-        self.text = Text(request.stop)
+        self.text = Text(request.stop, after)
         self.prompt_text = Text(())
 
     def choose(self) -> int:
@@ -273,7 +287,8 @@ class Engine:
     def add(self, request: Request) -> Writing:
         """Queue a request for a row. Raises ValueError as `check` does."""
         self.check(request)
-        writing = Writing(request, self.decoder.capacity - len(request.prompt))
+        room = self.decoder.capacity - len(request.prompt)
+        writing = Writing(request, room, ending(self.tokenizer, request.prompt))
         self.waiting.append(writing)
         return writing
 
@@ -366,7 +381,8 @@ class Engine:
     def _echo(self, writing: Writing, token: int, known: Next | None, decoded: Decoded, i: int) -> Step:
         request = writing.request
         content = b"" if token == self.tokenizer.bos else self.tokenizer.decode_bytes([token])
-        text, _ = writing.prompt_text.push(content, final=len(writing.prompt) + 1 == len(request.prompt))
+        last = len(writing.prompt) + 1 == len(request.prompt)  # what it leaves open, what is generated completes
+        text, _ = writing.prompt_text.push(content, final=last and not writing.left)
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
         return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)
 

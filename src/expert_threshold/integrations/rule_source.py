@@ -14,18 +14,18 @@ ENTRY = "exported_rule.py"
 """The file that `transformers.py` imports, which names the rule's class."""
 ROUTING = Path(inspect.getfile(Rule)).parent
 OURS = re.compile(r"^(\s*)from expert_threshold(?:\.routing)? import", re.MULTILINE)
-SIBLING = re.compile(r"^\s*from \.(\w+) import", re.MULTILINE)
+SIBLING = re.compile(r"^(\s*)from \.(\w+) import", re.MULTILINE)
 PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the texts of all files that the rule's class needs, by name; none for a dense model.
+    """Return the texts of all files that the rule's class needs, by name; for a dense model, that it has no rule.
 
     A rule of another distribution must be one file that imports nothing of this package but `expert_threshold.routing`.
     Raises ValueError if it is not, or if its source cannot be found.
     """
     if rule is None:
-        return {}
+        return {ENTRY: '"""This model is dense and has no routing rule."""\n\nRULE = None\n'}
     cls = type(rule)
     try:
         path = Path(inspect.getfile(cls))
@@ -34,15 +34,21 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
         raise ValueError(
             f"rule {cls.__name__}: its source cannot be found, so the folder would not load; define it in a module"
         ) from None
-    name = path.name if path.parent == ROUTING else f"rule_{path.stem}.py"
+    name = path.stem if path.parent == ROUTING else f"rule_{path.stem}"
     if path.parent != ROUTING:
         _require_alone(path, text)
         text = OURS.sub(r"\1from .routing import", text)
         if left := PACKAGE.search(text):
             raise ValueError(f"{path}: {left[0].strip()!r} is more than an exported rule may import; use its routing")
-    files = {ENTRY: f'"""The routing rule of this model."""\n\nfrom .{Path(name).stem} import {cls.__name__} as RULE\n'}
+    files: dict[str, str] = {}
     _add(files, name, text)
+    files[ENTRY] = f'"""The routing rule of this model."""\n\nfrom .{_flat(name)} import {cls.__name__} as RULE\n'
     return files
+
+
+def _flat(module: str) -> str:
+    """Return a module's name in the folder: a file with the package's own would stand in for it there."""
+    return "rule_expert_threshold" if module == "expert_threshold" else module
 
 
 def _require_alone(path: Path, text: str) -> None:
@@ -55,12 +61,12 @@ def _require_alone(path: Path, text: str) -> None:
                 raise ValueError(f"{path}: {name!r} is more than an exported rule may import; use its routing")
 
 
-def _add(files: dict[str, str], name: str, text: str) -> None:
-    """Add a file, and those that it imports: of `routing`, and `option.py` from the folder above."""
-    if name in files:
+def _add(files: dict[str, str], module: str, text: str) -> None:
+    """Add a module, and those that it imports: of `routing`, and `option.py` from the folder above."""
+    if (file := f"{_flat(module)}.py") in files:
         return
-    files[name] = text = text.replace("from ..option import", "from .option import")
+    text = text.replace("from ..option import", "from .option import")
+    files[file] = SIBLING.sub(lambda found: f"{found[1]}from .{_flat(found[2])} import", text)
     places = {"routing": ROUTING / "__init__.py", "option": ROUTING.parent / "option.py"}
-    for needed in SIBLING.findall(text):
-        source = places.get(needed, ROUTING / f"{needed}.py")
-        _add(files, f"{needed}.py", source.read_text(encoding="utf-8"))
+    for _, needed in SIBLING.findall(text):
+        _add(files, needed, places.get(needed, ROUTING / f"{needed}.py").read_text(encoding="utf-8"))

@@ -103,6 +103,14 @@ class ExpertThresholdConfig(PreTrainedConfig):
             self.rule = {"name": "dense"}
         super().__post_init__(**kwargs)
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as usual, with this file beside it, so that what is saved, or pushed, of a model loads alone."""
+        assert self.rule is not None
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        for name, text in _sources(self.rule).items():
+            (Path(save_directory) / name).write_text(text, encoding="utf-8")
+        super().save_pretrained(save_directory, *args, **kwargs)
+
     def has_value_embedding(self, layer: int) -> bool:
         """Return True if the layer has a table of value embeddings."""
         alternates = self.value_embeddings == "alternate" and layer % 2 == (self.layers - 1) % 2
@@ -201,7 +209,7 @@ class Attention(nn.Module):
                 raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
             gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k = norm(rotate(q, cos, sin)), norm(rotate(k, cos, sin))
+        q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # autocast norms in float32
         if self.config.has_key_offset(self.layer):
             k = delay(k, seen)
         if cache is not None:
@@ -361,11 +369,10 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
 
-    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as usual, with this file beside the weights, so that a folder loads alone after fine-tuning, too."""
-        super().save_pretrained(save_directory, *args, **kwargs)
-        for name, text in _sources(self.config.rule).items():
-            (Path(save_directory) / name).write_text(text, encoding="utf-8")
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
+        """Keep the mask (batch, time) that `generate` has; `forward` makes those of each layer's window from it."""
+        return attention_mask
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -422,9 +429,16 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0."""
+        """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0.
+
+        Hidden states are what enters each block, before residual and skip scalars, and last what the head reads.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions=True, but attention weights are never computed; leave it out")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
@@ -443,6 +457,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = past + torch.arange(embedded.shape[1], device=embedded.device)[None]
         windows = [self.config.window(layer) for layer in range(self.config.layers)]
+        if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
+            raise ValueError("windows are made from an attention_mask (batch, time); give one of this shape")
         masks = {
             window: create_causal_mask(
                 config=self.config,
@@ -458,7 +474,9 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         x = start = self.smeared(norm(embedded), seen)
         cos, sin = self.rotary(position_ids, x.dtype)
         middle = x
+        entering: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
+            entering.append(x)
             if self.residual_scalars is not None:
                 x = self.residual_scalars[layer].to(x) * x
             if self.skip_scalars is not None:
@@ -468,7 +486,10 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
                 middle = x
         if self.backout_scalar is not None:
             x = x - self.backout_scalar.to(x) * middle.to(x.device)
-        return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
+        x = norm(x)
+        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = (*entering, x) if shown else None
+        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values, hidden_states=states)
 
     def smeared(self, x: Tensor, seen: Tensor | None) -> Tensor:
         """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows."""
@@ -521,7 +542,9 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
+        )
 
 
 if __package__ == "expert_threshold.integrations":  # a registered copy would stand in for those of other folders

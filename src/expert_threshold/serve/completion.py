@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
-from ..generate.engine import Request, Step, Text
+from ..generate.engine import Request, Step, Text, ending
 from .errors import ApiError, invalid, shown
 from .limits import Limits
 
@@ -184,6 +184,8 @@ class Parser:
             raise invalid("stream_options", value, "needs stream=true")
         options = Fields(value, "stream_options.")
         include_usage = options.flag("include_usage")
+        if options.flag("include_obfuscation"):
+            raise invalid("stream_options.include_obfuscation", True, "is not supported; leave it out or give false")
         options.require_no_more()
         return include_usage
 
@@ -302,7 +304,8 @@ class Choice:
         self.written = 0
         self._hidden = asked.opened and asked.request.echo  # drop the BOS step before the prompt
         self._offset = 0
-        self._text = Text(())  # the generated text, as if no stop string had ended it
+        after = ending(tokenizer, asked.prompts[index // asked.n])
+        self._text = Text((), after)  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
         """Return what was generated since the last piece, as one of the response's choices."""

@@ -70,7 +70,7 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
         "stream": flag,
         "stream_options": {
             "type": ["object", "null"],
-            "properties": {"include_usage": flag},
+            "properties": {"include_usage": flag, "include_obfuscation": {"enum": [False, None]}},
             "additionalProperties": False,
         },
         "echo": flag,
@@ -81,6 +81,7 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
         **{name: _number(allowed) for name, allowed in ranges(limits, context, dial).items()},
     }
     properties["n"]["maximum"] = min(limits.n, limits.texts)
+    properties["best_of"] = {"type": ["integer", "null"], "minimum": 1, "maximum": properties["n"]["maximum"]}  # 1 or n
     return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
 
 

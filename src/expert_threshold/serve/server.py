@@ -275,7 +275,7 @@ async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
     usage = {"usage": None} if texts.asked.include_usage else {}
     async for update in work:
         piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
-        if piece["text"] or piece["finish_reason"] or piece["logprobs"]:
+        if piece["text"] or piece["finish_reason"] or (piece["logprobs"] or {}).get("tokens"):
             yield texts.body([piece]) | usage
     if usage:
         yield texts.body([]) | {"usage": texts.usage()}

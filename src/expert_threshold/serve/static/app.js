@@ -11,7 +11,8 @@ const PAUSE = 350; // milliseconds after the last keystroke before the text is r
 
 let panels = [];
 let scale = null; // { by, bins }
-let asked = null; // the requests in flight: { controller, keep }; keep is the token that was open before
+let asked = null; // the requests in flight: { controller, keep, text }
+// keep: the token that was open before; text: what the writer continues
 let timer = null;
 let written = location.hash; // the last link we set
 
@@ -31,8 +32,10 @@ async function go({ write = false } = {}) {
     const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
     const text = $("text").value;
     if (write) {
+      mine.text = text;
       await follow(writer, { text, ...options() }, signal);
-      $("text").value = spoken(writer);
+      if (signal.aborted) return;
+      $("text").value = text + spoken(writer);
     }
     const others = shown().filter((panel) => !write || panel !== writer);
     await Promise.all(others.map((panel) => follow(panel, { text: $("text").value }, signal)));
@@ -71,9 +74,9 @@ function value(id) {
   return $(id).value === "" ? null : Number($(id).value);
 }
 
-/** Returns the text of a panel's tokens. */
+/** Returns the text that a panel's run has written; what it was given may not have been read to its end. */
 function spoken(panel) {
-  return panel.tokens.map((token) => token.text).join("") || $("text").value;
+  return panel.tokens.filter((token) => token.written).map((token) => token.text).join("");
 }
 
 function outcome(writer) {
@@ -88,10 +91,11 @@ function outcome(writer) {
 
 function stop() {
   if (!asked) return;
-  asked.controller.abort();
+  const { controller, text } = asked;
+  controller.abort();
   asked = null;
   const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
-  $("text").value = spoken(writer);
+  $("text").value = text + spoken(writer);
   go().then(() => tell("Stopped."));
 }
 
