@@ -17,6 +17,7 @@ from expert_threshold.cli import data as command
 from expert_threshold.data import Tokenizer, open_source, public, token_files
 from expert_threshold.data.cache import VARIABLE
 from expert_threshold.data.download import Remote
+from expert_threshold.runs import RunFolder
 
 TEXTS = [f"Document {number} of the shards: " + "it says little. " * (number % 9) for number in range(90)]
 BUNDLE = {
@@ -117,6 +118,14 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     assert et("train", *limited, "--train-shards", 2) == 0
     found = tmp_path / "limited" / "checkpoints" / "step_000002" / "model.safetensors"
     assert found.read_bytes() == before
+    compare = ["compare", "tiny", *small, "--data", "fineweb-edu", "--rules", "dense", "--out", tmp_path / "compare"]
+    shutil.rmtree(cache)
+    assert et("data", "fineweb-edu", "--shards", 2) == 0
+    assert et(*compare, "--seeds", 1) == 0
+    assert et("data", "fineweb-edu", "--shards", 4) == 0
+    assert et(*compare, "--seeds", 2) == 0
+    hashes = {RunFolder.open(tmp_path / "compare" / "dense" / f"seed_{n}").config["corpus"]["hash"] for n in (0, 1)}
+    assert len(hashes) == 1
     capsys.readouterr()
     assert et("train", *limited[:-1], tmp_path / "none", "--train-shards", 5) == 2
     assert "train_shards=5: fineweb-edu has 4 for training" in capsys.readouterr().err

@@ -34,7 +34,15 @@ from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
 from .config import SECTIONS, RunConfig, with_defaults
 from .data import open_source
-from .experiment import Kind, read_shared_text, record_corpus, record_machine, require_format, run_title
+from .experiment import (
+    Kind,
+    read_shared_text,
+    record_corpus,
+    record_machine,
+    require_format,
+    run_title,
+    with_recorded_shards,
+)
 from .files import damage_told, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
@@ -118,7 +126,7 @@ class Comparison(NamedTuple):
 
     def read_corpus(self) -> None:
         """Add the corpus to the record. Raises ValueError if it cannot be read or has changed since."""
-        data = next(iter(self.configs.values())).data
+        data = with_recorded_shards(self.record, next(iter(self.configs.values())).data)
         record_corpus(self.record, open_source(**asdict(data)), self.folder)
 
     def run_path(self, method: str, seed: int) -> Path:
@@ -159,6 +167,7 @@ class Comparison(NamedTuple):
             later = sum(run not in done for run in runs[number:])
             title = run_title(f"{number}/{len(runs)} {method} seed {seed}", start, seconds, later)
             path, config = self.run_path(method, seed), self.configs[method]
+            config = replace(config, data=with_recorded_shards(self.record, config.data))
             begun = _is_begun(path)
             if text is None and not begun:
                 text = read_shared_text(self.record, config, self.folder, console)

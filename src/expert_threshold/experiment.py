@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from . import __version__
 from .config import SECTIONS, RunConfig, with_defaults
-from .data import Corpus, Tokenizer
+from .data import Corpus, DataConfig, Tokenizer
 from .data.token_files import TOKENIZER
 from .files import damage_told, missing_folders, read_json, remove_empty, to_json
 from .routing import RULES, rule_to_dict
@@ -147,7 +148,7 @@ def read_record(
             "methods": before["methods"] | now["methods"],
             "own_options": owned | now["own_options"],
             "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")}
-            | {"tokenizer": before["corpus"].get("tokenizer")},  # earlier versions had none
+            | {name: before["corpus"].get(name) for name in ("tokenizer", "train_shards")},  # earlier versions had none
             "machines": [{name: machine[name] for name in now["machines"][0]} for machine in before["machines"]],
         }
         pairs = [
@@ -192,13 +193,25 @@ def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path, tokenizer: 
         raise ValueError(
             f"the tokenizer of {corpus.name} has changed since {out} began; restore {TOKENIZER}, or name another --out"
         )
-    record["corpus"] = {"name": corpus.name, "hash": corpus.hash, "bytes": corpus.bytes, "tokenizer": found}
+    record["corpus"] = {
+        "name": corpus.name,
+        "hash": corpus.hash,
+        "bytes": corpus.bytes,
+        "tokenizer": found,
+        "train_shards": corpus.train_shards,
+    }
+
+
+def with_recorded_shards(record: Mapping[str, Any], data: DataConfig) -> DataConfig:
+    """Return the options of data with as many shards as the experiment began with; by now more may be there."""
+    known = (record["corpus"] or {}).get("train_shards")
+    return replace(data, train_shards=known) if data.train_shards is None else data
 
 
 def read_shared_text(record: dict[str, Any], config: RunConfig, out: Path, console: Console) -> Text:
     """Return the text of all new runs, and record it. Raises ValueError if it cannot be read, or as `record_corpus`."""
     with Display(console) as display:
-        text = read_text(config.model, config.data, config.train, display)
+        text = read_text(config.model, with_recorded_shards(record, config.data), config.train, display)
     record_corpus(record, text.corpus, out, text.tokenizer)
     return text
 
