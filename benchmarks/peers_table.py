@@ -99,22 +99,15 @@ def _fastest(rows: list[Row]) -> list[str]:
 
 
 def _cost_per_token(rows: list[Row]) -> list[str]:
-    """Compare shapes that differ only in the number of experts; active width and tokens per expert are equal.
-
-    Ratios are of times over those of the product beside the case.
-    """
+    """Compare shapes that differ only in the number of experts; active width and tokens per expert are equal."""
     took = {(row["shape"], row["fanout"], row["contestant"]): row["ns_per_token"] for row in rows}
-    cost = {
-        (row["shape"], row["fanout"], row["contestant"]): row["ns_per_token"] * row["product_tflops"] for row in rows
-    }
     lines = []
     for (shape, fanout, name), ns in took.items():
         base, _, kind = shape.partition("-")
         for end in ("fine", "more"):
-            more = {count: cost.get((f"{base}-{end}{count}", fanout, name)) for count in (64, 256)}
+            more = {count: took.get((f"{base}-{end}{count}", fanout, name)) for count in (64, 256)}
             if not kind and any(more.values()):
-                base_cost = cost[shape, fanout, name]
-                ratios = [f"{value / base_cost:.2f}" if value else "" for value in more.values()]
+                ratios = [f"{value / ns:.2f}" if value else "" for value in more.values()]
                 what = {"fine": "narrower, more per token", "more": "as wide, more tokens"}[end]
                 lines.append(f"| {base} | {fanout} | {what} | {name} | {ns:,.0f} | {' | '.join(ratios)} |")
     head = [
