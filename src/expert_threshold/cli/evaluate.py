@@ -254,12 +254,11 @@ class Run(NamedTuple):
         """Return loss and bits per byte on the corpus's validation split: causal, and also with training's pools if the
         rule looks ahead in training and the text fills a training batch."""
         rule = self.model.config.rule
-        by_pools = rule is not None and rule.looks_ahead and self.results.rate is None
-        batch_size = training_batch(self.folder) if by_pools else None
-        if by_pools and batch_size is None:
+        looks_ahead = rule is not None and rule.looks_ahead and self.results.rate is None
+        pooled_at = training_batch(self.folder) if looks_ahead else None
+        if looks_ahead and pooled_at is None:
             self.display.say(f"{what}: without training pools, since {self.folder.path} does not tell their size")
-        by_pools, batch_size = batch_size is not None, batch_size or 1
-        batch = batch_size * self.model.config.context
+        batch = (pooled_at or 1) * self.model.config.context
         # Evaluation takes whole batches, and the last target needs one more token.
         enough = None if eval_tokens is None else eval_tokens + batch
         progress = self.display.task(f"{what}, tokenizing")
@@ -273,13 +272,13 @@ class Run(NamedTuple):
         self.display.say(f"{what}: loss {causal.loss:.4f}, {causal.bits_per_byte:.4f} bits per byte")
         result: dict[str, Any] = {"corpus": corpus.hash, "eval_tokens": eval_tokens, "bytes": causal.bytes}
         result |= causal.losses()
-        if by_pools and len(tokens) > batch:
-            pooled = measure(f"{what} by training pools", eval_tokens, batch_size=batch_size, training_pools=True)
+        if pooled_at is not None and len(tokens) > batch:
+            pooled = measure(f"{what} by training pools", eval_tokens, batch_size=pooled_at, training_pools=True)
             if causal.tokens != pooled.tokens:
                 causal = measure(f"{what} on the same tokens", pooled.tokens)
             same = {f"causal_{name}": number for name, number in causal.losses().items() if name != "tokens"}
-            result["training_pools"] = {"batch_size": batch_size} | pooled.losses() | same
-        elif by_pools:
+            result["training_pools"] = {"batch_size": pooled_at} | pooled.losses() | same
+        elif pooled_at is not None:
             self.display.say(f"{what}: too short for training pools: a batch has {batch:,} tokens")
         return result
 

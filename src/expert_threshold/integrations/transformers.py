@@ -474,9 +474,11 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         x = start = self.smeared(norm(embedded), seen)
         cos, sin = self.rotary(position_ids, x.dtype)
         middle = x
+        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         entering: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
-            entering.append(x)
+            if shown:
+                entering.append(x)
             if self.residual_scalars is not None:
                 x = self.residual_scalars[layer].to(x) * x
             if self.skip_scalars is not None:
@@ -487,7 +489,6 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         if self.backout_scalar is not None:
             x = x - self.backout_scalar.to(x) * middle.to(x.device)
         x = norm(x)
-        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         states = (*entering, x) if shown else None
         return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values, hidden_states=states)
 
