@@ -18,3 +18,8 @@ def is_out_of_memory(error: Exception) -> bool:
             "Overflow when unpacking long",
         )
     )
+
+
+def needs_data(error: Exception) -> bool:
+    """Return True if torch was asked for the values of a tensor on the meta device, which has none."""
+    return isinstance(error, RuntimeError | TypeError) and "meta" in str(error).lower()

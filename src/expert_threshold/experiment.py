@@ -211,7 +211,7 @@ def with_recorded_shards(record: Mapping[str, Any], data: DataConfig) -> DataCon
 def read_shared_text(record: dict[str, Any], config: RunConfig, out: Path, console: Console) -> Text:
     """Return the text of all new runs, and record it. Raises ValueError if it cannot be read, or as `record_corpus`."""
     with Display(console) as display:
-        text = read_text(config.model, with_recorded_shards(record, config.data), config.train, display)
+        text = read_text(config.model, config.data, config.train, display)
     record_corpus(record, text.corpus, out, text.tokenizer)
     return text
 

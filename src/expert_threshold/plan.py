@@ -14,6 +14,7 @@ from torch import nn
 
 from .config import RunConfig
 from .distributed import LocalBatch, competes_on_rank, local_batch
+from .errors import needs_data
 from .kernels.planned import Planned, planned
 from .model import GPT, GPTConfig, flops_per_token, parameter_counts
 from .model.memory import LiveBytes, Memory
@@ -159,9 +160,9 @@ def memory(
     muon = min(BATCH_ELEMENTS["gpu" if gpu else "cpu"], max(alike.values())) * 2 * (FLOAT32 + itemsize)
     try:
         moments = _measured(model, config, machine, gpu=gpu)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         rule = config.model.rule
-        if rule is None or "meta" not in str(error):
+        if rule is None or not needs_data(error):
             raise
         # A rule that looks at its scores cannot route what has no data; pairs are counted as for token choice.
         stand_in = TokenChoice(rule.num_experts, min(max(round(rule.experts_per_token), 1), rule.num_experts))

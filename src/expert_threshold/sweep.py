@@ -22,7 +22,7 @@ from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
 from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
 from .errors import is_out_of_memory
-from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine
+from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine, with_recorded_shards
 from .files import damage_told, read_json, replace_file, replace_json
 from .install import install
 from .plan import costs
@@ -260,6 +260,7 @@ class Sweep:
     def _read_text(self, console: Console) -> None:
         if self._text is None:
             config = next(iter(self.methods.values())).config
+            config = replace(config, data=with_recorded_shards(self.record, config.data))
             self._text = read_shared_text(self.record, config, self.folder, console)
 
     def _say_of(self, console: Console, method: str, name: str, left: float) -> None:

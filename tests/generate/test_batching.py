@@ -12,15 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import RULES, covering, small_model
+from cases import RULES, covering, small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
 from expert_threshold.generate import generate
-from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing, ending
+from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
 from expert_threshold.model import GPT
 from expert_threshold.moe import Router
 from expert_threshold.routing import ExpertChoice, Routing, Rule, observe
 
+BOS = small_tokenizer().bos
 with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
@@ -195,21 +196,36 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
     assert not writing.steps
 
 
-@pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("prefill", [1, 256])
-def test_a_character_that_a_prompt_begins_is_completed_by_what_follows(
-    echo: bool, prefill: int, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("prompt", "follows", "echo", "texts"),
+    [
+        ([97, 0xF0, 0x9D, 0x84], [0x9E, 98], True, ("a", "𝄞b")),
+        ([97, 0xF0, 0x9D, 0x84], [0x9E, 98], False, ("", "�b")),
+        ([97, 0xC3], [98], True, ("a", "�b")),
+        ([97, 0xC3], [98], False, ("", "b")),
+        ([97, 0xC3], [], True, ("a�", "")),
+        ([97, 0xC3], [BOS], True, ("a", "�")),
+        ([97, 0xC3], [BOS], False, ("", "")),
+        ([0xC3, BOS, 0xA9], [98], True, ("��", "b")),
+        ([97, 0xC3, BOS], [98], True, ("a�", "b")),
+    ],
+)
+def test_a_character_that_an_echoed_prompt_begins_is_completed_by_what_follows(
+    prompt: list[int],
+    follows: list[int],
+    echo: bool,
+    texts: tuple[str, str],
+    prefill: int,
+    tokenizer: Tokenizer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both halves became a character of their own that is none."""
     monkeypatch.setattr(decoder_module, "PREFILL", prefill)
-    begun, rest = [97, 0xF0, 0x9D, 0x84], iter([0x9E, 98])
-    monkeypatch.setattr(Writing, "choose", lambda writing: next(rest))
-    (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(begun), 2, echo=echo)])
-    assert "".join(step.text for step in writing.prompt) == ("a" if echo else "")
-    assert [step.text for step in writing.steps] == ["𝄞", "b"]
-    (alone,) = run(Engine(small_model(), tokenizer), [Request(tuple(begun), 0, echo=True)])
-    assert "".join(step.text for step in alone.prompt) == "a�"
-    assert ending(tokenizer, [0xC3, tokenizer.bos]) == b""
+    chosen = iter(follows)
+    monkeypatch.setattr(Writing, "choose", lambda writing: next(chosen))
+    (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(prompt), len(follows), echo=echo)])
+    assert ("".join(step.text for step in writing.prompt), "".join(step.text for step in writing.steps)) == texts
 
 
 @pytest.mark.usefixtures("by")

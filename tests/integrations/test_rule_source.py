@@ -16,13 +16,13 @@ class Mine(TopP):
 """
 
 
-def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def rule_of(imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str = "mine") -> Any:
     """The rule of a package's module that begins with `imports`."""
     for name, text in {"__init__": "", "beside": "X = 1\n"}.items():
         (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "mine.py").write_text(f"{imports}\nfrom expert_threshold.routing import TopP\n{BODY}")
+    (tmp_path / f"{module}.py").write_text(f"{imports}\nfrom expert_threshold.routing import TopP\n{BODY}")
     monkeypatch.syspath_prepend(tmp_path.parent)
-    return import_module(f"{tmp_path.name}.mine").Mine(4, 1)
+    return import_module(f"{tmp_path.name}.{module}").Mine(4, 1)
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,12 @@ def test_a_rule_that_needs_more_than_its_file_is_refused(
 def test_the_rules_themselves_may_come_from_the_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = rule_files(rule_of("from expert_threshold import TokenChoice", tmp_path, monkeypatch))
     assert "from .routing import TokenChoice" in files["rule_mine.py"]
+
+
+def test_a_file_of_the_package_s_name_is_another_than_the_package_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = rule_files(rule_of("from expert_threshold import TokenChoice", tmp_path, monkeypatch, "expert_threshold"))
+    assert "class Mine" in files["rule_expert_threshold.py"]
+    assert "class ExpertThreshold" in files["routing_expert_threshold.py"]
+    assert "from .routing_expert_threshold import" in files["routing.py"]

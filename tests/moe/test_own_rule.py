@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe.follow import _nothing_seen
-from expert_threshold.routing import Observation, Routing, TokenChoice
+from expert_threshold.routing import Observation, Routing, Rule, TokenChoice
 from expert_threshold.routing.token_choice import BiasState
 from expert_threshold.testing import check_rule
 from expert_threshold.train import TrainConfig
@@ -63,8 +64,21 @@ def test_a_metric_that_is_the_state_is_that_of_the_step() -> None:
     assert model.blocks[1].moe.router.state.at == 1  # type: ignore[union-attr, operator]
 
 
-def test_checks_without_data_do_not_refuse_a_state_with_data() -> None:
-    require_pools_fit(GPTConfig.preset("tiny", rule=Timed(4)), TrainConfig())
+@dataclass(frozen=True)
+class Looking(Timed):
+    """The same, but it looks at its scores, in one of several ways."""
+
+    way: int = 0
+
+    def route(self, scores: Tensor, state: Any, *, training: bool, group: dist.ProcessGroup | None = None) -> Routing:
+        detached = scores.detach().flatten()
+        (lambda: bool(detached.max() > 0), detached.numpy, lambda: torch.bincount(detached.long().abs()))[self.way]()
+        return super().route(scores, state, training=training, group=group)
+
+
+@pytest.mark.parametrize("rule", [Timed(4), Looking(4), Looking(4, way=1), Looking(4, way=2)], ids=str)
+def test_checks_without_data_refuse_no_rule_that_looks_at_its_data(rule: Rule) -> None:
+    require_pools_fit(GPTConfig.preset("tiny", rule=rule), TrainConfig())
 
 
 def test_a_rank_that_saw_nothing_observes_nothing() -> None:

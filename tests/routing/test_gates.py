@@ -184,3 +184,19 @@ def test_null_scores_do_not_enter_the_loss_and_enter_values_over_gates() -> None
     shares = scores.softmax(-1)[..., :EXPERTS]
     assignment = over.route(scores, bias, training=True).assignment
     assert torch.equal(assignment.int().argmax(-1), (shares + bias.bias).argmax(-1))
+
+
+def test_a_state_continues_where_its_units_are_the_same() -> None:
+    def rule(**options: Any) -> TokenChoice:
+        return TokenChoice(4, 1, balance="loss_free", **options)
+
+    gates = rule(over="gates")
+    assert rule().continues(rule(gate="softmax", null_scores=2))  # over scores, whatever the gates
+    assert gates.continues(rule(over="gates", gate="sigmoid_normalised"))  # of the same sigmoids
+    assert not gates.continues(rule())
+    assert not gates.continues(rule(over="gates", gate="softmax"))
+    softmax = rule(over="gates", gate="softmax")
+    assert softmax.continues(rule(over="gates", gate="softmax_chosen"))
+    assert not softmax.continues(rule(over="gates", gate="softmax", null_scores=2))
+    assert ExpertThreshold(4).continues(ExpertChoice(4))
+    assert not ExpertThreshold(4).continues(QuantileBalancing(4))

@@ -275,10 +275,10 @@ def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: 
 def test_the_offset_of_a_character_that_the_prompt_begins_is_that_of_its_end(
     parser: Parser, tokenizer: Tokenizer
 ) -> None:
-    asked = parse(parser, prompt=[97, 0xC3], logprobs=0)
-    (choice,) = Answer(asked, tokenizer).choices
-    logprobs = choice.piece([], [step(0xA9, "é"), step(98, "b")], finished=True)["logprobs"]
-    assert logprobs["text_offset"] == [0, 1]
+    asked = parse(parser, prompt=[[98], [97, 0xC3]], n=2, echo=True, logprobs=0)
+    choice = Answer(asked, tokenizer).choices[3]
+    prompt, steps = [step(97, "a"), step(0xC3, "")], [step(0xA9, "é"), step(98, "b")]
+    assert choice.piece(prompt, steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
 def test_obfuscation_may_be_declined(parser: Parser) -> None:

@@ -53,7 +53,7 @@ class Subject(NamedTuple):
 
     @property
     def pool(self) -> int:
-        """Tokens in the pool of `bounds`: enough for each expert to get one or more."""
+        """Tokens in the pool of `bounds`: enough for each expert to get one token or more."""
         return self.rule.num_experts * max(self.rule.num_experts, math.ceil(1 / self.rule.experts_per_token))
 
     @property

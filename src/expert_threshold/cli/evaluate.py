@@ -111,8 +111,9 @@ def run(arguments: Sequence[str]) -> None:
                 evaluated.validate(options["eval_tokens"])
             for source, corpus in corpora.items():
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
+            asked: dict[str, Any] = {}  # of all that is saved, what is shown
             if tasks:
-                core = ask_core(
+                asked["core"] = ask_core(
                     known,
                     tasks,
                     ModelScorer(model, tokenizer),
@@ -122,8 +123,9 @@ def run(arguments: Sequence[str]) -> None:
                     labels=labels,
                     say=display.say,
                 )
-            found = {} if harness is None else evaluated.ask_harness(harness, options["max_per_task"])
-        results[path] = known.read() | ({"core": core} if tasks else {}) | ({"harness": found} if harness else {})
+            if harness is not None:
+                asked["harness"] = evaluated.ask_harness(harness, options["max_per_task"])
+        results[path] = known.read() | asked
     if options["json"]:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:

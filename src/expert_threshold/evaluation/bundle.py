@@ -24,8 +24,6 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "language_modeling": ("context", "continuation"),
 }
 LISTS = ("choices", "context_options")
-
-
 DELIMITER = " "
 """Stands between a question and its answer unless core.yaml says otherwise."""
 

@@ -163,10 +163,12 @@ def _overlap(text: str, stop: str) -> int:
     return next(n for n in range(min(len(text), len(stop) - 1), -1, -1) if text.endswith(stop[:n]))
 
 
-def ending(tokenizer: Tokenizer, prompt: Sequence[int]) -> bytes:
-    """Return the last bytes of a prompt's last document, as many as can be part of a character."""
+def ending(tokenizer: Tokenizer, request: Request) -> bytes:
+    """Return the last bytes of the prompt's last document, as many as can be part of a character that what is generated
+    completes; none unless the prompt is echoed, since only then both are one text.
+    """
     content = b""
-    for token in prompt[-3:]:
+    for token in request.prompt[-3:] if request.echo else ():
         content = b"" if token == tokenizer.bos else content + tokenizer.decode_bytes([token])
     return content
 
@@ -207,10 +209,8 @@ class Next(NamedTuple):
 
 
 class Writing:
-    """A request in progress. room: tokens that fit after its prompt; after: that prompt's `ending`.
-
-    prompt: the steps of its prompt's tokens, if echoed; steps: those generated so far. error: the reason why it
-    finished too early, or None.
+    """A request in progress. room: tokens that fit after its prompt; after: its `ending`. prompt: the steps of its
+    prompt's tokens, if echoed; steps: those generated so far. error: the reason why it finished too early, or None.
     """
 
     def __init__(self, request: Request, room: int, after: bytes) -> None:
@@ -288,7 +288,7 @@ class Engine:
         """Queue a request for a row. Raises ValueError as `check` does."""
         self.check(request)
         room = self.decoder.capacity - len(request.prompt)
-        writing = Writing(request, room, ending(self.tokenizer, request.prompt))
+        writing = Writing(request, room, ending(self.tokenizer, request))
         self.waiting.append(writing)
         return writing
 
@@ -380,9 +380,10 @@ class Engine:
 
     def _echo(self, writing: Writing, token: int, known: Next | None, decoded: Decoded, i: int) -> Step:
         request = writing.request
-        content = b"" if token == self.tokenizer.bos else self.tokenizer.decode_bytes([token])
-        last = len(writing.prompt) + 1 == len(request.prompt)  # what it leaves open, what is generated completes
-        text, _ = writing.prompt_text.push(content, final=last and not writing.left)
+        opens = token == self.tokenizer.bos
+        content = b"" if opens else self.tokenizer.decode_bytes([token])
+        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # else what follows may complete it
+        text, _ = writing.prompt_text.push(content, final=opens or last)
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
         return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)
 

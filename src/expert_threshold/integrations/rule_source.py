@@ -19,7 +19,7 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the texts of all files that the rule's class needs, by name; for a dense model, that it has no rule.
+    """Return the texts of all files that the rule's class needs, by name. A dense model gets one that says it has none.
 
     A rule of another distribution must be one file that imports nothing of this package but `expert_threshold.routing`.
     Raises ValueError if it is not, or if its source cannot be found.
@@ -48,7 +48,7 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
 
 def _flat(module: str) -> str:
     """Return a module's name in the folder: a file with the package's own would stand in for it there."""
-    return "rule_expert_threshold" if module == "expert_threshold" else module
+    return "routing_expert_threshold" if module == "expert_threshold" else module
 
 
 def _require_alone(path: Path, text: str) -> None:

@@ -23,16 +23,25 @@ from torch import Tensor, nn
 try:
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{error}; run: pip install 'transformers>=5' 'accelerate>=1.1'") from None
+    raise ImportError(f"{error}; run: pip install 'transformers>=5.10.1' 'accelerate>=1.1'") from None
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_causal_mask
+from transformers.masking_utils import create_causal_mask, create_masks_for_generate
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, slice_logits_to_keep
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
+
+try:
+    from transformers.modeling_utils import slice_logits_to_keep
+except ImportError:  # transformers 5.20 and older
+
+    def slice_logits_to_keep(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+        """Return the last so many positions, all for 0, or those of these indices."""
+        return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
+
 
 RULE_FILE = "exported_rule"
 
@@ -104,7 +113,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as usual, with this file beside it, so that what is saved, or pushed, of a model loads alone."""
+        """Save as usual, with this file beside it, so that a model that is saved or pushed has its code."""
         assert self.rule is not None
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         for name, text in _sources(self.rule).items():
@@ -370,9 +379,11 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: Tensor | None, **_: Any) -> Tensor | None:
-        """Keep the mask (batch, time) that `generate` has; `forward` makes those of each layer's window from it."""
-        return attention_mask
+    def create_masks_for_generate(config: ExpertThresholdConfig, attention_mask: Tensor | None, **given: Any) -> Any:
+        """Return the mask for a static cache; with windows as given, since `forward` makes each layer's from it."""
+        if config.windows is not None:
+            return attention_mask
+        return create_masks_for_generate(config=config, attention_mask=attention_mask, **given)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -535,7 +546,14 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
     ) -> CausalLMOutputWithPast:
         """labels: (batch, time), usually the input itself, -100 where no loss is wanted; logits: float32."""
         output = self.model(
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, **kwargs
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            **kwargs,
+            return_dict=True,  # even if the configuration says otherwise
         )
         logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep)).float()
         if self.config.softcap is not None:

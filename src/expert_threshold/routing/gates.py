@@ -98,12 +98,12 @@ class Valued(Gated):
 
     def continues(self, other: Rule) -> bool:
         """Return True for the same kind of state, measured over the same values."""
-        return (
-            super().continues(other)
-            and isinstance(other, Valued)
-            and self.over == other.over
-            and (self.over == "scores" or self.gate == other.gate)
-        )
+        return super().continues(other) and isinstance(other, Valued) and self._values == other._values
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        """What `values_of` computes: scores, or sigmoids or softmax over so many null scores."""
+        return ("scores",) if self.over == "scores" else (self.gate.partition("_")[0], self.null_scores)
 
 
 def weights_of(gate: Gate, scores: Tensor) -> Tensor:

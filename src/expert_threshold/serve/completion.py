@@ -304,7 +304,7 @@ class Choice:
         self.written = 0
         self._hidden = asked.opened and asked.request.echo  # drop the BOS step before the prompt
         self._offset = 0
-        after = ending(tokenizer, asked.prompts[index // asked.n])
+        after = ending(tokenizer, asked.requests[index])
         self._text = Text((), after)  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:

@@ -327,17 +327,17 @@ def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[
     """Return the weights of a run with `rule` for this model's: where the number of scores differs, those beside the
     experts' begin anew, and so does a state that this model's rule does not continue, or of another shape.
     """
-    fitted = dict(weights)
+    fitted, mine = dict(weights), gpt.config.rule
+    anew = mine is None or rule is None or not mine.continues(rule)
     for layer, moe in gpt.moe_layers():
         router, name = moe.router, f"blocks.{layer}.moe.router."
         theirs, own = weights[name + "weight"], router.weight.detach()
         if theirs.shape != own.shape:
             experts = router.rule.num_experts
             fitted[name + "weight"] = torch.cat((theirs[:experts], own[experts:].to(theirs)))
-        continued = rule is not None and router.rule.continues(rule)
         for field, value in router.state._asdict().items():
             key = f"{name}state_{field}"
-            if key in weights and not (continued and weights[key].shape == value.shape):
+            if key in weights and (anew or weights[key].shape != value.shape):
                 del fitted[key]
     return fitted
 

@@ -61,10 +61,14 @@ def say_load_balance(data: Data) -> str:
     parts, silent = [], []
     for entry in data["methods"]:
         spreads = [value for value in entry["spread"] if value is not None]  # None: the layer routes no token
-        parts += [f"{max(spreads):.2f} times the mean in {entry['method']}"] if spreads else []
-        silent += [] if spreads else [entry["method"]]
+        if spreads:
+            parts.append(f"{max(spreads):.2f} times the mean in {entry['method']}")
+        else:
+            silent.append(entry["method"])
     told = [f"In the worst layer the largest load is {listed(parts)}."] if parts else []
-    return " ".join(told + ([f"No token is routed in {listed(silent)}."] if silent else []))
+    if silent:
+        told.append(f"No token is routed in {listed(silent)}.")
+    return " ".join(told)
 
 
 def objective(material: Material) -> Data:

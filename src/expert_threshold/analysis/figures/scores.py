@@ -140,6 +140,9 @@ def cutoff_law(material: Material) -> Data:
     for subject in material.each("deviation of cutoffs", material.routed):
         trace = material.trace(subject)
         share = subject.run.target
+        if share >= 1:
+            left_out[subject.method] = "every expert takes every token"
+            continue
         smallest = max(SMALLEST, math.ceil(4 / share))
         sizes = [size for power in range(30) if (size := smallest * 2**power) <= min(len(trace) // 8, LARGEST)]
         if len(sizes) < 2:

@@ -11,8 +11,8 @@ const PAUSE = 350; // milliseconds after the last keystroke before the text is r
 
 let panels = [];
 let scale = null; // { by, bins }
-let asked = null; // the requests in flight: { controller, keep, text }
-// keep: the token that was open before; text: what the writer continues
+// The requests in flight: their controller, the token that was open before, and with writing the writer and its text.
+let asked = null;
 let timer = null;
 let written = location.hash; // the last link we set
 
@@ -32,7 +32,7 @@ async function go({ write = false } = {}) {
     const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
     const text = $("text").value;
     if (write) {
-      mine.text = text;
+      Object.assign(mine, { writer, text });
       await follow(writer, { text, ...options() }, signal);
       if (signal.aborted) return;
       $("text").value = text + spoken(writer);
@@ -91,10 +91,9 @@ function outcome(writer) {
 
 function stop() {
   if (!asked) return;
-  const { controller, text } = asked;
+  const { controller, writer, text } = asked;
   controller.abort();
   asked = null;
-  const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
   $("text").value = text + spoken(writer);
   go().then(() => tell("Stopped."));
 }
