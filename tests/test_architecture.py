@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": {"glossary", "generate", "runs", "model", "moe", "data", "option"},
     "distributed": {"data", "model", "moe", "optim"},
     "train": {
-        "files", "install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option",
+        "errors", "files", "install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option",
     },
     "analysis": {
         "files", "glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate",
@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"files", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
-    "plan": {"config", "distributed", "kernels", "routing", "model", "optim"},
+    "plan": {"config", "distributed", "errors", "kernels", "routing", "model", "optim"},
     # The components' own configuration records.
     "config": {
         "analysis", "data", "evaluation", "generate", "model", "moe", "optim", "option", "recipes", "routing", "runs",

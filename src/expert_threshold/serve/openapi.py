@@ -81,7 +81,7 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
         **{name: _number(allowed) for name, allowed in ranges(limits, context, dial).items()},
     }
     properties["n"]["maximum"] = min(limits.n, limits.texts)
-    properties["best_of"] = {"type": ["integer", "null"], "minimum": 1, "maximum": properties["n"]["maximum"]}  # 1 or n
+    properties["best_of"] = {"type": ["integer", "null"], "description": "1, or as n"}
     return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
 
 
