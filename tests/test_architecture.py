@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": {"glossary", "generate", "runs", "model", "moe", "data", "option"},
     "distributed": {"data", "model", "moe", "optim"},
     "train": {
-        "errors", "files", "install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation", "option",
+        "errors", "files", "install", "kernels", "runs", "model", "moe", "optim", "data", "distributed", "evaluation",
+        "option",
     },
     "analysis": {
         "files", "glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate",
