@@ -138,10 +138,10 @@ def test_the_text_of_another_source_can_be_used(made: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", ["calibrate", "evaluate"])
-def test_a_model_without_facts_about_its_training_has_no_training_pools(
+def test_a_model_that_records_no_training_is_measured_without_training_pools(
     command: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that transformers made and et import took was refused as damaged."""
+    """Regression: a model built in transformers and imported was refused as damaged."""
     run = Path(shutil.copytree(made / "expert_choice", tmp_path / "run"))
     config = json.loads((run / "config.json").read_text())
     for section in ("data", "train", "corpus"):

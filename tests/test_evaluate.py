@@ -247,10 +247,10 @@ def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bun
 
 
 @pytest.mark.parametrize("changed", ["num_fewshot: [2]", "num_fewshot: [1]\n  continuation_delimiter: '-'"])
-def test_questions_asked_otherwise_are_asked_anew(
+def test_a_task_is_evaluated_again_after_its_prompt_format_changes(
     changed: str, runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They got the old score under the new number of examples."""
+    """Regression: the old score was reported with the new number of examples."""
     evaluate = ["evaluate", runs / "threshold", "--bundle", bundle, "--no-validation", "--tasks", "copy"]
     assert et(*evaluate) == 0
     yaml = (bundle / "core.yaml").read_text()
@@ -281,8 +281,8 @@ def test_a_text_called_validation_stands_beside_the_run_s_own(
     assert losses[0][1] != losses[1][1]
 
 
-def test_tasks_of_the_harness_leave_the_results_of_others(runs: Path) -> None:
-    """They were erased before the new ones were asked."""
+def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
+    """Regression: saved results were erased before the new tasks ran."""
 
     class Harness:
         def ask(self, *_: Any) -> Any:

@@ -21,5 +21,5 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def needs_data(error: Exception) -> bool:
-    """Return True if torch was asked for the values of a tensor on the meta device, which has none."""
+    """Return True if torch failed because a tensor on the meta device has no data."""
     return isinstance(error, RuntimeError | TypeError) and "meta" in str(error).lower()

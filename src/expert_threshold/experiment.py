@@ -203,7 +203,7 @@ def record_corpus(record: dict[str, Any], corpus: Corpus, out: Path, tokenizer: 
 
 
 def with_recorded_shards(record: Mapping[str, Any], data: DataConfig) -> DataConfig:
-    """Return the options of data with as many shards as the experiment began with; by now more may be there."""
+    """Return the data options limited to the shards the experiment began with, since more may have been downloaded."""
     known = (record["corpus"] or {}).get("train_shards")
     return replace(data, train_shards=known) if data.train_shards is None else data
 

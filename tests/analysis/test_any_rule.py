@@ -144,21 +144,21 @@ def test_bounds_are_what_the_rule_says() -> None:
 
 
 @pytest.mark.parametrize("rule", [ExpertThreshold(16, 0.05), ExpertChoice(16, 0.05), ExpertChoice(1, 0.5)], ids=str)
-def test_an_expert_may_want_less_than_one_token_of_a_small_pool(rule: Rule) -> None:
+def test_bounds_exist_for_experts_that_get_less_than_one_token_of_a_small_pool(rule: Rule) -> None:
     subject = subject_of(rule)
     assert subject.bounds is not None
     assert subject.bounds[1] >= 1
     assert subject.has_bounds != rule.looks_ahead
 
 
-def test_a_layer_that_routes_no_token_has_no_load_to_tell() -> None:
+def test_a_layer_that_routes_no_token_is_left_out_of_the_sentence() -> None:
     tag = {"method": "ET", "kind": "ET"}
     told = say_load_balance({"methods": [{**tag, "spread": [None, 1.5]}, {**tag, "method": "TC", "spread": [None]}]})
     assert told == "In the worst layer the largest load is 1.50 times the mean in ET. No token is routed in TC."
 
 
-def test_the_law_of_cutoffs_is_drawn_of_methods_with_other_pools(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 and 64 experts have pools of different sizes, whose laws were averaged one by one."""
+def test_the_law_of_cutoffs_is_drawn_for_methods_with_different_pool_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the laws of 16 and 64 experts, which have different pool sizes, were averaged entry by entry."""
     monkeypatch.setattr(scores, "POOLS", 4)
 
     def shown(tokens: int, *rules: Rule) -> Shown:

@@ -220,7 +220,7 @@ def test_a_character_that_an_echoed_prompt_begins_is_completed_by_what_follows(
     tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both halves became a character of their own that is none."""
+    """Regression: each half of the character was replaced by U+FFFD."""
     monkeypatch.setattr(decoder_module, "PREFILL", prefill)
     chosen = iter(follows)
     monkeypatch.setattr(Writing, "choose", lambda writing: next(chosen))

@@ -46,7 +46,7 @@ def test_the_rules_themselves_may_come_from_the_top(tmp_path: Path, monkeypatch:
     assert "from .routing import TokenChoice" in files["rule_mine.py"]
 
 
-def test_a_file_of_the_package_s_name_is_another_than_the_package_s_own(
+def test_a_foreign_file_named_like_the_package_does_not_replace_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = rule_files(rule_of("from expert_threshold import TokenChoice", tmp_path, monkeypatch, "expert_threshold"))

@@ -140,29 +140,31 @@ def test_greedy_generation_with_the_cache_writes_our_tokens_alone_and_left_padde
 
 
 @pytest.mark.parametrize(("rule", "autocast"), [("expert_threshold", True), ("cached_trunk", False)])
-def test_a_static_cache_changes_no_token(folders: dict[str, Path], rule: str, autocast: bool) -> None:
-    """It had masks without windows, and under autocast keys of another dtype than values."""
+def test_a_static_cache_gives_the_same_logits(folders: dict[str, Path], rule: str, autocast: bool) -> None:
+    """Regression: its masks ignored windows, and under autocast its keys and values differed in dtype."""
     model = load(folders[rule])
     mask = torch.tensor([[0] * 5 + [1] * 15, [1] * 20])
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    options = {"attention_mask": mask, "max_new_tokens": 2, "do_sample": False, "eos_token_id": None}
     options |= {"return_dict_in_generate": True, "output_logits": True, "disable_compile": True}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         expected, found = (
             model.generate(tokens()[:2, :20], **options, cache_implementation=kind) for kind in (None, "static")
         )
-    if not autocast:  # rounded, the two caches may write different tokens
-        assert found.sequences.tolist() == expected.sequences.tolist()
-    torch.testing.assert_close(found.logits[0], expected.logits[0], rtol=0.05, atol=0.05)
+    near = 0.05 if autocast else 1e-4
+    for step in range(
+        1 if autocast else 2
+    ):  # rounded logits may choose other tokens, from which all that follows differs
+        torch.testing.assert_close(found.logits[step], expected.logits[step], rtol=near, atol=near)
 
 
-def test_windows_refuse_masks_that_are_made_already(folders: dict[str, Path]) -> None:
+def test_models_with_windows_refuse_prepared_masks(folders: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="give one of this shape"):
         load(folders["cached_trunk"])(tokens(), attention_mask=torch.ones(3, 1, 40, 40, dtype=torch.bool))
 
 
 @torch.no_grad()
-def test_hidden_states_are_given_and_attentions_refused(folder: Path) -> None:
-    """Both were None without a word."""
+def test_hidden_states_are_returned_and_attentions_refused(folder: Path) -> None:
+    """Regression: both were silently None."""
     model = load(folder)
     output = model(tokens(), output_hidden_states=True)
     states = output.hidden_states
@@ -223,14 +225,14 @@ def test_a_folder_loads_alone_with_its_own_code_as_its_card_says(folder: Path, t
     assert (tmp_path / "saved" / "modeling_expert_threshold.py").is_file()  # so that what is saved loads alone, too
 
 
-def test_no_file_stands_in_for_the_package(folder: Path) -> None:
-    """Python first looks for modules in the folder that it runs in, and the rule's was called expert_threshold.py."""
+def test_no_exported_file_shadows_the_package(folder: Path) -> None:
+    """Regression: the rule's file, expert_threshold.py, shadowed the package for Python started in the folder."""
     assert list(folder.glob("routing_expert_threshold.py"))
     assert not list(folder.glob("expert_threshold*"))
 
 
 def test_a_model_is_pushed_with_its_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code was written after the upload."""
+    """Regression: the code was written only after the upload."""
 
     class Hub:
         def create_repo(self, repo_id: str, **_: Any) -> Any:
@@ -251,7 +253,7 @@ def test_a_model_is_pushed_with_its_code(folder: Path, tmp_path: Path, monkeypat
 
 
 class Card:
-    """A model card that is not written."""
+    """A model card that writes no file."""
 
     def save(self, path: str) -> None:
         pass

@@ -27,7 +27,7 @@ class Clock(NamedTuple):
 
 @dataclass(frozen=True)
 class Timed(TokenChoice):
-    """Token choice whose state comes from NumPy and is a metric itself, and which reduces over a sequence."""
+    """Token choice whose state comes from NumPy, is reported as a metric, and reduces scores over each sequence."""
 
     def init(self) -> Any:
         return Clock(torch.from_numpy(np.zeros(1, np.float32)))
@@ -54,8 +54,8 @@ def test_it_keeps_the_contract() -> None:
     check_rule(Timed(4), ranks=False)
 
 
-def test_a_metric_that_is_the_state_is_that_of_the_step() -> None:
-    """It was the state itself, which the update moved before the metric was read."""
+def test_a_metric_that_returns_the_state_has_its_value_before_the_update() -> None:
+    """Regression: the metric shared memory with the state, which the update changed before it was read."""
     model = GPT(GPTConfig.preset("tiny", rule=Timed(4), layers=2))
     observations = model(torch.randint(256, (2, 8))).observations
     values = step_values(model, observations)
@@ -66,7 +66,7 @@ def test_a_metric_that_is_the_state_is_that_of_the_step() -> None:
 
 @dataclass(frozen=True)
 class Looking(Timed):
-    """The same, but it looks at its scores, in one of several ways."""
+    """A rule that reads the values of its scores, in one of three ways."""
 
     way: int = 0
 
@@ -77,11 +77,11 @@ class Looking(Timed):
 
 
 @pytest.mark.parametrize("rule", [Timed(4), Looking(4), Looking(4, way=1), Looking(4, way=2)], ids=str)
-def test_checks_without_data_refuse_no_rule_that_looks_at_its_data(rule: Rule) -> None:
+def test_the_check_of_pools_accepts_rules_that_read_their_scores(rule: Rule) -> None:
     require_pools_fit(GPTConfig.preset("tiny", rule=rule), TrainConfig())
 
 
 def test_a_rank_that_saw_nothing_observes_nothing() -> None:
-    """A sequence without tokens, which no forward has, was routed; its largest score does not exist."""
+    """Regression: it routed sequences of length 0, over which a maximum is undefined."""
     moe = GPT(GPTConfig.preset("tiny", rule=Timed(4))).moe_layers()[0][1]
     assert _nothing_seen(moe.router).tokens == 0

@@ -77,7 +77,7 @@ def test_a_new_run_at_another_rate_begins_with_the_cutoffs_of_that_rate(name: st
 
 @pytest.mark.parametrize("name", FOLLOWING)
 def test_a_new_run_in_which_every_expert_takes_every_token_begins_with_finite_cutoffs(name: str) -> None:
-    """They began at −∞, from which the trend made NaN, so that no token went to any expert from the second step on."""
+    """Regression: they began at −∞ and became NaN, so that no expert received a token from the second step on."""
     old = batch_cutoffs(FOLLOWING[name], 5)[1]
     rule = replace(FOLLOWING[name], experts_per_token=EXPERTS)
     state = begin_run(old, rule.init(), rate=EXPERTS)

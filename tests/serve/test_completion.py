@@ -272,9 +272,7 @@ def test_tokens_are_reported_with_their_text_offsets(parser: Parser, tokenizer: 
     assert choice.written == 4
 
 
-def test_the_offset_of_a_character_that_the_prompt_begins_is_that_of_its_end(
-    parser: Parser, tokenizer: Tokenizer
-) -> None:
+def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Parser, tokenizer: Tokenizer) -> None:
     asked = parse(parser, prompt=[[98], [97, 0xC3]], n=2, echo=True, logprobs=0)
     choice = Answer(asked, tokenizer).choices[3]
     prompt, steps = [step(97, "a"), step(0xC3, "")], [step(0xA9, "é"), step(98, "b")]

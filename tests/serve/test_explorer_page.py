@@ -209,8 +209,8 @@ def test_generated_text_streams_token_by_token_and_can_be_stopped(page: Page, se
     assert page.run("document.getElementById('text').value").startswith(TEXT)
 
 
-def test_a_text_that_is_stopped_while_it_is_read_stays_whole(page: Page, server: Served) -> None:
-    """What had not been read was deleted."""
+def test_stopping_while_a_text_is_read_keeps_all_of_it(page: Page, server: Served) -> None:
+    """Regression: Stop deleted the part of the text that the run had not read yet."""
     text = "the cat sat on the mat; " * 30
     page.run(f"document.getElementById('text').value = {text!r}")
     server.engine.open.clear()

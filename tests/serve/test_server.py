@@ -673,7 +673,7 @@ def test_a_text_whose_logits_are_not_finite_fails_alone(model: GPT) -> None:
 
 
 def test_no_event_of_a_stream_has_empty_logprobs(server: Served) -> None:
-    """The first did, while the prompt was read, which clients of OpenAI's do not expect."""
+    """Regression: the first event did, while the prompt was read, and OpenAI's clients failed on it."""
     for event in events(complete(server, stream=True, logprobs=1, max_tokens=3)):
         (choice,) = event["choices"]
         assert choice["logprobs"]["tokens"]

@@ -318,8 +318,8 @@ def test_a_rule_may_change_and_its_cutoffs_come_along_where_both_have_some(start
         ),
     ],
 )
-def test_a_state_in_other_units_begins_anew(first: Rule, second: Rule, start: Start, tmp_path: Path) -> None:
-    """Prices were taken for cutoffs, since fields of both states have the same names."""
+def test_a_state_in_other_units_is_initialised_anew(first: Rule, second: Rule, start: Start, tmp_path: Path) -> None:
+    """Regression: prices were loaded as cutoffs, because both states have fields of the same names."""
     start("first", tiny(first))
     shown = io.StringIO()
     start("second", tiny(second), steps=1, init_from=tmp_path / "first", console=Console(file=shown, width=400))

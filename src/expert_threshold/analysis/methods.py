@@ -53,12 +53,12 @@ class Subject(NamedTuple):
 
     @property
     def pool(self) -> int:
-        """Tokens in the pool of `bounds`: enough for each expert to get one token or more."""
+        """Return the size of a pool, in tokens, in which every expert gets at least one token."""
         return self.rule.num_experts * max(self.rule.num_experts, math.ceil(1 / self.rule.experts_per_token))
 
     @property
     def bounds(self) -> tuple[int, int] | None:
-        """The minimum and maximum load of an expert for `pool` tokens in training; None if loads are unbounded."""
+        """Return the minimum and maximum load of an expert in training for `pool` tokens; None without bounds."""
         return self.rule.load_bounds(self.pool)
 
     @property

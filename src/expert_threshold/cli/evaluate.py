@@ -111,7 +111,7 @@ def run(arguments: Sequence[str]) -> None:
                 evaluated.validate(options["eval_tokens"])
             for source, corpus in corpora.items():
                 evaluated.measure_on(source, corpus, options["eval_tokens"])
-            asked: dict[str, Any] = {}  # of all that is saved, what is shown
+            asked: dict[str, Any] = {}  # replaces saved sections that also hold other results
             if tasks:
                 asked["core"] = ask_core(
                     known,
@@ -299,7 +299,7 @@ class Run(NamedTuple):
 
 
 def training_batch(folder: RunFolder) -> int | None:
-    """Return the sequences in a micro-batch of training; None for an imported model without this fact."""
+    """Return the number of sequences in a micro-batch of training; None if an imported model does not record it."""
     return int(folder.section("train")["batch_size"]) if "train" in folder.config else None
 
 
@@ -332,7 +332,7 @@ def _is_of(known: Any, corpus: str, eval_tokens: int | None) -> bool:
 
 
 def _short_names(places: Sequence[str]) -> dict[str, str]:
-    """Return the places by name: as many last parts of each as tell it from the others and from the run's own text."""
+    """Return the places keyed by the shortest end of their path that no other place, nor the run's own text, shares."""
 
     def ends(place: str) -> list[str]:
         parts = Path(place).parts

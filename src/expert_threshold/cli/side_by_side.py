@@ -12,7 +12,7 @@ from ..analysis.sentences import fixed
 
 Result = Mapping[str, Any]
 VALIDATION = "validation"
-"""The name of a run's own validation text."""
+"""Names a run's own validation text in the table."""
 
 
 def table(

@@ -25,7 +25,7 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
 }
 LISTS = ("choices", "context_options")
 DELIMITER = " "
-"""Stands between a question and its answer unless core.yaml says otherwise."""
+"""Separates a question from its answer unless core.yaml says otherwise."""
 
 
 class Task(NamedTuple):

@@ -142,10 +142,10 @@ def _extent(core: Mapping[str, Any]) -> tuple[bool, int]:
 
 
 def _find(cores: Sequence[Mapping[str, Any]], task: Task, max_per_task: int | None) -> dict[str, Any] | None:
-    """Return the result of the same questions, asked alike, for any max_per_task; None if there is none."""
+    """Return a saved result for the same questions and prompt format, whatever its max_per_task, or None."""
     asked = (task.hash, len(task.rows[:max_per_task]), task.kind, task.shots, task.delimiter)
     for core in cores:
-        found: dict[str, Any] = {"delimiter": DELIMITER} | core["tasks"].get(task.label, {})  # it was not always saved
+        found: dict[str, Any] = {"delimiter": DELIMITER} | core["tasks"].get(task.label, {})  # older files omit it
         if tuple(map(found.get, ("hash", "rows", "kind", "shots", "delimiter"))) == asked:
             return found
     return None

@@ -138,7 +138,7 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
 class Text:
     """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided.
 
-    after: the bytes before, of which the last may begin a character that the text completes.
+    after: the bytes before this text, which may end inside a character.
     """
 
     def __init__(self, stop: Sequence[str], after: bytes = b"") -> None:
@@ -164,8 +164,9 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def ending(tokenizer: Tokenizer, request: Request) -> bytes:
-    """Return the last bytes of the prompt's last document, as many as can be part of a character that what is generated
-    completes; none unless the prompt is echoed, since only then both are one text.
+    """Return the bytes at the end of an echoed prompt that may start a character completed by the generated text.
+
+    Returns no bytes without echo, because then the prompt and the generated text are separate texts.
     """
     content = b""
     for token in request.prompt[-3:] if request.echo else ():
@@ -382,7 +383,7 @@ class Engine:
         request = writing.request
         opens = token == self.tokenizer.bos
         content = b"" if opens else self.tokenizer.decode_bytes([token])
-        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # else what follows may complete it
+        last = len(writing.prompt) + 1 == len(request.prompt) and not writing.left  # otherwise the text goes on
         text, _ = writing.prompt_text.push(content, final=opens or last)
         logprob, top = (None, ()) if known is None else (known.logprob(token), known.top(request.tops))
         return Step(token, text, logprob, None, _routing(decoded, i) if request.record else None, top)

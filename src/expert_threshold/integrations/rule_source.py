@@ -19,7 +19,7 @@ PACKAGE = re.compile(r"^\s*(?:from|import) expert_threshold\b.*$", re.MULTILINE)
 
 
 def rule_files(rule: Rule | None) -> dict[str, str]:
-    """Return the texts of all files that the rule's class needs, by name. A dense model gets one that says it has none.
+    """Return the texts of all files that the rule's class needs, by name; for a dense model, one that sets RULE = None.
 
     A rule of another distribution must be one file that imports nothing of this package but `expert_threshold.routing`.
     Raises ValueError if it is not, or if its source cannot be found.
@@ -47,7 +47,7 @@ def rule_files(rule: Rule | None) -> dict[str, str]:
 
 
 def _flat(module: str) -> str:
-    """Return a module's name in the folder: a file with the package's own would stand in for it there."""
+    """Return the module's name in an exported folder, where a file named like the package would shadow it."""
     return "routing_expert_threshold" if module == "expert_threshold" else module
 
 

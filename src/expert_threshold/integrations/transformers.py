@@ -39,7 +39,7 @@ try:
 except ImportError:  # transformers 5.20 and older
 
     def slice_logits_to_keep(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-        """Return the last so many positions, all for 0, or those of these indices."""
+        """Return the last `logits_to_keep` positions, all of them if it is 0, or the positions it lists."""
         return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
 
 
@@ -113,7 +113,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Save as usual, with this file beside it, so that a model that is saved or pushed has its code."""
+        """Save the configuration and the model's code, which `PreTrainedModel.save_pretrained` then pushes too."""
         assert self.rule is not None
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         for name, text in _sources(self.rule).items():
@@ -218,7 +218,7 @@ class Attention(nn.Module):
                 raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
             gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # autocast norms in float32
+        q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # under autocast norms return float32
         if self.config.has_key_offset(self.layer):
             k = delay(k, seen)
         if cache is not None:
@@ -380,7 +380,7 @@ class ExpertThresholdPreTrainedModel(PreTrainedModel):
 
     @staticmethod
     def create_masks_for_generate(config: ExpertThresholdConfig, attention_mask: Tensor | None, **given: Any) -> Any:
-        """Return the mask for a static cache; with windows as given, since `forward` makes each layer's from it."""
+        """Return the mask for a static cache, or the given one if layers have windows, which `forward` applies."""
         if config.windows is not None:
             return attention_mask
         return create_masks_for_generate(config=config, attention_mask=attention_mask, **given)
@@ -446,7 +446,7 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0.
 
-        Hidden states are what enters each block, before residual and skip scalars, and last what the head reads.
+        Hidden states are the inputs of the blocks, before residual and skip scalars, followed by the head's input.
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions=True, but attention weights are never computed; leave it out")

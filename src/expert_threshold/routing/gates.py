@@ -85,9 +85,7 @@ class Gated(Rule):
 
 
 class Valued(Gated):
-    """A gated rule with the option over: tokens choose by values, which are scores or, with over="gates", their sigmoid
-    or softmax.
-    """
+    """A gated rule that selects by values: the scores or, with over="gates", their sigmoid or softmax."""
 
     over: Over
 
@@ -97,12 +95,12 @@ class Valued(Gated):
         return self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
 
     def continues(self, other: Rule) -> bool:
-        """Return True for the same kind of state, measured over the same values."""
+        """Return True if both rules keep the same kind of state in the same units."""
         return super().continues(other) and isinstance(other, Valued) and self._values == other._values
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """What `values_of` computes: scores, or sigmoids or softmax over so many null scores."""
+        """Return the units of `values_of`: scores, or the gate's activation with its number of null scores."""
         return ("scores",) if self.over == "scores" else (self.gate.partition("_")[0], self.null_scores)
 
 

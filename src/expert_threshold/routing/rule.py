@@ -213,7 +213,7 @@ class Rule(ABC):
         )
 
     def continues(self, other: Rule) -> bool:
-        """Return True if a new run may begin with the state of another's rule: of the same kind, in the same units."""
+        """Return True if a new run may start from the other rule's state, of the same kind and in the same units."""
         return type(self.init()) is type(other.init())
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:

@@ -15,7 +15,7 @@ STEP, LAST = 0.5, 7.5
 """Levels are logits of usage from −LAST to LAST, that is 0.06 % to 99.94 % of the tokens."""
 LEVELS = round(2 * LAST / STEP) + 1
 MOST_USAGE = 1 / (1 + math.exp(-LAST))
-"""The usage of the last level."""
+"""The largest usage at which quantiles are kept."""
 SAMPLE = 2048
 """The maximum number of tokens sorted, which costs less than one k-th largest of a training batch."""
 

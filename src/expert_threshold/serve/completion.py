@@ -24,7 +24,6 @@ MAX_TOKENS = 16
 
 SEEDS = 2**63
 IDLE: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),

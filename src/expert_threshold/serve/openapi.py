@@ -77,11 +77,11 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
         "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop) | {"maxItems": limits.stops}]},
         "rate": {"type": "null"},  # unless it has a range
         "user": {"type": ["string", "null"]},
+        "best_of": {"type": ["integer", "null"], "description": "1, or the value of n."},
         **{name: {"enum": [*values, None]} for name, values in IDLE.items()},
         **{name: _number(allowed) for name, allowed in ranges(limits, context, dial).items()},
     }
     properties["n"]["maximum"] = min(limits.n, limits.texts)
-    properties["best_of"] = {"type": ["integer", "null"], "description": "1, or as n"}
     return {"type": "object", "required": ["model"], "properties": properties, "additionalProperties": False}
 
 

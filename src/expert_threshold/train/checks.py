@@ -73,7 +73,7 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
                 scores = torch.zeros(local.pooled, model.context, model.rule.num_scores)
                 model.rule.route(scores, Router(1, model.rule).state, training=True)
         except (RuntimeError, TypeError) as error:
-            if not needs_data(error):  # a rule may look at its scores
+            if not needs_data(error):  # rules may read their scores, which have no values here
                 raise
 
 

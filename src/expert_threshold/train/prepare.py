@@ -324,8 +324,10 @@ def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
 
 
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
-    """Return the weights of a run with `rule` for this model's: where the number of scores differs, those beside the
-    experts' begin anew, and so does a state that this model's rule does not continue, or of another shape.
+    """Return the weights of a run with `rule`, adapted to this model's rule.
+
+    Router rows of null scores are initialised anew if the number of scores differs, and the rule's state if this
+    model's rule does not continue it or its shape differs.
     """
     fitted, mine = dict(weights), gpt.config.rule
     anew = mine is None or rule is None or not mine.continues(rule)

@@ -173,7 +173,7 @@ def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
     figure, every = panels(width, 2, height=2, left=0.8, key=key)
-    # The laws of methods that have what it depends on in common are drawn as one.
+    # Methods with the same share and pool sizes are expected to follow one law, drawn once.
     alike: dict[tuple[float, tuple[int, ...]], list[Any]] = {}
     for entry in methods:
         alike.setdefault((entry["share"], tuple(entry["tokens"])), []).append(array(entry["law"]))

@@ -11,8 +11,7 @@ const PAUSE = 350; // milliseconds after the last keystroke before the text is r
 
 let panels = [];
 let scale = null; // { by, bins }
-// The requests in flight: their controller, the token that was open before, and with writing the writer and its text.
-let asked = null;
+let asked = null; // the requests in flight: { controller, keep }, and { writer, text } while generating
 let timer = null;
 let written = location.hash; // the last link we set
 
@@ -74,7 +73,7 @@ function value(id) {
   return $(id).value === "" ? null : Number($(id).value);
 }
 
-/** Returns the text that a panel's run has written; what it was given may not have been read to its end. */
+/** Returns the text that a panel's run has generated, without the prompt, which may not be read to its end yet. */
 function spoken(panel) {
   return panel.tokens.filter((token) => token.written).map((token) => token.text).join("");
 }
