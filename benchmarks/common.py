@@ -28,7 +28,7 @@ def time_interleaved(
     calls: dict[str, Callable[[], object]], repeats: int, warmup: int = 2, on: torch.device = CPU
 ) -> dict[str, list[float]]:
     """Return `time_in_turn`'s times, measured while objects are at rest, as in training."""
-    with device.objects_at_rest():
+    with device.gc_frozen():
         return time_in_turn(calls, repeats, warmup, on)
 
 

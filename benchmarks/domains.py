@@ -36,7 +36,7 @@ from expert_threshold.compare import joined_runs
 from expert_threshold.data import open_held_out, open_source
 from expert_threshold.data.sources import absolute
 from expert_threshold.evaluation.results import RESULTS
-from expert_threshold.files import damage_told, read_json, replace_file, replace_json
+from expert_threshold.files import corrupted_file_error, read_json, replace_file, replace_json
 from expert_threshold.routing import DENSE
 
 METHODS = (
@@ -154,7 +154,7 @@ def read_table(folders: list[str]) -> Table:
             if record[name] != first[name]:
                 others = f"{first[name]!r} of {folders[0]}"
                 raise ValueError(f"--join {folder}: {name}={record[name]!r} differs from {others}")
-        with damage_told(Path(folder) / RECORD, REMEDY):
+        with corrupted_file_error(Path(folder) / RECORD, REMEDY):
             for (name, seed), run in joined.runs.items():
                 if run.folder != folder:
                     continue
@@ -180,7 +180,7 @@ def read_record(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name the folder `runs` of a finished benchmark")
     record = read_json(path)
-    with damage_told(path, REMEDY):
+    with corrupted_file_error(path, REMEDY):
         if not record["domains"] or not dict(record["methods"]):
             raise ValueError("it is empty")
         _ = record["domain_tokens"], record["date"], record["commit"]

@@ -33,7 +33,7 @@ from peers_table import to_markdown
 from rich.console import Console
 from rich.progress import Progress
 
-from expert_threshold.train.device import objects_at_rest, pick_device, pick_dtype
+from expert_threshold.train.device import gc_frozen, pick_device, pick_dtype
 
 PAPER = {"d12": 768, "d20": 1280}
 SHAPES = (("256", "256-fine64", "256-fine256", "512", "d12"), ("d12", "d12-fine64", "d12-fine256", "d20"))  # CPU, CUDA
@@ -103,7 +103,7 @@ def main() -> None:
         bar = progress.add_task("", total=sum(cost(shape) for shape, _ in cases))
         for shape, fanout in cases:
             progress.update(bar, description=f"{shape.name}, fanout {fanout}")
-            with objects_at_rest():
+            with gc_frozen():
                 measured = measure(
                     Case(shape, dtype, device),
                     fanout,

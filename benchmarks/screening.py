@@ -103,7 +103,7 @@ def speeds_without(rule: str, repeats: int) -> dict[str, float]:
     whole = stepper(f"--rule {rule}")
     without = {name: stepper(f"--rule {rule} {options}") for name, options in PIECES.items()}
     ratios: dict[str, list[float]] = {name: [] for name in without}
-    with device.objects_at_rest():
+    with device.gc_frozen():
         for repeat in range(2 + repeats):
             for name, step in without.items():
                 seconds = whole() / step()

@@ -42,7 +42,7 @@ from rich.progress import Progress
 
 from expert_threshold.analysis.sentences import counted
 from expert_threshold.data import Loader, Tokens, open_source, pack, windows
-from expert_threshold.files import damage_told
+from expert_threshold.files import corrupted_file_error
 from expert_threshold.runs import RunFolder
 
 OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
@@ -380,7 +380,7 @@ def main() -> None:
             text = (arguments.out / "speedrun.json").read_text(encoding="utf-8")
         except OSError:
             raise ValueError(f"{arguments.out} has no speedrun.json to redraw; run without --redraw first") from None
-        with damage_told(arguments.out / "speedrun.json", "run without --redraw"):
+        with corrupted_file_error(arguments.out / "speedrun.json", "run without --redraw"):
             write(arguments.out, json.loads(text))
         return
     contestants = parse_contestants(arguments.ours or OURS)

@@ -43,7 +43,7 @@ from .experiment import (
     run_title,
     with_recorded_shards,
 )
-from .files import damage_told, read_json, replace_file, replace_json
+from .files import corrupted_file_error, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
 from .routing import DENSE, RULES
@@ -300,11 +300,11 @@ def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
         raise ValueError(f"--join {folder}: has no compare.json; name the folder of a comparison")
     record = read_json(path)
     require_format(record, COMPARISON, path, ELSEWHERE)
-    with damage_told(path, ELSEWHERE):
+    with corrupted_file_error(path, ELSEWHERE):
         has_flops_of_steps = all(isinstance(run.get("flops"), list) for run in record["runs"])
     if not has_flops_of_steps:
         raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
-    with damage_told(path, ELSEWHERE):
+    with corrupted_file_error(path, ELSEWHERE):
         machines = record["machines"]
         usual = {name: with_defaults(SECTIONS[name], record["options"][name]) for name in ("train", "model", "optim")}
         owned = record.get("own_options", {})  # earlier versions had none

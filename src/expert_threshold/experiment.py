@@ -19,7 +19,7 @@ from . import __version__
 from .config import SECTIONS, RunConfig, with_defaults
 from .data import Corpus, DataConfig, Tokenizer
 from .data.token_files import TOKENIZER
-from .files import damage_told, missing_folders, read_json, remove_empty, to_json
+from .files import corrupted_file_error, missing_folders, read_json, remove_empty, to_json
 from .routing import RULES, rule_to_dict
 from .runs.lock import LOCK, exclusive, is_vacant
 from .train import Text, read_text
@@ -135,7 +135,7 @@ def read_record(
         return now
     before = read_json(path)
     require_format(before, kind, path, OTHER_FOLDER)
-    with damage_told(path, OTHER_FOLDER):
+    with corrupted_file_error(path, OTHER_FOLDER):
         sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
         rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
         if is_auto:

@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def damage_told(name: str | Path, remedy: str) -> Iterator[None]:
+def corrupted_file_error(name: str | Path, remedy: str) -> Iterator[None]:
     """Turn errors from missing or malformed fields into a ValueError that reports damage to `name`."""
     try:
         yield

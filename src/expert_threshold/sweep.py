@@ -23,7 +23,7 @@ from .analysis.sweep_page import show_value, write_page
 from .config import RunConfig
 from .errors import is_out_of_memory
 from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine, with_recorded_shards
-from .files import damage_told, read_json, replace_file, replace_json
+from .files import corrupted_file_error, read_json, replace_file, replace_json
 from .install import install
 from .plan import costs
 from .runs import RunFolder
@@ -183,7 +183,7 @@ class Sweep:
         """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible."""
         path = self.folder / SWEEP.file
         if path.exists():
-            with damage_told(path, OTHER_FOLDER):
+            with corrupted_file_error(path, OTHER_FOLDER):
                 self._earlier = read_json(path)["studies"]
                 made = sum(len(study["trials"]) for study in self._earlier.values())
             if made and not (self.folder / STUDIES).exists():

@@ -235,7 +235,7 @@ def test_a_first_step_that_saw_no_forward_warns() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
-def test_what_is_not_finite_moves_no_rule_and_is_reported(rule: Rule, value: float) -> None:
+def test_describe_nonfinite_moves_no_rule_and_is_reported(rule: Rule, value: float) -> None:
     model = Foreign(rule)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     follow(model, optimizer)

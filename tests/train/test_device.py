@@ -11,7 +11,7 @@ import torch
 from expert_threshold.cli import main
 from expert_threshold.kernels import cpu, off
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.device import kernels_off, kernels_run, objects_at_rest, to_device
+from expert_threshold.train.device import gc_frozen, kernels_off, kernels_run, to_device
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def test_objects_rest_while_a_run_trains_and_are_garbage_again_after() -> None:
     gc.unfreeze()  # those of pytest
     try:
-        with objects_at_rest():
+        with gc_frozen():
             assert gc.get_freeze_count() > 0
         assert gc.get_freeze_count() == 0
     finally:
@@ -29,7 +29,7 @@ def test_objects_rest_while_a_run_trains_and_are_garbage_again_after() -> None:
 def test_what_others_froze_stays_frozen() -> None:
     gc.freeze()
     before = gc.get_freeze_count()
-    with objects_at_rest():
+    with gc_frozen():
         pass
     assert gc.get_freeze_count() > 0.9 * before  # some of them may be freed
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..model import GPTConfig, flops_per_token
 from ..routing import DENSE
 from ..runs import RunFolder
@@ -72,7 +72,7 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
     """Return the result of a run, None if it neither finished nor diverged. Raises ValueError if it is damaged."""
     train, model, records = folder.section("train"), folder.section("model"), folder.metrics.read()
     validations = {record["step"]: record for record in records if record["split"] == "validation"}
-    with damage_told(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
+    with corrupted_file_error(folder.path, f"restore it from a copy, or remove {folder.path} to train that run again"):
         steps = train["steps"]
         if any(record.get("event") == "diverged" for record in records):
             validations[steps] = {"loss": None, "bits_per_byte": None, "layers": {}}

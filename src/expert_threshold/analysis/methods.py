@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..recipes import METHODS, method_named
 from ..routing import DENSE, RULES, Rule
 from ..runs import RunFolder
@@ -149,7 +149,7 @@ def _read(folder: RunFolder) -> _Found:
         folder.section(section)  # a configuration that lacks one is refused here
     if folder.latest_checkpoint() is None:
         raise ValueError(f"{folder.path}: no checkpoint was saved yet; train it longer")
-    with damage_told(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
+    with corrupted_file_error(folder.path, "restore config.json and metrics.jsonl from a copy, or train again"):
         run = read_run(folder)
         for record in (*run.train, *run.validation):
             require_numbers(record)

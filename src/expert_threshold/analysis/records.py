@@ -15,7 +15,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def require_numbers(record: Record) -> None:
-    """Raise an error, of those that `damage_told` reports, for a loss or a layer's measure that is not in numbers."""
+    """Raise an error for `corrupted_file_error` unless a loss and the measures of its layers are numbers."""
     _require_numbers("loss", record["loss"])
     for layer, measures in record["layers"].items():
         int(layer)

@@ -29,7 +29,7 @@ from ..evaluation import (
 )
 from ..evaluation.core import choose_rows
 from ..evaluation.results import RESULTS
-from ..files import damage_told, replace_json
+from ..files import corrupted_file_error, replace_json
 from ..install import install
 from ..model import GPT
 from ..option import Count, did_you_mean
@@ -130,7 +130,7 @@ def run(arguments: Sequence[str]) -> None:
         print(json.dumps([{"run": path} | result for path, result in results.items()]))
     else:
         places = _short_names([*dict.fromkeys(map(_place, corpora))])
-        with damage_told(RESULTS, "remove that file of the run to measure again"):
+        with corrupted_file_error(RESULTS, "remove that file of the run to measure again"):
             shown = table(results, options["validation"], places, labels, harness is not None)
         Console().print(shown)
     if options["bundle"] is None and not given.keys() & {"bundle", "data", "harness"}:

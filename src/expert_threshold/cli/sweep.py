@@ -22,7 +22,7 @@ from ..analysis.sweep import TOLERANCE, Scale, SizeStudy, Trial, fit_laws
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
 from ..experiment import opened, read_record, require_format
-from ..files import damage_told, read_json, replace_json
+from ..files import corrupted_file_error, read_json, replace_json
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, bare, describe, did_you_mean, kinds_of
 from ..plan import costs
@@ -396,7 +396,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
         if record.get("format") != SWEEP.format:
             raise ValueError(f"{folder}: not the folder of a sweep; name the --out of an et sweep")
         require_format(record, SWEEP, path, AGAIN)
-        with damage_told(path, AGAIN):
+        with corrupted_file_error(path, AGAIN):
             sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
             for method, study in record["studies"].items():
                 trials = [Trial(**trial) for trial in study["trials"]]
@@ -437,7 +437,7 @@ def fit(folders: Sequence[str], out: str | None) -> None:
 
 
 def require_places(sizes: Mapping[str, float], scales: Mapping[str, Scale], trials: Sequence[Trial]) -> None:
-    """Raise an error for `damage_told` unless sizes and finished trials' losses and options have a place on an axis."""
+    """Raise an error for `corrupted_file_error` unless sizes, losses and options have a place on an axis."""
     numbers = [math.log(size) for size in sizes.values()]
     for trial in trials:
         if trial.loss is not None:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ..config import DEFAULT_RULE, scaled_rule
-from ..files import damage_told, require_free
+from ..files import corrupted_file_error, require_free
 from ..install import et
 from ..model import GPTConfig, parameter_counts
 from ..model.upcycle import upcycle, upcycled_config
@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     known = option_names(options["rule"])
     own = {name: options[name] for name in ("num_experts", "experts_per_token") if name in known}
     step = source.load_checkpoint(options["step"], parts=()).step
-    with damage_told(source.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(source.path / "config.json", "restore it from a copy, or train again"):
         steps = operator.index(source.config.get("train", {}).get("steps", max(step, 1)))
     rule = scaled_rule(options["rule"], steps, **own)  # decay and warmup for a run as long as this one
     assert rule is not None

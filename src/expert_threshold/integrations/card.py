@@ -7,7 +7,7 @@ from typing import Any
 
 from ..evaluation import read_results
 from ..evaluation.results import RESULTS
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..model import GPTConfig, parameter_counts
 from ..routing import rule_name
 from ..runs import RunFolder
@@ -70,16 +70,16 @@ def _rows(run: RunFolder, config: GPTConfig, step: int) -> dict[str, str]:
         "context": f"{config.context:,} tokens",
     }
     facts = run.config
-    with damage_told(run.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
         if "train" in facts:
             train = facts["train"]
             tokens = step * train["batch_size"] * train["accumulation"] * config.context
             rows["trained"] = f"{step:,} steps, {tokens:,} tokens"
     evaluated = read_results(run.path, step)
-    with damage_told(run.path / RESULTS, "remove that file to export without its numbers"):
+    with corrupted_file_error(run.path / RESULTS, "remove that file to export without its numbers"):
         losses, core = _losses(evaluated.get("validation") or {}), _core(evaluated.get("core", {}))
     if not losses:
-        with damage_told(run.metrics.path, "restore it from a copy, or delete that line"):
+        with corrupted_file_error(run.metrics.path, "restore it from a copy, or delete that line"):
             losses = _losses(_validation(run, step))
     return rows | losses | core
 

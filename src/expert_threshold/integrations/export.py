@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..data import BOS
-from ..files import damage_told, new_folder, read_json, require_free, to_json, write_synced
+from ..files import corrupted_file_error, new_folder, read_json, require_free, to_json, write_synced
 from ..model import GPT, GPTConfig
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import save_tensors
@@ -99,7 +99,7 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
 
 def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Return what `_facts` exported: the sections, and the step. Raises ValueError if they are damaged."""
-    with damage_told(path / "config.json", "export the model again"):
+    with corrupted_file_error(path / "config.json", "export the model again"):
         run = config.get("run") or {}
         step = run.get("step", 0)
         if type(step) is not int or step < 0:
@@ -122,7 +122,7 @@ def _load(path: Path) -> dict[str, Tensor]:
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.is_file():
-        with damage_told(index, "export or save the model again"):
+        with corrupted_file_error(index, "export or save the model again"):
             files = set(map(str, read_json(index)["weight_map"].values()))
     weights: dict[str, Tensor] = {}
     for name in sorted(files):
@@ -143,7 +143,7 @@ def _facts(run: RunFolder, step: int) -> dict[str, Any]:
     """Return the facts of the training run to export. The text is reduced to its name, since folders are shared."""
     config = run.config
     facts = {"step": step} | {name: config[name] for name in FACTS if name in config}
-    with damage_told(run.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(run.path / "config.json", "restore it from a copy, or train again"):
         if "data" in facts:
             facts["data"] = facts["data"] | {"source": Path(facts["data"]["source"]).name}
         if "corpus" in facts:

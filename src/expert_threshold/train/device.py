@@ -112,7 +112,7 @@ def keep_freed_memory() -> None:
 
 
 @contextmanager
-def objects_at_rest() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection within the context.
 
     A corpus and a tokenizer leave millions of objects, and each collection over them takes as long as a small step.

@@ -19,7 +19,7 @@ from ..moe import all_finite
 from ..optim import OptimConfig
 from ..runs import RunFolder
 from .config import TrainConfig
-from .device import objects_at_rest, pick_device, to_device
+from .device import gc_frozen, pick_device, to_device
 from .evaluations import Evaluations, Sample, Validated
 from .interrupt import Interrupt
 from .log import Display, Title
@@ -27,7 +27,7 @@ from .prepare import Text, prepare
 from .run_log import run_log
 from .saving import Saver
 from .state import TrainState
-from .sums import Sums, all_reduce, step_values, what_is_not_finite
+from .sums import Sums, all_reduce, describe_nonfinite, step_values
 from .timer import Timer
 
 
@@ -80,7 +80,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
         model.update_rules(sums.observations)
         state.add_to_interval(sums, values)
     shards.finish_step()
-    not_finite = "" if is_finite else what_is_not_finite(model, sums)
+    not_finite = "" if is_finite else describe_nonfinite(model, sums)
     state.count_step(not_finite, tokens, time.perf_counter() - start)
     return is_finite
 
@@ -141,7 +141,7 @@ def train(
             run_log(folder, prepared, display, config.track) as log,
             closing(Saver(folder, parallel, config.keep_checkpoints)) as saver,
             closing(state.loader),
-            objects_at_rest(),
+            gc_frozen(),
         ):
             interrupt.deferred = True
             timer = Timer(state, prepared.validation)

@@ -16,7 +16,7 @@ from ..optim import OptimConfig, make_optimizers
 from .budget import SHARE_OF_STEPS
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
-from .device import objects_at_rest, pick_device, pick_dtype
+from .device import gc_frozen, pick_device, pick_dtype
 from .loop import train_step
 from .state import TrainState
 
@@ -43,7 +43,7 @@ def tokens_within(seconds: float, model: GPTConfig, optim: OptimConfig, config: 
         state = TrainState(gpt, optimizers, cast(Loader, batches), config, forward=forward)
         times: list[float] = [_seconds_of_step(state)]
         end = time.perf_counter() + SECONDS
-        with objects_at_rest():
+        with gc_frozen():
             while state.step <= WARMUP_STEPS or (time.perf_counter() < end and state.step < config.steps):
                 times.append(_seconds_of_step(state))
     turns = min(optimizers.config.expert_period, len(times) - WARMUP_STEPS)  # steps of a round differ in their time

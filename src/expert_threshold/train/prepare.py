@@ -21,7 +21,7 @@ from ..data.tokens import Parts
 from ..distributed import LocalBatch, Parallel, local_batch, parallelize
 from ..evaluation import Task, read_bundle
 from ..evaluation.core import choose_rows
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..model import GPT, TRUNKS, GPTConfig
 from ..moe import Rule
 from ..optim import OptimConfig, make_optimizers
@@ -175,7 +175,7 @@ def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> B
     """Return the number of steps or, for a run with a time budget, that budget with the decisions so far."""
     if "time" not in record:
         return Budget(config.steps)
-    with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(folder.path / "config.json", "restore it from a copy, or train again"):
         return Budget(config.steps, 60 * record["time"]["minutes"], record["time"]["decisions"])
 
 
@@ -201,7 +201,7 @@ def _beginning(
         )
     if saved is not None or record.get("init_from") is None:
         return saved, None
-    with damage_told(folder.path / "config.json", "restore it from a copy, or train again"):
+    with corrupted_file_error(folder.path / "config.json", "restore it from a copy, or train again"):
         source = Path(record["init_from"])
     return None, RunFolder.open(source)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ..evaluation import Validation
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..runs import RunFolder
 from .budget import Decision
 from .config import TrackerName
@@ -160,7 +160,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
 def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
     """Return the validations, the steps at which CORE was evaluated, and the dead experts in metrics.jsonl."""
     records = folder.metrics.read()
-    with damage_told(folder.metrics.path, "restore it from a copy, or delete that line"):
+    with corrupted_file_error(folder.metrics.path, "restore it from a copy, or delete that line"):
         return (
             [
                 [r["step"], _number(r["loss"]), _number(r["bits_per_byte"])]

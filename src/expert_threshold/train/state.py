@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 
 from ..data import Loader, Position
 from ..distributed import LocalBatch, OptimizerShards, Parallel, Slice, Status
-from ..files import damage_told
+from ..files import corrupted_file_error
 from ..model import GPT, Output
 from ..optim import Optimizers
 from ..runs import Checkpoint, Part
@@ -158,7 +158,7 @@ class TrainState:
 
     def restore(self, saved: Checkpoint) -> None:
         """Restore all but the weights from a checkpoint. Raises ValueError if it lacks something."""
-        with damage_told(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+        with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
             self._restore(saved)
 
     def _restore(self, saved: Checkpoint) -> None:
@@ -207,7 +207,7 @@ def _parts(slices: Mapping[str, tuple[Tensor, Slice]]) -> dict[str, Tensor | Par
 
 def load_weights(model: GPT, saved: Checkpoint) -> None:
     """Load a checkpoint's weights into a model that is not sharded yet. Raises ValueError if they do not fit."""
-    with damage_told(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
         try:
             model.load_state_dict(saved.tensors["model"])
         except RuntimeError as error:

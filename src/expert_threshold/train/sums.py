@@ -101,7 +101,7 @@ def all_reduce(
     return sums, square.sqrt().to(norm.dtype), Status(*counts.tolist())
 
 
-def what_is_not_finite(model: GPT, sums: Sums) -> str:
+def describe_nonfinite(model: GPT, sums: Sums) -> str:
     """Return a clause naming what is not finite: loss, gradients or scores, the latter of the first layer with NaN."""
     layers = zip(model.moe_layers(), sums.observations, strict=True)
     clauses = (scores_not_finite(observation, f"layer {layer}") for (layer, _), observation in layers)
