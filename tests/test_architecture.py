@@ -79,8 +79,8 @@ HOMES: dict[str, set[str]] = {
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}
-# The distributions' names are their import names, here.
-CORE = {
+# The distributions' names are their import names, here, but for PyYAML.
+CORE = {"yaml"} | {
     re.split(r"[^\w-]", requirement)[0].replace("-", "_")
     for requirement in tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
 }

@@ -141,7 +141,8 @@ def test_saved_results_are_not_measured_again(
     (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
     assert et("evaluate", run, "--bundle", bundle) == 0
     assert asked == ["interrupted", "animals", "copy"]
-    assert read(run)["core"]["tasks"]["copy"]["rows"] == 3
+    (fewer,) = [core for core in read(run)["core"]["others"] if core["tasks"]["copy"]["rows"] == 3]
+    assert fewer["metric"] is not None
     assert read(run)["validation"] == before["validation"]
     capsys.readouterr()
 
@@ -228,7 +229,8 @@ def test_an_evaluation_of_less_takes_nothing_from_one_of_more(
     (bundle / "eval_data" / "copy.jsonl").write_text('{"context": "a", "continuation": "b"}\n' * 3)
     other = core("--tasks", "animals")
     assert other["metric"] is None  # copy was measured on other questions
-    assert other["tasks"]["copy"] == moved["tasks"]["copy"]
+    assert list(other["tasks"]) == ["animals"]
+    assert read(run)["core"]["tasks"] == moved["tasks"]
 
 
 def test_core_of_few_questions_stands_before_single_tasks_of_all(runs: Path, bundle: Path) -> None:
@@ -291,7 +293,7 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
 
     model, tokenizer = load_model(runs / "threshold")
     folder = RunFolder.open(runs / "threshold")
-    saved = results.Results(folder.path, model, 4)
+    saved = results.Results(folder.path, model, tokenizer, 4)
     saved.write("harness", {"a": {"acc": {"value": 0.1, "stderr": None}}})
     run = command.Run(folder, model, tokenizer, saved, Display(Console(file=io.StringIO())))
     with pytest.raises(ValueError, match="cannot be loaded"):
@@ -299,17 +301,27 @@ def test_harness_tasks_keep_the_saved_results_of_others(runs: Path) -> None:
     assert {name: found["acc"]["value"] for name, found in saved.read()["harness"].items()} == {"a": 0.1, "b": 0.5}
 
 
-def test_results_of_a_task_that_left_the_bundle_are_kept(runs: Path, bundle: Path) -> None:
-    evaluate = ["evaluate", runs / "threshold", "--bundle", bundle, "--no-validation"]
-    assert et(*evaluate) == 0
-    before = read(runs / "threshold")["core"]["tasks"]
-    for name in ("core.yaml", "eval_meta_data.csv"):
-        (bundle / name).write_text((bundle / name).read_text().replace("animals", "beasts"))
-    (bundle / "eval_data" / "animals.jsonl").rename(bundle / "eval_data" / "beasts.jsonl")
-    assert et(*evaluate) == 0
-    after = read(runs / "threshold")["core"]["tasks"]
-    assert set(after) == {"copy", "animals", "beasts"}
-    assert after["animals"] == before["animals"]
+def test_a_core_belongs_to_one_bundle_and_its_tasks(
+    runs: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CORE of a second bundle, of one task, stood beside the tasks of both, and an exported card repeated it."""
+    run = runs / "threshold"
+    one = Path(shutil.copytree(bundle, tmp_path / "one"))
+    (one / "core.yaml").write_text(CORE_YAML[: CORE_YAML.index("-\n  label: animals")])
+    assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
+    both = read(run)["core"]
+    assert et("evaluate", run, "--bundle", one, "--no-validation") == 0
+    saved = read(run)["core"]
+    (single,) = saved.pop("others")
+    assert saved == both
+    assert single["tasks"].keys() == {"copy"}
+    for core in (both, single):
+        assert core["metric"] == pytest.approx(
+            sum(each["centred"] for each in core["tasks"].values()) / len(core["tasks"])
+        )
+    monkeypatch.setattr(results, "evaluate_task", None)  # a task that both have is known
+    assert et("evaluate", run, "--bundle", bundle, "--no-validation") == 0
+    assert read(run)["core"] == both | {"others": [single]}
 
 
 def test_results_of_other_steps_and_dtypes_are_kept(

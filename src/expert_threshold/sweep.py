@@ -126,7 +126,7 @@ def scales(space: Space) -> dict[str, Scale]:
 
 
 class Tunable(NamedTuple):
-    """A method to tune. config: its run with the present options. present: their values, by the names in the space.
+    """A method to tune. config: its run with the present options. present: what is drawn for those in the space.
 
     configure: returns the run with other values. Raises ValueError for values that contradict each other.
     """
@@ -285,7 +285,7 @@ class Sweep:
         has_present = len(present) == len(space)
         is_present = has_present and number == 1
         if is_present:
-            study.enqueue_trial({name: space[name].drawn(value) for name, value in present.items()})
+            study.enqueue_trial(dict(present))
         elif number <= SPREAD:
             study.enqueue_trial(spread(space, number - 1 - has_present))
         trial = study.ask({name: entry.distribution() for name, entry in space.items()})
@@ -303,8 +303,6 @@ class Sweep:
                     loss = fmean(self._train(config, method, number, seed, trial, shown) for seed in range(self.seeds))
                 else:
                     loss = made.loss
-                    for step, earlier in made.curve:
-                        trial.report(earlier, step)
                 state = TrialState.COMPLETE
         except optuna.TrialPruned as pruned:
             state, told = TrialState.PRUNED, told | {"state": "pruned", "reason": str(pruned)}
@@ -350,7 +348,8 @@ class Sweep:
             if seed == 0:
                 trial.report(loss, step)
                 if step < steps and trial.should_prune():
-                    raise optuna.TrialPruned(f"loss {loss:.4f} at step {step} of {steps} is above the median")
+                    best = f"the best loss by step {step} of {steps}, {min(losses):.4f},"
+                    raise optuna.TrialPruned(f"{best} is above the median")
 
         folder = RunFolder.create(path)
         try:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import __version__
 from ..data import IGNORED, Corpus, DataConfig, Tokenizer, Tokens, open_held_out, open_source, pack
 from ..data.tokens import Ids
 from ..evaluation import Progress
@@ -182,6 +183,8 @@ class Material:
         step = folder.checkpoints()[-1] if step is None else step
         facts = {
             "step": step,
+            "expert_threshold": __version__,
+            "model": _hash(repr(subject.run.model).encode()),
             "checkpoint": _hash((folder_of(folder.path / "checkpoints", step) / "manifest.json").read_bytes()),
             "stream": _hash(windows.numpy().tobytes()),
             "dtype": str(self._dtype).removeprefix("torch."),

@@ -75,19 +75,23 @@ def figures(study: Mapping[str, Any]) -> list[Exhibit]:
     """Return the figures of a study with a finished trial."""
     fitted, residual = study["fitted"]["trials"], study["fitted"]["residual"]
     said = (
-        f"The line is the parabola fitted to the best {fitted} trials, their losses {residual:.4f} about it."
+        f"The line is the parabola fitted to the best {fitted} different trials, their losses {residual:.4f} about it."
         if fitted
         else f"Too few trials are within {NEAR_LOSS} nats of the best for a parabola."
     )
     return [
         Exhibit(
             "Loss over each option",
-            f"Each dot is a finished trial, the larger one the best. {said} The band is equally good; an option "
-            "without a line has no optimum inside its range that these trials show.",
+            f"Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss. {said} The "
+            "band is equally good; an option without a line has no optimum inside its range that these trials show.",
             partial(draw_options, study),
             wide=True,
         ),
-        Exhibit("Trials", "Each finished trial, and the best so far.", partial(draw_trials, study)),
+        Exhibit(
+            "Trials",
+            "Each finished trial, and the best so far.",
+            partial(draw_trials, study),
+        ),
         Exhibit(
             "Curves",
             "Validation during each trial; the best in colour, those stopped early dashed.",

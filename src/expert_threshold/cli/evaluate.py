@@ -104,7 +104,7 @@ def run(arguments: Sequence[str]) -> None:
     for path, step in zip(options["run"], steps, strict=True):
         model, tokenizer = load_model(path, step, device, dtype, options["rate"])
         folder = RunFolder.open(path)
-        known = Results(folder.path, model, step, options["rate"])
+        known = Results(folder.path, model, tokenizer, step, options["rate"])
         with Display(Console(stderr=True), name=path) as display:
             evaluated = Run(folder, model, tokenizer, known, display)
             if options["validation"]:

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..analysis.figures.style import WIDE
-from ..analysis.figures.sweep import draw_laws
-from ..analysis.page import save_figure
-from ..analysis.sentences import counted, fixed, listed
-from ..analysis.sweep import TOLERANCE, Scale, SizeStudy, Trial, fit_laws
+from ..analysis.sentences import counted, fixed
 from ..analysis.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
-from ..experiment import opened, read_record, require_format
-from ..files import corrupted_file_error, read_json, replace_json
+from ..experiment import opened, read_record
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, bare, describe, did_you_mean, kinds_of
 from ..plan import costs
@@ -32,7 +25,7 @@ from ..sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open
-from .options import Command, Option, parse, parse_value
+from .options import Option, parse_value
 from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, run_groups, start_of
 
 FACTOR = 8
@@ -62,9 +55,9 @@ TRIALS = 24
 DESCRIPTION = (
     "Search learning rates and other options for the least validation loss, each method by itself, with optuna.\n\n"
     "The first trial has the present options, the next seven cover the space evenly (Sobol), later ones are near good "
-    "trials (TPE). A trial whose loss is above the median of the others after 0.4 of its steps is stopped. The same "
-    "command continues a sweep that was stopped, and makes more trials if --trials is larger.\n\n"
-    "et sweep --fit FOLDER… fits the best options of several sweeps by powers of their sizes."
+    "trials (TPE). From 0.4 of its steps on, a trial is stopped where its best loss so far is above the median of the "
+    "others at that step. The same command continues a sweep that was stopped, and makes more trials if --trials is "
+    "larger."
 )
 OPTIONS = [
     Option(
@@ -88,30 +81,10 @@ OPTIONS = [
     Option("seeds", Count, 1, "Runs of each trial, with seeds 1000, 1001, and so on; comparisons count from 0."),
     Option("out", str, "runs/sweep-PRESET", "The folder to make, or that of the sweep to continue."),
 ]
-FIT = Command(
-    "et sweep",
-    "Fit the best options of several sweeps by powers of their sizes: width, layers, tokens of a step, steps.",
-    {
-        "fit": [
-            Option("folder", str, None, "Folders of sweeps.", positional=True, required=True, many=True),
-            Option("fit", bool, False, "Fit instead of sweeping."),
-            Option(
-                "out",
-                str | None,
-                None,
-                "A JSON file for the laws, with a figure of each option beside it; none only prints them.",
-            ),
-        ]
-    },
-)
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Make the trials that are left, and print the best of each method; with --fit, fit finished sweeps."""
-    if "--fit" in arguments:
-        given = parse(FIT, arguments)
-        fit(given["folder"], given.get("out"))
-        return
+    """Make the trials that are left, and print the best of each method."""
     given = parse_run("et sweep", DESCRIPTION, OPTIONS, arguments, without=decided())
     require_optuna()
     names = chosen_methods(given.pop("methods", "expert_threshold"), "--methods")
@@ -158,18 +131,18 @@ def default_space(config: RunConfig) -> list[str]:
     return [
         f"{name}={value / FACTOR:.3g}..{value * FACTOR:.3g}:log"
         for name in RATES
-        if (value := present_value(config, name)) is not None
+        for value in present_values(config, name)[-1:]
+        if value is not None
     ]
 
 
-def present_value(config: RunConfig, name: str) -> Any:
-    """Return the value of an option in a run; None if it has none."""
-    if name in ("router_lr", "expert_lr") and vars(config.optim)[name] is None:
-        return config.optim.matrix_lr
+def present_values(config: RunConfig, name: str) -> list[Any]:
+    """Return the value of an option in a run, followed by the number that a rate of `none` stands for."""
     for record in (config.optim, config.model, config.model.rule):
         if record is not None and name in vars(record):
-            return vars(record)[name]
-    return None
+            value = vars(record)[name]
+            return [value, config.optim.matrix_lr] if name in ("router_lr", "expert_lr") and value is None else [value]
+    return []
 
 
 def read_space(texts: Sequence[str], given: Given, names: Sequence[str]) -> dict[str, Range | Choice]:
@@ -257,9 +230,12 @@ def tunable(given: Given, name: str, config: RunConfig, space: Space) -> Tunable
                 configured({option: end})
             except ValueError as error:
                 raise ValueError(f"--space {option}={entry.text}: {error}") from None
-    present = {option: present_value(config, option) for option in own}
-    inside = {option: value for option, value in present.items() if own[option].drawn(value) is not None}
-    return Tunable(config, own, inside, configured, partial(recommended, given, name, keys, config.train.steps))
+    drawn = {
+        option: [draw for value in present_values(config, option) if (draw := entry.drawn(value)) is not None]
+        for option, entry in own.items()
+    }
+    present = {option: draws[0] for option, draws in drawn.items() if draws}
+    return Tunable(config, own, present, configured, partial(recommended, given, name, keys, config.train.steps))
 
 
 def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> Range | Choice:
@@ -272,8 +248,7 @@ def _in_whole_numbers(entry: Range | Choice, rule: Rule | None, option: str) -> 
 def recommended(
     given: Given, name: str, keys: Mapping[str, str], steps: int, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return these values, and the options that differ between a run with them and the preset's, for
-    `et train --config`.
+    """Return these values, the options given, and what else differs from the preset's run, for `et train --config`.
 
     steps: of a trial. The run's length is left out, and so is what a rule scales to it, so that both fit the run that
     uses them.
@@ -295,19 +270,24 @@ def recommended(
             for config in (plain, tuned)
         ),
     }
+    # What was chosen stays although it equals the preset's value, since at another length the preset may differ.
+    chosen = {*given, *keys.values()}
+    file = read_config_file(given["config"]) if "config" in given else {}
     found: dict[str, Any] = {}
     for section, (before, after) in sections.items():
-        changed = {option: value for option, value in after.items() if option in values or value != before[option]}
+        fixed_here = chosen | file.get(section, {}).keys()
+        changed = {name: value for name, value in after.items() if name in fixed_here or value != before[name]}
         if changed:
             found[section] = changed
     rule, usual = rule_to_dict(tuned.model.rule), rule_to_dict(plain.model.rule)
-    typed = {key.removeprefix(RULE) for key in [*given, *keys.values()] if key.startswith(RULE)}
+    typed = {key.removeprefix(RULE) for key in chosen if key.startswith(RULE)}
+    typed |= file.get("model", {}).get("rule", {}).keys()
     by_length = set() if method.rule == DENSE else RULES[method.rule].scaled(tuned.train.steps, {}).keys()
     scaled = by_length - typed - method.options.keys()
     own = {
         option: value
         for option, value in rule.items()
-        if option in values or (value != usual[option] and option not in scaled)
+        if option in typed or (value != usual[option] and option not in scaled)
     }
     found.setdefault("model", {})["rule"] = {"name": rule["name"]} | dict(method.options) | own
     return found
@@ -368,105 +348,3 @@ def conclude(sweep: Sweep, given: Given) -> str:
     longer = f" --steps {steps}" if steps > resolve_run({"preset": preset}).train.steps else ""
     path = shlex.quote(str(folder / best / "best.json"))
     return f"{told}\nnext: {et()} train {preset} --config {path}{longer}"
-
-
-SIZES = {
-    "d_model": lambda options: options["model"]["d_model"],
-    "layers": lambda options: options["model"]["layers"],
-    "tokens_per_step": lambda options: (
-        options["train"]["batch_size"] * options["train"]["accumulation"] * options["model"]["context"]
-    ),
-    "steps": lambda options: options["train"]["steps"],
-}
-
-
-AGAIN = "restore it from a copy, or sweep again"
-
-
-def fit(folders: Sequence[str], out: str | None) -> None:
-    """Print the power laws of the best options over the sweeps' sizes. Raises ValueError if none can be fitted."""
-    if len({Path(folder).resolve() for folder in folders}) < len(folders):
-        raise ValueError(f"--fit: {listed(folders)} are not different folders; name each once")
-    sweeps: dict[str, list[SizeStudy]] = {}
-    points: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    warnings: list[str] = []
-    for folder in folders:
-        path = Path(folder) / SWEEP.file
-        record = read_json(path) if path.is_file() else {}
-        if record.get("format") != SWEEP.format:
-            raise ValueError(f"{folder}: not the folder of a sweep; name the --out of an et sweep")
-        require_format(record, SWEEP, path, AGAIN)
-        with corrupted_file_error(path, AGAIN):
-            sizes = {name: float(size(record["options"])) for name, size in SIZES.items()}
-            for method, study in record["studies"].items():
-                trials = [Trial(**trial) for trial in study["trials"]]
-                scales = {o: Scale(**e["scale"]) for o, e in study["options"].items() if e["scale"] is not None}
-                require_places(sizes, scales, trials)
-                sweeps.setdefault(method, []).append(SizeStudy(sizes, scales, trials))
-                for option, entry in study["options"].items():
-                    if entry["best"] is None or not (option in scales and scales[option].log):
-                        continue
-                    parabola = entry["fit"] or {"optimum": entry["best"], "low": None, "high": None}
-                    value, at_edge = parabola["optimum"], scales[option].is_at_edge(parabola["optimum"])
-                    ends = {"value": value, "low": parabola["low"], "high": parabola["high"], "at_edge": at_edge}
-                    points.setdefault((method, option), []).append({"folder": folder, "sizes": sizes} | ends)
-                    if at_edge:
-                        warnings.append(
-                            f"warning: {method} {option} of {folder} is {show_value(value)}, at the edge of its range "
-                            f"{entry['space']}, so the best may lie outside; sweep a wider range"
-                        )
-    laws: list[dict[str, Any]] = []
-    missing: list[str] = []
-    for method, each in sweeps.items():
-        found, reasons = fit_laws(each)
-        laws += [
-            {"method": method, "option": option} | law._asdict() | {"points": points[method, option]}
-            for option, law in found.items()
-        ]
-        missing += [f"{method} {option}: {reason}" for option, reason in reasons.items()]
-    if not laws:
-        raise ValueError(missing[0] if missing else "no folder has a finished trial with a logarithmic option")
-    console = console_for_tables()
-    for law in laws:
-        say(console, law_text(law))
-    for line in [*warnings, *(f"not fitted: {reason}" for reason in missing)]:
-        say(console, line)
-    if out is not None:
-        replace_json(Path(out), {"laws": laws})
-        say(console, draw(laws, Path(out)))
-
-
-def require_places(sizes: Mapping[str, float], scales: Mapping[str, Scale], trials: Sequence[Trial]) -> None:
-    """Raise an error for `corrupted_file_error` unless sizes, losses and options have a place on an axis."""
-    numbers = [math.log(size) for size in sizes.values()]
-    for trial in trials:
-        if trial.loss is not None:
-            numbers += [trial.loss, *(scale.to_axis(trial.options[name]) for name, scale in scales.items())]
-    if not all(map(math.isfinite, numbers)):
-        raise ValueError("not all its numbers are finite")
-
-
-def draw(laws: Sequence[Mapping[str, Any]], path: Path) -> str:
-    """Draw the laws of each option beside the JSON file, and return a line that names the figures."""
-    figures = {
-        option: path.with_name(f"{path.stem}-{option}") for option in dict.fromkeys(law["option"] for law in laws)
-    }
-    try:
-        for option, figure in figures.items():
-            save_figure(partial(draw_laws, [law for law in laws if law["option"] == option], WIDE), figure)
-    except ValueError as missing:
-        return f"laws in {path}, but no figure: {missing}"
-    return f"laws in {path}; {listed([figure.name for figure in figures.values()])}, .png and .svg"
-
-
-def law_text(law: Mapping[str, Any]) -> str:
-    """Return a law with the standard errors of its exponents, and how flat the optimum is."""
-    powers = " · ".join(
-        f"({name} / {show_value(law['references'][name])})^({exponent:+.2f} ± {law['errors'][name]:.2f})"
-        for name, exponent in law["exponents"].items()
-    )
-    return (
-        f"{law['method']} {law['option']} = {law['constant']:.3g} (± {100 * law['constant_error']:.0f} %) · {powers}\n"
-        f"  within {TOLERANCE} nats of the optimum from 1/{law['flat']:.2f} to {law['flat']:.2f} times it; "
-        f"{law['trials']} trials, {law['residual']:.4f} about the fit"
-    )

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
+import yaml
+
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 Baselines = Literal["nanochat", "dclm"]
 
@@ -107,49 +109,24 @@ def _is_whole(kind: Kind, row: Any) -> bool:
 
 
 def _entries(path: Path) -> list[Row]:
-    """Return the list `icl_tasks` of core.yaml. Reads only the YAML that the file uses: a list of flat mappings whose
-    values are plain words, quoted text or JSON lists."""
-    entries: list[Row] = []
-    opened = False
+    """Return the list `icl_tasks` of core.yaml."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: {error}; download the bundle anew") from None
-    for number, line in enumerate(lines, start=1):
-        text = line.strip()
-        if not text or text.startswith("#"):
-            continue
-        if not opened:
-            opened = text == line == "icl_tasks:"
-            if opened:
-                continue
-        elif text == "-" or text.startswith("- "):
-            entries.append({})
-            text = text[1:].strip()
-            if not text:
-                continue
-        key, colon, value = text.partition(":")
-        if not (opened and entries and colon and value.startswith(" ")):
-            raise ValueError(f"{path}: line {number} cannot be parsed; download the bundle anew")
-        entries[-1][key] = _value(path, number, value.strip())
-    for entry in entries:
+        content = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be parsed ({problem}); download the bundle anew") from None
+    entries = content.get("icl_tasks") if isinstance(content, dict) else None
+    if not (isinstance(entries, list) and entries):
+        raise ValueError(f"{path}: has no icl_tasks; download the bundle anew")
+    for place, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict):
+            raise ValueError(f"{path}: task {place} is no mapping; download the bundle anew")
         shots = entry.get("num_fewshot")
         whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
         known = all(isinstance(entry.get(name), str) for name in ("label", "dataset_uri", "icl_task_type"))
         if not (whole and known and entry["icl_task_type"] in get_args(Kind)):
-            name = entry.get("label", "a task")
+            name = entry.get("label", f"task {place}")
             raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
         if not isinstance(entry.get("continuation_delimiter", ""), str):
             raise ValueError(f"{path}: the continuation_delimiter of {entry['label']} is no text")
-    if not entries:
-        raise ValueError(f"{path}: has no icl_tasks; download the bundle anew")
     return entries
-
-
-def _value(path: Path, number: int, text: str) -> Any:
-    if not text.startswith(('"', "[")):
-        return text
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError(f"{path}: line {number} cannot be parsed; download the bundle anew") from None

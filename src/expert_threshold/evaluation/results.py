@@ -11,13 +11,16 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..data import Tokenizer
 from ..files import read_json, replace_json
 from ..model import GPT
-from .bundle import DELIMITER, Baselines, Task
+from .bundle import Baselines, Task
 from .core import Scorer, TaskResult, centred, evaluate_task
 
 RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
+KEYS = ("bundle", "max_per_task", "baselines", "metric")
+"""What names a CORE, and its value, beside its tasks."""
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """Takes the name of a measurement; returns a callback that takes how much is done and the total."""
@@ -41,7 +44,7 @@ class Results:
     rate: that of `GPT.set_rate`; each rate has its own file.
     """
 
-    def __init__(self, folder: Path, model: GPT, step: int, rate: float | None = None) -> None:
+    def __init__(self, folder: Path, model: GPT, tokenizer: Tokenizer, step: int, rate: float | None = None) -> None:
         self.path = folder / (RESULTS if rate is None else f"evaluation_rate_{rate:g}.json")
         self.rate = rate
         self._header = {
@@ -50,6 +53,7 @@ class Results:
             "expert_threshold": __version__,
             "step": step,
             "weights": _hash(model),
+            "tokenizer": tokenizer.hash,
             "dtype": str(model.compute_dtype).removeprefix("torch."),
         } | ({} if rate is None else {"rate": rate})
 
@@ -70,8 +74,8 @@ class Results:
 
 
 def _hash(model: GPT) -> str:
-    """Return the sha256, in hex, of all weights in their compute dtype and of all buffers."""
-    digest = hashlib.sha256()
+    """Return the sha256, in hex, of the model's options, all weights in their compute dtype, and all buffers."""
+    digest = hashlib.sha256(repr(model.config).encode())
     weights = {name: weight.detach().to(model.compute_dtype) for name, weight in model.named_parameters()}
     for name, tensor in sorted((weights | dict(model.named_buffers())).items()):
         digest.update(name.encode())
@@ -110,12 +114,13 @@ def _save(
     max_per_task: int | None,
     baselines: Baselines,
 ) -> dict[str, Any]:
-    """Save new results of tasks beside the known ones, and return those with this max_per_task, centred alike.
+    """Save new results of tasks beside the known ones, and return those of this bundle and max_per_task, centred alike.
 
-    The section "core" holds those of all tasks and of the most questions, if there are any; "others" holds the rest.
+    Each bundle and max_per_task has a CORE of its own. The section "core" holds the one of all tasks and of the most
+    questions, if there is any; "others" holds the rest.
     """
     cores = _cores(results)
-    same = [core for core in cores if core["max_per_task"] == max_per_task]
+    key = {"bundle": _bundle(tasks), "max_per_task": max_per_task}
     known: dict[str, dict[str, Any]] = {}
     for task in tasks:
         found = new.get(task.label) or _find(cores, task, max_per_task)
@@ -129,11 +134,17 @@ def _save(
                 "centred": centred(found["accuracy"], task.baseline),
             }
     metric = sum(each["centred"] for each in known.values()) / len(tasks) if len(known) == len(tasks) else None
-    kept = {label: task for core in same for label, task in core["tasks"].items()}
-    core = {"max_per_task": max_per_task, "baselines": baselines, "metric": metric, "tasks": {**kept, **known}}
-    first, *others = sorted([core, *(each for each in cores if each not in same)], key=_extent, reverse=True)
+    core = {**key, "baselines": baselines, "metric": metric, "tasks": known}
+    rest = [each for each in cores if any(each[name] != value for name, value in key.items())]
+    first, *others = sorted([core, *rest], key=_extent, reverse=True)
     results.write("core", first | ({"others": others} if others else {}))
     return core
+
+
+def _bundle(tasks: Sequence[Task]) -> str:
+    """Return the sha256, in hex, of the tasks' questions and prompt formats."""
+    asked = [(task.label, task.hash, task.kind, task.shots, task.delimiter) for task in tasks]
+    return hashlib.sha256(repr(asked).encode()).hexdigest()
 
 
 def _extent(core: Mapping[str, Any]) -> tuple[bool, int]:
@@ -145,24 +156,22 @@ def _find(cores: Sequence[Mapping[str, Any]], task: Task, max_per_task: int | No
     """Return a saved result for the same questions and prompt format, whatever its max_per_task, or None."""
     asked = (task.hash, len(task.rows[:max_per_task]), task.kind, task.shots, task.delimiter)
     for core in cores:
-        found: dict[str, Any] = {"delimiter": DELIMITER} | core["tasks"].get(task.label, {})  # older files omit it
+        found: dict[str, Any] = core["tasks"].get(task.label, {})
         if tuple(map(found.get, ("hash", "rows", "kind", "shots", "delimiter"))) == asked:
             return found
     return None
 
 
 def _cores(results: Results) -> list[dict[str, Any]]:
-    """Return the saved results of CORE, one for each max_per_task, without damaged ones."""
+    """Return the saved results of CORE, one for each bundle and max_per_task, without damaged ones."""
     saved = results.read().get("core")
     others = saved.get("others", []) if isinstance(saved, dict) else []
     cores = [saved, *(others if isinstance(others, list) else [])]
     return [
-        {name: core[name] for name in ("max_per_task", "baselines", "metric")}
+        {name: core[name] for name in KEYS}
         | {"tasks": {label: task for label, task in core["tasks"].items() if _is_whole(task)}}
         for core in cores
-        if isinstance(core, dict)
-        and {"max_per_task", "baselines", "metric"} <= core.keys()
-        and isinstance(core.get("tasks"), dict)
+        if isinstance(core, dict) and set(KEYS) <= core.keys() and isinstance(core.get("tasks"), dict)
     ]
 
 

@@ -132,7 +132,7 @@ class Evaluations:
         model = self._full_model()
         try:
             core: dict[str, Any] = ask_core(
-                Results(self.folder.path, model, self.state.step),
+                Results(self.folder.path, model, self.prepared.tokenizer, self.state.step),
                 self.prepared.core,
                 ModelScorer(model, self.prepared.tokenizer),
                 progress,
