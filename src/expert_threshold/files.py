@@ -15,6 +15,11 @@ TEMPORARY = ".tmp-"
 """How the names of files and folders begin that are not complete yet."""
 
 
+def expand(path: str | Path) -> Path:
+    """Return the path with ~ and ~user as home folders, unchanged where there is none: `Path.expanduser` raises."""
+    return Path(os.path.expanduser(path))
+
+
 def to_json(value: Mapping[str, Any], indent: int | None = None) -> str:
     """Return strict JSON; floats survive exactly. Raises ValueError for NaN and infinity, which JSON lacks."""
     return json.dumps(value, indent=indent, allow_nan=False)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import pyarrow.parquet
@@ -20,7 +22,7 @@ def write_jsonl(path: Path, texts: Sequence[str], field: str = "text") -> None:
     path.write_text("".join(json.dumps({"id": 1, field: text}) + "\n" for text in texts), encoding="utf-8")
 
 
-def write_parquet(path: Path, texts: Sequence[str], field: str = "text") -> None:
+def write_parquet(path: Path, texts: Sequence[str | None], field: str = "text") -> None:
     table = pyarrow.table({"id": list(range(len(texts))), field: pyarrow.array(texts, pyarrow.string())})
     pyarrow.parquet.write_table(table, path, row_group_size=64)
 
@@ -193,6 +195,144 @@ def test_text_field_is_configurable_and_blank_documents_and_byte_order_marks_are
         assert sorted([*corpus.documents("train"), *corpus.documents("validation")]) == sorted(TEXTS)
 
 
+def documents_of(corpus: Corpus) -> list[str]:
+    return sorted([*corpus.documents("train"), *corpus.documents("validation")])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.binary(),
+        pyarrow.large_binary(),
+        pyarrow.binary_view(),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.string()),
+    ],
+    ids=str,
+)
+def test_a_column_of_any_kind_of_text_is_read(kind: pyarrow.DataType, tmp_path: Path) -> None:
+    texts = pyarrow.array(TEXTS)
+    column = texts.dictionary_encode() if isinstance(kind, pyarrow.DictionaryType) else texts.cast(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    assert documents_of(open_source(str(tmp_path))) == sorted(TEXTS)
+
+
+def test_a_column_named_like_a_part_of_the_text_s_is_another_column(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some versions of Arrow read `text.lang`, too, where `text` is asked for."""
+    read = pyarrow.parquet.ParquetFile.iter_batches
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile.iter_batches", lambda *a, columns, **options: read(*a, **options))
+    table = pyarrow.table({"text.lang": ["de"] * len(TEXTS), "text": TEXTS})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert documents_of(open_source(str(tmp_path))) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "shards"])
+def test_rows_without_text_are_left_out_and_counted(kind: str, tmp_path: Path) -> None:
+    texts = [None, *TEXTS, None]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        write_parquet(tmp_path / "a.parquet", texts)
+    if kind == "shards":
+        write_parquet(tmp_path / "b.parquet", ["of the other shard", None])
+    corpus = open_source(str(tmp_path))
+    assert documents_of(corpus) == sorted([*TEXTS, *["of the other shard"] * (kind == "shards")])
+    assert sum(size.documents for size in corpus.sizes.values()) == len(documents_of(corpus))
+    assert corpus.describe().endswith(f"; {3 if kind == 'shards' else 2} rows without text are left out")
+
+
+@pytest.mark.parametrize(("packed", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+@pytest.mark.parametrize("kind", [".jsonl", ".txt"])
+def test_compressed_text_is_read_as_it_was(kind: str, packed: str, codec: str, tmp_path: Path) -> None:
+    plain = tmp_path / f"a{kind}"
+    write_jsonl(plain, TEXTS * 9)
+    before = documents_of(open_source(str(plain)))
+    path = plain.with_name(plain.name + packed)
+    data = bytes(pyarrow.Codec(codec).compress(plain.read_bytes()))
+    path.write_bytes(data)
+    plain.unlink()
+    assert documents_of(open_source(str(tmp_path))) == before
+    for damaged in (data[: len(data) // 2], b"something else"):
+        path.write_bytes(damaged)
+        assert_refused(f"{path} is damaged or no {codec} file (", path)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_files_named_test_or_validation_are_not_trained_on(kind: str, tmp_path: Path) -> None:
+    write = {"jsonl": write_jsonl, "parquet": write_parquet}[kind]
+    (tmp_path / "test").mkdir()
+    write(tmp_path / f"train-0.{kind}", TEXTS[:50])
+    write(tmp_path / f"train-1.{kind}", TEXTS[50:100])
+    write(tmp_path / "test" / f"0.{kind}", TEXTS[100:150])
+    corpus = open_source(str(tmp_path))
+    assert list(corpus.documents("train")) == TEXTS[:100]
+    assert list(corpus.documents("validation")) == TEXTS[100:150]
+    assert corpus.describe().endswith(f"; does not train on test/0.{kind}")
+    write(tmp_path / f"validation-0.{kind}", TEXTS[150:])
+    corpus = open_source(str(tmp_path))
+    assert list(corpus.documents("train")) == TEXTS[:100]
+    assert list(corpus.documents("validation")) == TEXTS[150:]
+    assert corpus.describe().endswith(f"; does not train on test/0.{kind}, validation-0.{kind}")
+    asked_for = open_source(str(tmp_path / f"validation-0.{kind}"))
+    assert asked_for.describe().endswith("; trains on text that is named test or validation")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [("".join(PARAGRAPHS).replace("\n", "\r"), "\r\r"), ("größer, weiter " * 9000, " "), ("größer" * 9000, "")],
+    ids=["Macintosh", "one line", "no blanks"],
+)
+def test_a_text_of_one_line_is_cut_all_the_same(text: str, end: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(text, encoding="utf-8", newline="")
+    sections = list(files.sections(path))
+    assert "".join(sections) == text
+    assert all(section.endswith(end) and len(section) < 17_000 for section in sections)
+    assert len(open_source(str(path)).sizes) == 2
+
+
+def test_links_are_followed_and_none_is_left_out_in_silence(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+    write_jsonl(elsewhere / "a.jsonl", TEXTS)
+    (folder / "linked").symlink_to(elsewhere)
+    (elsewhere / "circle").symlink_to(folder)
+    assert documents_of(open_source(str(folder))) == sorted(TEXTS)
+    (folder / "lost.jsonl").symlink_to(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"lost\.jsonl"):
+        open_source(str(folder))
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_hash_of_parquet_depends_on_the_column(shards: int, tmp_path: Path) -> None:
+    """The measurements of one column were taken for the other's."""
+    for shard in range(shards):
+        table = pyarrow.table({"head": TEXTS, "body": TEXTS[::-1]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{shard}.parquet")
+    assert open_source(str(tmp_path), "head").hash != open_source(str(tmp_path), "body").hash
+
+
 @pytest.mark.skipif(not TEXTBOOKS.is_dir(), reason="../shared/data/textbooks is absent")
 def test_the_textbooks_are_read_whole() -> None:
     corpus = open_source(str(TEXTBOOKS))
@@ -249,7 +389,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_offset(name: str, tmp_path: P
         ('{"text": ' + "1" * 5000 + "}", "is not JSON (Exceeds the limit (4300 digits)"),
         ("[1]", "is not a JSON object: each"),
         ('{"id": 1, "a": "x", "b": "y"}', "has no text in text_field='text': the fields with text are: a, b"),
-        ('{"text": null}', "has no text in text_field='text': the fields with text are: none"),
+        ('{"text": 5}', "has no text in text_field='text': the fields with text are: none"),
         ('{"text": "\\ud83d"}', "has half of a surrogate pair: repair"),
     ],
 )
@@ -281,12 +421,12 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
         assert_refused(f"{path} is damaged or no Parquet file (", path)
 
 
-def test_parquet_rows_that_are_null_or_not_utf8_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.binary()], ids=str)
+def test_parquet_rows_that_are_not_utf8_are_refused(kind: pyarrow.DataType, tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
-    for value, problem in ((None, "is null: leave"), (b"caf\xe9", "is not UTF-8: write")):
-        array = pyarrow.array([b"fine", b"fine", value], pyarrow.binary()).view(pyarrow.string())
-        pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
-        assert_refused(f"{path}, row 2 {problem}", path)
+    array = pyarrow.array([b"fine", None, b"caf\xe9"], pyarrow.binary()).view(kind)
+    pyarrow.parquet.write_table(pyarrow.table({"text": array}), path)
+    assert_refused(f"{path}, row 2 is not UTF-8: write", path)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions differ")

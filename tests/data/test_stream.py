@@ -301,6 +301,8 @@ def test_damaged_shards_and_row_groups_are_skipped_and_reported_on_request(
     bad = damage(folder)
     corpus = open_source(str(folder), skip_damaged=True)
     assert [line.split(" ")[0] for line in corpus.skipped] == [str(path) for path in list(bad.values())[:4]]
+    assert list(corpus.documents("train")) == TEXTS[:60] + TEXTS[76:180]  # as a tokenizer is trained
+    assert corpus.skipped[4].startswith(f"{bad['shard_1']} is damaged")
     parts = parts_of(corpus, tokenizer)
     with pytest.raises(ValueError, match=rf"^{bad['shard_1']} is damaged or no Parquet file"):
         epoch_of(Loader(parts, 1, 32, seed=0), 0)
@@ -402,6 +404,23 @@ def test_tokenizing_resumes_where_it_was_interrupted(torn: int, tmp_path: Path, 
     tokenized(corpus, tokenizer, out)
     for path in (tmp_path / "whole").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_tokenizing_goes_on_after_a_full_disk(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus, out = open_source(str(write_shards(tmp_path / "shards"))), tmp_path / "tokens"
+
+    def full(self: Tokenizer, path: Path) -> None:
+        path.write_text("{")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenizer, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            tokenized(corpus, tokenizer, out)
+    tokenized(corpus, tokenizer, out)
+    assert open_source(str(out)).hash == corpus.hash
 
 
 def test_a_folder_of_other_tokens_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -> None:

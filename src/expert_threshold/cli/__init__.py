@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ValueError, OSError and running out of memory are the user's to fix: one line on stderr and 2. With ET_DEBUG=1 they
     show their traceback, as every other exception does.
     """
+    _prepare_output()
     arguments = sys.argv[1:] if arguments is None else arguments
     prog = " ".join(["et", *arguments[:1]]) if arguments and arguments[0] in COMMANDS else "et"
     try:
@@ -78,6 +80,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"{prog}: {one_line(error)}", file=sys.stderr)
         return USAGE_ERROR
+
+
+def _prepare_output() -> None:
+    """Make printing safe wherever the output goes."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell, as by >&-
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        if isinstance(stream := getattr(sys, name), io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
+    if not os.environ.get("COLUMNS", "1").strip("0"):  # rich would print lines of no width
+        del os.environ["COLUMNS"]
 
 
 def is_users(error: BaseException) -> bool:
@@ -135,5 +148,7 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename is not None else ""
         remedy = REMEDIES.get(error.errno or 0, "try again, or name another path")
+        if "temporary directory" in error.strerror:
+            remedy = "name a writable folder in TMPDIR"
         return f"{where}{error.strerror}; {remedy}"
     return " ".join(str(error).split()) or type(error).__name__

@@ -14,6 +14,7 @@ from ..analysis.figures import FIGURES
 from ..analysis.figures.study import Study
 from ..analysis.material import DOMAINS, STREAMS, Domain, Material, Streams
 from ..analysis.methods import find_runs, select_runs
+from ..files import expand
 from ..option import Bounds
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
@@ -82,7 +83,7 @@ def named_domains(options: Mapping[str, Any]) -> dict[str, Domain]:
         source = options.get(flag[2:].replace("-", "_"))
         if source is not None:
             domains[name] = Domain(source, DOMAINS[name])
-            if not Path(source).expanduser().exists():
+            if not expand(source).exists():
                 raise ValueError(f"{flag} {source}: does not exist; name its folder or .jsonl file")
     for text in options.get("domain") or ():
         name, equals, source = text.partition("=")

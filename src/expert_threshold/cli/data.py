@@ -20,7 +20,7 @@ from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
 from ..evaluation import read_bundle
-from ..files import replacing
+from ..files import expand, replacing
 from ..install import et
 from ..option import Count, did_you_mean
 from ..runs.lock import exclusive
@@ -106,12 +106,12 @@ def _tokenizer(given: Given, display: Display) -> str:
     if out.exists():
         raise ValueError(f"{out} already exists; delete it, or name another --out")
     require_writable(out.absolute().parent, OUT)
-    for line in corpus.skipped:
-        display.say(f"skipped: {line}")
     start = time.monotonic()
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens on {corpus.name}")
     texts = corpus.beginning(given["characters"], display.task("reading"))
     tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
+    for line in corpus.skipped:
+        display.say(f"skipped: {line}")
     with replacing(out) as temporary:
         tokenizer.save(temporary)
     return f"{tokenizer.vocab_size:,} tokens in {out}, {clock(time.monotonic() - start)}"
@@ -156,7 +156,7 @@ def _open(given: Given) -> Corpus:
 
 def _beside(given: Given) -> Path:
     """Return the folder of the text."""
-    return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else Path(given["source"]).expanduser()
+    return cache_folder() / FINEWEB_EDU if given["source"] == FINEWEB_EDU else expand(given["source"])
 
 
 ENTRIES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Sequence
 
@@ -33,8 +32,6 @@ def run(arguments: Sequence[str]) -> None:
     command = Command("et generate", "Continue a text with a trained model.", {"generate": OPTIONS})
     options = parse_all(command, arguments)
     _require_utf8(options["prompt"])
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 shows escapes
     device = pick_device(options["device"])
     model, tokenizer = load_model(options["run"], options["step"], device, pick_dtype(options["dtype"], device))
     steps = generate(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from ..files import expand
 from . import embedded, files
 from .public import FINEWEB_EDU
 from .sources import EMBEDDED, Corpus, make_corpus, open_source
@@ -13,9 +14,6 @@ from .token_files import MANIFEST
 
 CODE = "code"
 """The embedded corpus without its prose."""
-
-HELD_OUT = ("test", "validation")
-"""First words of file names that mark held-out text, as in test.jsonl or validation-00000-of-00001.parquet."""
 
 # GSM8K and HumanEval are recognised by the fields of their lines; the value separates the two fields.
 QUESTION_SETS = {("question", "answer"): "\n", ("prompt", "canonical_solution"): ""}
@@ -33,33 +31,35 @@ def open_held_out(source: str, text_field: str = "text") -> Corpus:
         _, held_out = embedded.documents()
         code = [(name, text) for name, text in held_out if name.endswith(".py")]
         return make_corpus(source, {"validation": lambda: iter(code)}, remedy)
-    path = Path(source).expanduser()
+    path = expand(source)
     if source in (EMBEDDED, FINEWEB_EDU) or (path / MANIFEST).is_file():
         return open_source(source, text_field)
     paths = files.find(path)
-    named = [each for each in paths if each.stem.split("-")[0] in HELD_OUT]
-    if len(paths) > 1 and not named and paths[0].suffix.lower() == ".parquet":
+    named = files.held_out(path, paths)
+    if len(paths) > 1 and not named and files.kind(paths[0]) == ".parquet":
         return open_source(source, text_field)
     return make_corpus(source, {"validation": lambda: _documents(named or paths, text_field)}, remedy)
 
 
 def _documents(paths: Sequence[Path], text_field: str) -> Iterator[embedded.Document]:
-    texts = (text for path in paths for text in _read(path, text_field) if text.strip())
+    texts = (text for path in paths for text in _read(path, text_field) if text and text.strip())
     return ((str(place), text) for place, text in enumerate(texts))
 
 
-def _read(path: Path, text_field: str) -> Iterator[str]:
-    if path.suffix.lower() == ".jsonl":
-        with path.open("rb") as file:
-            fields = _fields(file.readline())
+def _read(path: Path, text_field: str) -> Iterator[str | None]:
+    if files.kind(path) == ".jsonl":
+        fields = _fields(next(files.lines(path), ""))
         for question_set, between in QUESTION_SETS.items():
             if text_field not in fields and fields.issuperset(question_set):
                 columns = (files.read(path, field) for field in question_set)
-                return (question + between + answer for question, answer in zip(*columns, strict=True))
+                return (
+                    question + between + answer if question is not None and answer is not None else None
+                    for question, answer in zip(*columns, strict=True)
+                )
     return files.read(path, text_field)
 
 
-def _fields(line: bytes) -> set[str]:
+def _fields(line: str) -> set[str]:
     """Return the fields of a JSON object; none for anything else, which is reported when it is read."""
     try:
         record = json.loads(line)

@@ -1,13 +1,15 @@
-"""Reads documents from .txt, .jsonl and .parquet, one file or a folder of them, in bounded memory."""
+"""Reads documents from .txt, .jsonl and .parquet, the first two also compressed, one file or a folder of them."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import pyarrow
 import pyarrow.parquet
@@ -15,43 +17,70 @@ import pyarrow.parquet
 SUFFIXES = (".parquet", ".jsonl", ".txt")
 """The order of precedence if a folder holds several kinds, since data sets often come with notes."""
 
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+
 SECTION_BYTES = 8192
 _PARQUET_ROWS = 256
+
+_KINDS = ".txt, .jsonl or .parquet"
+
+_HELD_OUT = re.compile(r"(test|validation|valid|val|dev)([-.]|_\d|$)", re.IGNORECASE)
+
+
+def kind(path: Path) -> str:
+    """Return the suffix that says how to read a file, `.jsonl` for a.jsonl.gz."""
+    name = path.with_suffix("") if path.suffix.lower() in PACKED else path
+    return name.suffix.lower()
 
 
 def find(path: Path) -> list[Path]:
     """Return `path` itself, or the files of one kind below that folder, hidden ones excluded, sorted by path.
 
-    Raises ValueError if there is nothing to read.
+    Links are followed. One that leads nowhere is returned too, so that reading it raises FileNotFoundError.
+    Raises ValueError if there is nothing to read, and OSError for a folder that cannot be read.
     """
     if path.is_dir():
-        visible = [
-            file
-            for file in sorted(path.rglob("*"))
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        ]
+        visible, seen = [], set()
+        for folder, folders, names in os.walk(path, onerror=_refuse, followlinks=True):
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            if (real := os.path.realpath(folder)) in seen:  # a link to a folder above would never end
+                folders.clear()
+                continue
+            seen.add(real)
+            files = (Path(folder, name) for name in names if not name.startswith("."))
+            visible += [file for file in files if file.is_file() or not file.exists()]
         for suffix in SUFFIXES:
-            if found := [file for file in visible if file.suffix.lower() == suffix]:
+            if found := sorted(file for file in visible if kind(file) == suffix):
                 return found
         raise ValueError(f"{path} holds no {_KINDS} file: put some there, or name another folder")
     if not path.exists():
         raise ValueError(f'{path} does not exist: give "embedded", or a {_KINDS} file, or a folder of such')
-    if path.suffix.lower() not in SUFFIXES:
+    if kind(path) not in SUFFIXES:
         raise ValueError(f"{path} is no {_KINDS} file: convert it, or rename it if it is one")
     return [path]
 
 
-_KINDS = ".txt, .jsonl or .parquet"
+def _refuse(error: OSError) -> NoReturn:
+    raise error
 
 
-def read(path: Path, text_field: str) -> Iterator[str]:
-    """Yield the documents of one file: a whole text file, the `text_field` of each line, or that column.
+def held_out(root: Path, paths: Sequence[Path]) -> list[Path]:
+    """Return the files that their names, or their folders' below `root`, call test or validation.
+
+    As in test.jsonl, validation-00000-of-00001.parquet, val_0.txt and dev/a.txt.
+    """
+    names = {path: (path.name,) if path == root else path.relative_to(root).parts for path in paths}
+    return [path for path in paths if any(map(_HELD_OUT.match, names[path]))]
+
+
+def read(path: Path, text_field: str) -> Iterator[str | None]:
+    """Yield the documents of one file: a whole text file, the `text_field` of each line, or that column; nulls as None.
 
     Raises ValueError if the file does not match its suffix or lacks the field.
     """
-    match path.suffix.lower():
+    match kind(path):
         case ".txt":
-            return iter(["".join(_lines(path))])
+            return iter(["".join(lines(path))])
         case ".jsonl":
             return _jsonl(path, text_field)
         case ".parquet":
@@ -63,24 +92,33 @@ def read(path: Path, text_field: str) -> Iterator[str]:
 def sections(path: Path) -> Iterator[str]:
     """Yield one long text as documents, cut at the first blank line after 8 KiB, or the first line's end after 16 KiB.
 
-    Concatenated, they give the text.
+    A longer line is cut at carriage returns, as old Macintosh files have them, and at blanks. Concatenated, the
+    documents give the text.
     """
     section: list[str] = []
     size = 0
-    for line in _lines(path):
-        section.append(line)
-        size += len(line.encode())
-        if size >= 2 * SECTION_BYTES or (size >= SECTION_BYTES and not line.strip()):
-            yield "".join(section)
-            section, size = [], 0
+    for line in lines(path):
+        for piece in [line] if len(line) <= 2 * SECTION_BYTES else _PIECE.findall(line):
+            section.append(piece)
+            size += len(piece.encode())
+            if size >= 2 * SECTION_BYTES or (size >= SECTION_BYTES and not piece.strip()):
+                yield "".join(section)
+                section, size = [], 0
     if section:
         yield "".join(section)
 
 
-def _lines(path: Path) -> Iterator[str]:
+_PIECE = re.compile(rf"[^\r\n]{{0,{SECTION_BYTES}}}(?:\r\n|\s)|.{{1,{SECTION_BYTES}}}", re.DOTALL)
+
+
+def lines(path: Path) -> Iterator[str]:
     """Yield lines with their line ends unchanged, without a byte order mark."""
     offset = 0
-    with path.open("rb") as file:
+    codec = PACKED.get(path.suffix.lower())
+    with (
+        _damage_named(path, codec or "text"),
+        path.open("rb") if codec is None else io.BufferedReader(pyarrow.input_stream(str(path), codec)) as file,
+    ):
         for data in file:
             try:
                 line = data.decode("utf-8")
@@ -92,8 +130,8 @@ def _lines(path: Path) -> Iterator[str]:
             offset += len(data)
 
 
-def _jsonl(path: Path, text_field: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(path), start=1):
+def _jsonl(path: Path, text_field: str) -> Iterator[str | None]:
+    for number, line in enumerate(lines(path), start=1):
         if not line.strip():
             continue
         try:
@@ -103,7 +141,10 @@ def _jsonl(path: Path, text_field: str) -> Iterator[str]:
             raise ValueError(f"{path}, line {number} is not JSON ({reason}): each line must be one object") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}, line {number} is not a JSON object: each line must be one")
-        text = record.get(text_field)
+        text = record.get(text_field, ...)
+        if text is None:
+            yield None
+            continue
         if not isinstance(text, str):
             texts = ", ".join(key for key, value in record.items() if isinstance(value, str))
             raise ValueError(
@@ -126,6 +167,7 @@ class RowGroup(NamedTuple):
     number: int
     documents: int
     bytes: int
+    nulls: int  # rows without text, as far as the footer says
 
 
 def row_groups(path: Path, text_field: str) -> list[RowGroup]:
@@ -133,11 +175,13 @@ def row_groups(path: Path, text_field: str) -> list[RowGroup]:
     with _parquet_file(path, text_field) as file:
         leaves = [file.schema.column(i).path for i in range(len(file.schema))]  # a nested column has several
         place = leaves.index(text_field)
-        groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
-        return [
-            RowGroup(path, index, group.num_rows, group.column(place).total_uncompressed_size)
-            for index, group in enumerate(groups)
-        ]
+        found = []
+        for index in range(file.num_row_groups):
+            group = file.metadata.row_group(index)
+            column = group.column(place)
+            nulls = column.statistics.null_count if column.statistics and column.statistics.has_null_count else 0
+            found.append(RowGroup(path, index, group.num_rows - nulls, column.total_uncompressed_size, nulls))
+        return found
 
 
 def footer(path: Path) -> bytes:
@@ -149,17 +193,17 @@ def footer(path: Path) -> bytes:
         return file.read(length)
 
 
-def read_row_group(group: RowGroup, text_field: str) -> Iterator[str]:
+def read_row_group(group: RowGroup, text_field: str) -> Iterator[str | None]:
     """Yield the documents of a row group. Raises ValueError as `read` does."""
     return _parquet(group.path, text_field, [group.number])
 
 
-def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -> Iterator[str]:
+def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -> Iterator[str | None]:
     with _parquet_file(path, text_field) as file:
         chosen = range(file.num_row_groups) if groups is None else groups
         row = sum(file.metadata.row_group(index).num_rows for index in range(chosen[0] if chosen else 0))
         for batch in file.iter_batches(_PARQUET_ROWS, row_groups=list(chosen), columns=[text_field]):
-            for value in batch.column(0):
+            for value in batch.column(text_field):  # some versions of Arrow read text.lang with text
                 yield _text(path, row, value)
                 row += 1
 
@@ -167,38 +211,40 @@ def _parquet(path: Path, text_field: str, groups: Sequence[int] | None = None) -
 @contextmanager
 def _parquet_file(path: Path, text_field: str) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Yield the open file. Raises ValueError if it lacks the column, or is found damaged while it is read."""
+    with _damage_named(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        columns = file.schema_arrow
+        if text_field not in columns.names:
+            raise ValueError(
+                f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
+            )
+        if columns.names.count(text_field) > 1:
+            raise ValueError(f"{path} has several columns text_field={text_field!r}: write it again with one")
+        held = columns.field(text_field).type
+        values = held.value_type if isinstance(held, pyarrow.DictionaryType) else held  # pandas' categoricals
+        if str(values) not in _TEXTS:
+            raise ValueError(f"{path}, column text_field={text_field!r} holds {held}: name a column of strings")
+        yield file
+
+
+_TEXTS = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view", "null"}
+
+
+@contextmanager
+def _damage_named(path: Path, what: str) -> Iterator[None]:
+    """Turn Arrow's reports of damage into a ValueError that names the file."""
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = file.schema_arrow
-            if text_field not in columns.names:
-                raise ValueError(
-                    f"{path} has no column text_field={text_field!r}: its columns are: {', '.join(columns.names)}"
-                )
-            if columns.names.count(text_field) > 1:
-                raise ValueError(f"{path} has several columns text_field={text_field!r}: write it again with one")
-            if columns.field(text_field).type not in _STRINGS:
-                raise ValueError(
-                    f"{path}, column text_field={text_field!r} holds {columns.field(text_field).type}: "
-                    "name a column of strings"
-                )
-            yield file
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         # Arrow reports damage as an OSError too, but without an errno.
         if isinstance(error, OSError) and error.errno is not None:
             raise
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path} is damaged or no Parquet file ({reason}): download or write it again") from None
+        raise ValueError(f"{path} is damaged or no {what} file ({reason}): download or write it again") from None
 
 
-_STRINGS = (pyarrow.string(), pyarrow.large_string())
-
-
-def _text(path: Path, row: int, value: pyarrow.Scalar) -> str:
+def _text(path: Path, row: int, value: pyarrow.Scalar) -> str | None:
     try:
         text = value.as_py()
+        return text.decode() if isinstance(text, bytes) else text
     except UnicodeDecodeError:
         raise ValueError(f"{path}, row {row} is not UTF-8: write the file again with strings that are") from None
-    if text is None:
-        raise ValueError(f"{path}, row {row} is null: leave such rows out")
-    assert isinstance(text, str)
-    return text

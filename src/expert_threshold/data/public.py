@@ -7,6 +7,7 @@ import shutil
 import stat
 import zipfile
 import zlib
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 from .cache import VARIABLE, cache_folder, require_writable
@@ -70,8 +71,10 @@ def fetch_core(cache: Path, progress: Progress | None = None) -> Path:
 
 def core_bundle() -> Path | None:
     """Return the folder of the eval bundle in the user's cache; None if it was not downloaded."""
-    bundle = cache_folder() / CORE
-    return bundle if bundle.is_dir() else None
+    with suppress(ValueError):  # no home folder
+        if (bundle := cache_folder() / CORE).is_dir():
+            return bundle
+    return None
 
 
 def unzip(archive: Path, folder: Path, top: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .files import RowGroup, footer, read_row_group, row_groups
@@ -12,11 +12,16 @@ from .files import RowGroup, footer, read_row_group, row_groups
 
 @dataclass(frozen=True)
 class Shards:
-    """A corpus of shards. `hash` covers their names and footers, which have all sizes and offsets."""
+    """A corpus of shards. `hash` covers their names, the text's column, and footers, which have all sizes and offsets.
+
+    skipped: a line for each shard, or part of one, that was left out; damaged parts are, too, if `skip_damaged`.
+    """
 
     groups: tuple[RowGroup, ...]
     text_field: str
     hash: str
+    skip_damaged: bool = False
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def documents(self) -> int:
@@ -29,19 +34,25 @@ class Shards:
 
     def read(self, group: int) -> Iterator[str]:
         """Yield the documents of a row group that are not blank. Raises ValueError naming a damaged shard."""
-        return (text for text in read_row_group(self.groups[group], self.text_field) if text.strip())
+        return (text for text in read_row_group(self.groups[group], self.text_field) if text and text.strip())
 
     def texts(self) -> Iterator[str]:
-        """Yield all documents, in the shards' order."""
-        return (text for group in range(len(self.groups)) for text in self.read(group))
+        """Yield all documents, in the shards' order. Raises ValueError as `read` does, unless `skip_damaged`."""
+        for group in range(len(self.groups)):
+            try:
+                yield from self.read(group)
+            except ValueError as error:
+                if not self.skip_damaged:
+                    raise
+                self.skipped.append(str(error))
 
 
-def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> tuple[Shards, tuple[str, ...]]:
-    """Return the shards, reading only their footers, and a line for each that was skipped.
+def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> Shards:
+    """Return the shards, reading only their footers.
 
     Raises ValueError naming a shard that is damaged, empty or lacks the column, unless `skip_damaged`.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(f"{text_field}\n".encode())
     groups: list[RowGroup] = []
     skipped: list[str] = []
     for path in paths:
@@ -57,4 +68,4 @@ def open_shards(paths: Sequence[Path], text_field: str, skip_damaged: bool) -> t
         groups += found
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
         digest.update(footer(path))
-    return Shards(tuple(groups), text_field, digest.hexdigest()), tuple(skipped)
+    return Shards(tuple(groups), text_field, digest.hexdigest(), skip_damaged, skipped)

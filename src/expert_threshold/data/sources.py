@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
+from ..files import expand
 from ..option import Bounds, Count, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
@@ -26,12 +27,14 @@ Reader = Callable[[], Iterator[embedded.Document]]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Options of the data. A folder of Parquet shards and the embedded corpus have their own validation split."""
+    """Options of the data. Embedded, folders of Parquet shards, and folders with files named validation or test have
+    their own validation split.
+    """
 
     source: str = option(
         EMBEDDED,
         "Text to train on: embedded, Python's standard library; fineweb-edu, once et data has downloaded it; a "
-        ".txt, .jsonl or .parquet file, a folder of them, or one of tokens.",
+        ".txt, .jsonl or .parquet file, a folder of them, or one of tokens; .txt and .jsonl also as .gz and .zst.",
     )
     text_field: str = option("text", "Field or column that holds the text, in .jsonl and .parquet.")
     validation_fraction: Annotated[float, Bounds(above=0, below=1)] = option(
@@ -61,7 +64,8 @@ class Corpus:
     For shards, which are read on demand, it covers names and footers, and sizes are to the nearest percent. `parts`
     returns a split's parts for a tokenizer, to be read on demand; None if the corpus fits into memory. `tokenizer` is
     the one stored beside the text; if `tokenized`, no other fits. `train_shards` is the number of shards for training,
-    `skipped` has a line for each of them that was skipped.
+    `skipped` has a line for each shard, or part of one, that was skipped so far. `notes` say what was left out or
+    trained on that one might not expect.
     """
 
     name: str
@@ -72,7 +76,8 @@ class Corpus:
     tokenizer: Tokenizer | None = field(default=None, repr=False)
     tokenized: bool = False
     train_shards: int | None = None
-    skipped: tuple[str, ...] = ()
+    skipped: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
     def documents(self, split: Split) -> Iterator[str]:
         """Read the texts of one split, in a fixed order."""
@@ -99,10 +104,11 @@ class Corpus:
     def describe(self) -> str:
         """Return a one-line description for logs."""
         train, validation = (self.sizes[split] for split in SPLITS)
-        return (
-            f"{self.name}: {train.documents} documents, {train.bytes / 1e6:.2f} MB for training; "
-            f"{validation.documents} documents, {validation.bytes / 1e6:.2f} MB for validation"
+        sizes = (
+            f"{self.name}: {train.documents} documents, {train.bytes / 1e6:.2f} MB for training",
+            f"{validation.documents} documents, {validation.bytes / 1e6:.2f} MB for validation",
         )
+        return "; ".join((*sizes, *self.notes))
 
 
 def open_source(
@@ -120,9 +126,9 @@ def open_source(
     config = DataConfig(source, text_field, validation_fraction, skip_damaged, train_shards)
     if config.source == FINEWEB_EDU:
         return _open_shards(config, downloaded_fineweb_edu())
-    path = Path(config.source).expanduser()
+    path = expand(config.source)
     paths = [] if config.source == EMBEDDED or (path / MANIFEST).is_file() else files.find(path)
-    if len(paths) > 1 and paths[0].suffix.lower() == ".parquet":
+    if len(paths) > 1 and files.kind(paths[0]) == ".parquet":
         return _open_shards(config, paths)
     if train_shards is not None:
         raise ValueError(f"train_shards={train_shards}: {config.source} has no Parquet shards; leave it out")
@@ -135,40 +141,74 @@ def open_source(
         )
     if not paths:
         return _open_tokens(config.source, path)
-    smallest = min((_hash_share(text) for _, text in _documents(path, paths, config.text_field)), default=None)
-    if smallest is None:
+    by_name, notes = _split_by_name(path, paths)
+    smallest, nulls = 1.0, 0
+    for _, text in _rows(path, paths, config.text_field):
+        nulls += text is None
+        if text and text.strip():
+            smallest = min(smallest, _hash_share(text))
+    if smallest == 1:
         raise ValueError(f"{config.source} has no documents: put some text into it, or name another file or folder")
     bound = max(config.validation_fraction, smallest)  # at least one document goes to validation
 
-    def half(validation: bool) -> Iterator[embedded.Document]:
-        documents = _documents(path, paths, config.text_field)
-        return (document for document in documents if (_hash_share(document[1]) <= bound) == validation)
+    def read(split: Split) -> Iterator[embedded.Document]:
+        rows = _rows(path, by_name[split] if by_name else paths, config.text_field)
+        documents = ((name, text) for name, text in rows if text and text.strip())
+        if by_name:
+            return documents
+        return (document for document in documents if (_hash_share(document[1]) <= bound) == (split == "validation"))
 
     return make_corpus(
         config.source,
-        {"train": lambda: half(False), "validation": lambda: half(True)},
-        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or several lines of a "
-        ".txt above 16 KiB, or another validation_fraction",
+        {"train": lambda: read("train"), "validation": lambda: read("validation")},
+        "give more documents with different texts, as files, lines of .jsonl, rows of .parquet or a .txt above 16 KiB, "
+        "or another validation_fraction",
+        [*notes, *_about_nulls(nulls)],
     )
 
 
+def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[Path]], list[str]]:
+    """Return the files of each split if some, but not all, are named test or validation, and notes about it.
+
+    Files named test are for validation only where no others are.
+    """
+    held_out = files.held_out(root, paths)
+    if not held_out:
+        return {}, []
+    if len(held_out) == len(paths):
+        return {}, ["trains on text that is named test or validation"]
+    validation = [path for path in held_out if not path.relative_to(root).as_posix().startswith("test")] or held_out
+    names = ", ".join(path.relative_to(root).as_posix() for path in held_out[:4]) + ", …" * (len(held_out) > 4)
+    return (
+        {"train": [path for path in paths if path not in held_out], "validation": validation},
+        [f"does not train on {names}"],
+    )
+
+
+def _about_nulls(nulls: int) -> list[str]:
+    return [f"{nulls} rows without text are left out"] if nulls else []
+
+
 def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
-    """Return the corpus of shards; the last is for validation, the others, or the first of them, for training."""
-    there = len(paths) - 1
+    """Return the corpus of shards; the last is for validation unless names say which, the others for training."""
+    root = expand(config.source) if config.source != FINEWEB_EDU else paths[0].parent
+    by_name, notes = _split_by_name(root, paths)
+    by_name = by_name or {"train": list(paths[:-1]), "validation": list(paths[-1:])}
+    there = len(by_name["train"])
     if (number := config.train_shards or there) > there:
         raise ValueError(
             f"train_shards={number}: {config.source} has {there} for training; get more, or give at most {there}"
         )
     try:
-        train, skipped = open_shards(paths[:number], config.text_field, config.skip_damaged)
+        train = open_shards(by_name["train"][:number], config.text_field, config.skip_damaged)
     except ValueError as error:
         raise ValueError(f"{error}; or skip such shards with --skip-damaged") from None
-    validation, _ = open_shards(paths[-1:], config.text_field, skip_damaged=False)
+    validation = open_shards(by_name["validation"], config.text_field, skip_damaged=False)
     shards: dict[Split, Shards] = {"train": train, "validation": validation}
     if not train.groups:
         raise ValueError(f"{config.source} has no documents left for train: every shard was skipped; write them again")
-    folders = Path(config.source).expanduser(), paths[0].parent  # shards may lie in a folder of that folder
-    beside = next((folder / TOKENIZER for folder in folders if (folder / TOKENIZER).is_file()), None)
+    # Shards may lie in a folder of that folder.
+    beside = next((folder / TOKENIZER for folder in (root, paths[0].parent) if (folder / TOKENIZER).is_file()), None)
     return Corpus(
         config.source,
         hashlib.sha256("".join(shards[split].hash for split in SPLITS).encode()).hexdigest(),
@@ -177,7 +217,8 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
         lambda split, tokenizer: TextParts(shards[split], tokenizer),
         None if beside is None else Tokenizer.load(beside),
         train_shards=number,
-        skipped=skipped,
+        skipped=train.skipped,
+        notes=[*notes, *_about_nulls(sum(group.nulls for found in shards.values() for group in found.groups))],
     )
 
 
@@ -213,16 +254,16 @@ def _numbered(texts: Iterator[str]) -> Iterator[embedded.Document]:
 
 def absolute(source: str) -> str:
     """Return the source with an absolute path, independent of the working folder."""
-    return source if source in (EMBEDDED, FINEWEB_EDU) else str(Path(source).expanduser().resolve())
+    return source if source in (EMBEDDED, FINEWEB_EDU) else str(expand(source).resolve())
 
 
-def _documents(root: Path, paths: list[Path], text_field: str) -> Iterator[embedded.Document]:
-    """Yield documents named by path below `root` and place in the file; a single text file is cut into several."""
+def _rows(root: Path, paths: Sequence[Path], text_field: str) -> Iterator[tuple[str, str | None]]:
+    """Yield texts named by path below `root` and place in the file; a single text file is cut into several."""
     for path in paths:
-        alone = path.suffix.lower() == ".txt" and len(paths) == 1
         name = path.name if path == root else path.relative_to(root).as_posix()
-        texts = files.sections(path) if alone else files.read(path, text_field)
-        yield from ((f"{name}:{place}", text) for place, text in enumerate(texts) if text.strip())
+        alone = files.kind(path) == ".txt" and len(paths) == 1
+        texts: Iterator[str | None] = files.sections(path) if alone else files.read(path, text_field)
+        yield from ((f"{name}:{place}", text) for place, text in enumerate(texts))
 
 
 def _hash_share(text: str) -> float:
@@ -230,7 +271,7 @@ def _hash_share(text: str) -> float:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7]) / 2**56
 
 
-def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str) -> Corpus:
+def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str, notes: Sequence[str] = ()) -> Corpus:
     """Return a corpus, reading all documents once. Raises ValueError, ending with the remedy, if a split is empty."""
     digest = hashlib.sha256()
     sizes: dict[Split, Size] = {}
@@ -243,7 +284,7 @@ def make_corpus(name: str, readers: Mapping[Split, Reader], remedy: str) -> Corp
             documents += 1
             total += len(data)
         sizes[split] = Size(documents, total)
-    corpus = Corpus(name, digest.hexdigest(), sizes, readers)
+    corpus = Corpus(name, digest.hexdigest(), sizes, readers, notes=notes)
     if corpus.bytes == 0:
         raise ValueError(f"{name} has no documents: {remedy}")
     for split, size in sizes.items():

@@ -50,8 +50,8 @@ class Stream:
 
     threads: how many read and tokenize ahead. group: ranks that share this work, each reading its own parts and sending
     the tokens to the others when a block begins; None reads everything here. Neither changes a block's contents.
-    skip_damaged: skip unreadable parts and list them in `skipped`, until the caller takes them; otherwise they raise
-    ValueError on all ranks.
+    skip_damaged: skip unreadable parts and list those of all ranks in `skipped`, until the caller takes them; otherwise
+    they raise ValueError on all ranks.
     """
 
     def __init__(
@@ -84,12 +84,17 @@ class Stream:
         if (epoch, block) not in self._ahead:
             self._forget()
             self._begin(epoch, block)
-        share, fault = self._finish(self._ahead.pop((epoch, block)))
+        share, fault, skipped = self._finish(self._ahead.pop((epoch, block)))
         for place in itertools.islice(self._after(epoch, block), AHEAD_BLOCKS):
             if sum(len(futures) for futures in self._ahead.values()) > 2 * self._threads:
                 break
             self._begin(*place)
-        return share_out(share, fault, self._group)
+        shares = gather((share, fault, skipped), self._group)
+        for _, fault, skipped in shares:
+            self.skipped += skipped
+            if fault:
+                raise ValueError(fault)
+        return join([share for share, _, _ in shares])
 
     def close(self) -> None:
         """End the threads; no more blocks may be loaded."""
@@ -120,31 +125,22 @@ class Stream:
             mine = np.array_split(self._layout(epoch)[block], self._ranks)[self._rank]
             self._ahead[epoch, block] = [self._pool.submit(self._parts.read, int(part)) for part in mine]
 
-    def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str]:
-        """Return the share, and the fault that ended it, empty if there is none; faults to skip are noted."""
-        share = [no_tokens(self._parts.dtype)]
+    def _finish(self, futures: list[Future[Tokens]]) -> tuple[Tokens, str, list[str]]:
+        """Return the share, the fault that ended it, empty if there is none, and the faults that were skipped."""
+        share, skipped = [no_tokens(self._parts.dtype)], list[str]()
         for future in futures:
             try:
                 share.append(future.result())
             except (ValueError, OSError) as error:
                 if not self._skip_damaged or isinstance(error, OSError):
-                    return join(share), str(error)
-                self.skipped.append(str(error))
-        return join(share), ""
+                    return join(share), str(error), skipped
+                skipped.append(str(error))
+        return join(share), "", skipped
 
     def _forget(self) -> None:
         for future in itertools.chain(*self._ahead.values()):
             future.cancel()
         self._ahead.clear()
-
-
-def share_out(share: Tokens, fault: str, group: dist.ProcessGroup | None) -> Tokens:
-    """Return all ranks' shares in rank order. Raises ValueError on every rank if one has a fault."""
-    shares = gather((fault, share), group)
-    for text, _ in shares:
-        if text:
-            raise ValueError(text)
-    return join([tokens for _, tokens in shares])
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:

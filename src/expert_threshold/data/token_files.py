@@ -103,8 +103,8 @@ def write_tokens(
             raise ValueError(f"--out {folder}: is complete, or of other text or another tokenizer; name another --out")
     elif any(folder.iterdir()):
         raise ValueError(f"--out {folder}: already exists and is not a token folder; name another --out")
+    replace_json(folder / MANIFEST, manifest)  # first, since the folder is continued by it even after a full disk
     tokenizer.save(folder / TOKENIZER)
-    replace_json(folder / MANIFEST, manifest)
     total, done = sum(sum(parts.bytes) for parts in splits.values()), 0
     for split, parts in splits.items():
         for size in _write_split(folder, split, parts, skip_damaged):

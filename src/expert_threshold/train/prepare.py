@@ -128,7 +128,7 @@ def prepare(
     )
     if saved is not None:
         state.restore(saved)
-    return Prepared(state, text.tokenizer, text.validation, core, record, corpus.skipped)
+    return Prepared(state, text.tokenizer, text.validation, core, record, tuple(corpus.skipped))
 
 
 def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: Display) -> Text:

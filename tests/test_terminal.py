@@ -1,0 +1,88 @@
+"""Commands print wherever their output goes, and say in one line what they lack."""
+
+from __future__ import annotations
+
+import io
+import pwd
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from cases import et
+from expert_threshold.data import public
+from expert_threshold.data.cache import VARIABLE
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_command_works_with_a_closed_output(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by `et recipes >&-`, for which Python has None in its place."""
+    monkeypatch.setattr(sys, closed, None)
+    assert et("recipes") == 0
+    assert et("train", "--no-such-option") == 2
+    getattr(sys, closed).close()
+
+
+def test_a_closed_output_is_no_error_in_a_shell() -> None:
+    shell = f"{sys.executable} -m expert_threshold recipes >&-"
+    assert subprocess.run(shell, shell=True, check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf_8_gets_escapes(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding))
+    assert et("recipes") == 0
+    assert "\\u2013" in shown.getvalue().decode(encoding)
+
+
+def test_a_terminal_of_no_columns_is_one_of_unknown_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert et("recipes") == 0
+    assert "expert_threshold" in capsys.readouterr().out
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user of a container that has no entry for it."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for variable in ("HOME", "XDG_CACHE_HOME", VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+
+
+@pytest.mark.parametrize("arguments", [["data", "core"], ["data", "tokenizer"], ["train", "--data", "fineweb-edu"]])
+def test_without_a_home_folder_another_cache_is_asked_for(
+    arguments: list[str], homeless: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et(*arguments) == 2
+    assert f"name another cache in {VARIABLE}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_home_folder_core_is_not_downloaded(homeless: None) -> None:
+    assert public.core_bundle() is None
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_a_home_folder_of_nobody_does_not_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options: Mapping[str, list[str]] = {"train": ["--data", "~no-such-user/text"], "evaluate": ["~no-such-user/run"]}
+    assert et(command, *options[command]) == 2
+    assert "~no-such-user" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_a_temporary_folder_one_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    monkeypatch.setattr("expert_threshold.cli.recipes.run", lambda _: tempfile.gettempdir())
+    assert et("recipes") == 2
+    assert "TMPDIR" in capsys.readouterr().err
