@@ -1,17 +1,14 @@
-"""Measures the cost of many ranks: bytes sent, time on this machine, and a model of a step on 8 to 4096 GPUs.
+"""Measures the cost of many ranks: bytes sent, and time on this machine.
 
     python benchmarks/scaling.py count   [--ranks 2 4] [--layouts replicate expert_parallel] [--json]
     python benchmarks/scaling.py measure [--ranks 1 2 4] [--json]
     python benchmarks/scaling.py rows    --run RUN [--json]
-    python benchmarks/scaling.py model   PRESET --run RUN --tokens-per-second … --node-gbytes … [--json]
-    python benchmarks/scaling.py draw    --results docs/results/scaling-cpu --to docs/images/scaling.svg
 
 count: bytes that a rank sends in a step, by kind, against the least that has to be sent. An all-reduce of n bytes over
 r ranks counts as 2 n (r - 1) / r, a reduce-scatter or an all-gather as half of it, as the best algorithms send.
 Fails if bytes per token grow with the batch.
 measure: strong scaling, the same step shared out, and weak scaling, the same work for each rank; gloo, on this machine.
 rows: rows that expert parallelism sends, one for each rank with some of a token's experts or one for each expert.
-model: the step of a preset, from what one GPU computes, links and loads, all given; nothing is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from bare import origin
-from cluster import LAYOUTS, Cluster, Compute, Loads, minimum_bytes, row_bytes, step_time
+from cluster import LAYOUTS, Loads, minimum_bytes, row_bytes
 from common import compute_dtype, machine
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -311,59 +308,10 @@ def rows(arguments: argparse.Namespace) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def model(arguments: argparse.Namespace) -> Iterator[Row]:
-    """A line for each number of GPUs, layout and way to scale; all that went into it stands in the line.
-
-    Loads are those of the run, scaled to the preset's fanout.
-    """
-    run = resolve(arguments.preset)
-    loads = recorded(arguments.run).at(run.model.rule.experts_per_token)
-    compute = Compute(arguments.tokens_per_second, arguments.optimizer_seconds, itemsize=2)
-    for scaling, gpus, layout in itertools.product(("strong", "weak"), arguments.gpus, LAYOUTS):
-        sequences = run.train.batch_size * run.train.accumulation / gpus
-        if scaling == "weak":
-            sequences = arguments.sequences
-        if sequences < 1:  # fewer sequences than GPUs
-            continue
-        cluster = Cluster(
-            gpus, arguments.gpus_per_node, arguments.node_gbytes * 1e9, arguments.network_gbytes * 1e9,
-            arguments.node_latency_us * 1e-6, arguments.network_latency_us * 1e-6,
-        )  # fmt: skip
-        tokens = round(sequences * run.model.context)
-        parts = step_time(run, cluster, compute, loads, layout, tokens, arguments.owners)
-        rate = gpus * tokens / parts.overlapped(layout)
-        least = minimum_bytes(run, layout, gpus, arguments.owners, tokens * loads.rows_per_token(arguments.owners), 2)
-        yield (
-            {
-                "what": "model", "scaling": scaling, "preset": arguments.preset, "layout": layout, "gpus": gpus,
-                "tokens_per_gpu": tokens, "tokens_per_step": gpus * tokens,
-                **{f"{part}_ms": round(seconds * 1e3, 3) for part, seconds in parts._asdict().items()},
-                "step_ms": round(parts.overlapped(layout) * 1e3, 3), "step_serial_ms": round(parts.serial * 1e3, 3),
-                "tokens_per_second": round(rate),
-                "efficiency": round(rate / (gpus * arguments.tokens_per_second), 4),
-                "efficiency_serial": round(tokens / parts.serial / arguments.tokens_per_second, 4),
-                **{f"{kind}_bytes": round(amount) for kind, amount in least.items()},
-                "owners": arguments.owners, "owner_spread": round(loads.spread(arguments.owners), 4),
-                **{f"given_{name}": getattr(arguments, name) for name in GIVEN},
-            }
-        )  # fmt: skip
-
-
-GIVEN = {
-    "tokens_per_second": "of one GPU, forward and backward",
-    "optimizer_seconds": "of one GPU, for a whole step of the optimizer",
-    "gpus_per_node": "GPUs on a node",
-    "node_gbytes": "bandwidth of a GPU within its node, GB/s in one direction",
-    "network_gbytes": "bandwidth of a GPU to other nodes, GB/s in one direction",
-    "node_latency_us": "of a message within a node",
-    "network_latency_us": "of a message between nodes",
-}
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("count", "measure", "rows", "model", "draw", "rank"):
+    for name in ("count", "measure", "rows", "rank"):
         command = commands.add_parser(name)
         if name in ("count", "measure", "rank"):
             command.add_argument("--preset", default="quickstart")
@@ -380,19 +328,8 @@ def parse() -> argparse.Namespace:
         if name == "rank":
             command.add_argument("--layout", choices=LAYOUTS)
             command.add_argument("--batch-sizes", type=int, nargs="+", help="sequences of all ranks")
-        if name in ("rows", "model"):
+        if name == "rows":
             command.add_argument("--run", type=Path, required=True, help="whose recorded loads are taken")
-        if name == "model":
-            command.add_argument("preset")
-            command.add_argument("--gpus", type=int, nargs="+", default=[2**power for power in range(3, 13)])
-            command.add_argument("--sequences", type=int, default=16, help="of a GPU, in weak scaling")
-            command.add_argument("--owners", type=int, default=8, help="GPUs that split a layer's experts")
-            for option, meaning in GIVEN.items():
-                kind = int if option == "gpus_per_node" else float
-                command.add_argument(f"--{option.replace('_', '-')}", type=kind, required=True, help=meaning)
-        if name == "draw":
-            command.add_argument("--results", type=Path, required=True)
-            command.add_argument("--to", type=Path, required=True)
         command.add_argument("--json", action="store_true", help="one flat JSON object a line")
     return parser.parse_args()
 
@@ -402,12 +339,7 @@ def main() -> None:
     if arguments.command == "rank":
         rank_main(arguments)
         return
-    if arguments.command == "draw":
-        from scaling_figure import draw
-
-        draw(arguments.results, arguments.to)
-        return
-    lines = {"count": count, "measure": measure, "rows": rows, "model": model}[arguments.command](arguments)
+    lines = {"count": count, "measure": measure, "rows": rows}[arguments.command](arguments)
     here = origin() | (machine() if arguments.command in ("count", "measure") else {})
     for line in lines:
         if arguments.json:

@@ -35,7 +35,7 @@ from expert_threshold.data import embedded
 from expert_threshold.serve.hosts import bind
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "log").glob("*.md"))]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 REASON = re.compile(r"<!-- not run: (.+) -->")
 COMMAND = re.compile(r"(\S+=\S+ )?(et|make|pip|python|curl|torchrun|lm_eval) ")
@@ -95,6 +95,21 @@ def unfit(block: Block) -> str | None:
 def test_every_block_can_be_run_or_says_why_it_is_not(page: Path) -> None:
     found = blocks(page.read_text(encoding="utf-8"))
     assert [f"{page.name}:{block.line}: {why}" for block in found if (why := unfit(block))] == []
+
+
+def test_every_record_is_cited_by_a_page_and_every_path_a_page_names_is_there() -> None:
+    """Records of presets long gone lay there, and pages named files that had moved."""
+    folder = ROOT / "docs" / "results"
+    cited: set[Path] = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        links = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
+        named = [ROOT / path.rstrip(".") for path in re.findall(r"docs/(?:results|log)/[\w./-]+", text)]
+        assert [str(path) for path in [*links, *named] if not path.exists()] == [], page.name
+        cited |= {path.resolve() for path in [*links, *named]}
+    for path in folder.rglob("*"):
+        within = [each for each in (path, *path.parents) if folder in each.parents]
+        assert path.is_dir() or not cited.isdisjoint(within), f"{path}: cited by no page"
 
 
 def test_blocks_are_found_with_their_reasons() -> None:

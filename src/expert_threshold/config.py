@@ -37,7 +37,7 @@ class Preset:
 # All but the smallest train on 54 tokens per active parameter, like d12.
 RUNS: dict[str, Preset] = {
     "tiny": Preset(train={"steps": 100, "batch_size": 16, "eval_every": 50}),
-    # Under four minutes on two cores with bfloat16 products; docs/log.md has the sizes that were tried.
+    # Under four minutes on two cores with bfloat16 products; docs/log/model.md has the sizes that were tried.
     "quickstart": Preset(
         train={"steps": 1200, "batch_size": 8, "eval_every": 300, "sample_every": 600},
         optim={"matrix_lr": 0.012, "embed_lr": 0.08},

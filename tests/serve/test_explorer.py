@@ -424,7 +424,7 @@ def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pyte
 
 
 def test_samples_have_one_temperature_unless_told() -> None:
-    """At 0.8, the default before, small models repeat themselves five times as often as text does (docs/log.md)."""
+    """At 0.8, the default before, small models repeat themselves five times as often as text does."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     field = re.search(r'id="temperature"[^>]* value="([^"]*)"', page)
     assert field is not None

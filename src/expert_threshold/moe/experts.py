@@ -22,7 +22,7 @@ def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = Non
 
 
 # Hidden activations per block: few enough to stay in a CPU's cache, enough for efficient products. CPUs with bfloat16
-# tiles need more (docs/log.md).
+# tiles need more (docs/log/training.md).
 HIDDEN_PER_BLOCK = 2**22 if torch.cpu._is_amx_tile_supported() else 2**20
 
 

@@ -11,7 +11,7 @@ from ..model import GPT, GPTConfig, Output, flops_per_token
 from .config import TrainConfig
 
 # FLOPs of a run above which compiling clearly saves time. On a CPU it takes up to a minute and saves a tenth of the
-# steps' time, a fifth without our kernels (docs/log.md); on a GPU it was not measured.
+# steps' time, a fifth without our kernels (docs/log/training.md); on a GPU it was not measured.
 PAYS = {"cpu": 2e14, "cuda": 1e16}
 GRAPHS = 64  # the least number of graphs that torch keeps per process: `et compare` trains many models in one
 
