@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +39,7 @@ def train_run(folder: RunFolder, config: RunConfig, console: Console, **options:
     if rendezvous is not None and rendezvous.rank > 0:
         return result
     try:
-        write_report(folder)
+        write_report(folder, partial(say, console))
     except Exception as error:  # a failed report does not spoil the run
         reason = " ".join(str(error).split()) or type(error).__name__
         say(console, f"warning: no report was written: {reason}")

@@ -19,10 +19,9 @@ from expert_threshold.analysis.figures.scores import (
     say_score_histograms,
 )
 from expert_threshold.analysis.figures.style import INK
-from expert_threshold.analysis.material import NotShownError
 from expert_threshold.analysis.methods import Subject, legend
 from expert_threshold.analysis.page import LeftOut
-from expert_threshold.analysis.plain import plain
+from expert_threshold.analysis.plain import NotShownError, plain
 from expert_threshold.analysis.run import Run
 from expert_threshold.cli.rates import require_cutoffs
 from expert_threshold.model import GPTConfig
@@ -97,7 +96,7 @@ def reason(study: Any, *subjects: Subject) -> str:
 def test_only_rules_that_move_cutoffs_have_them(rule: Rule, moves: bool) -> None:
     subject = subject_of(rule)
     assert subject.run.has_cutoffs == moves
-    left_out = {e.titles: e.reason for e in training.routing(subject.run) if isinstance(e, LeftOut)}
+    left_out = {e.title: e.reason for e in training.routing(subject.run) if isinstance(e, LeftOut)}
     assert ("has no cutoffs" in left_out["Cutoffs"]) == (not moves)
 
 

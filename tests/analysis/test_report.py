@@ -26,7 +26,7 @@ from expert_threshold.analysis.figures.axes import LONGEST, smooth, spread, thin
 from expert_threshold.analysis.figures.learning import draw_losses
 from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import svg
-from expert_threshold.analysis.records import expert_series, finite, layer_series, series
+from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
 from expert_threshold.analysis.report import duration, write_report
 from expert_threshold.data import DataConfig
 from expert_threshold.install import install
@@ -286,6 +286,35 @@ def test_a_run_of_nothing_but_gaps_has_a_report(name: str, run: Callable[..., Ru
     assert set(page_of(run(name, all_null)).texts.get("h3", [])) <= {"Fanout"}
 
 
+def test_a_figure_that_fails_is_named_and_the_others_are_shown(
+    run: Callable[..., RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> Figure:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(training, "draw_usage", fail)
+    said: list[str] = []
+    page = Page(write_report(run(), said.append).read_text(encoding="utf-8"))
+    assert set(page.texts["h3"]) == FIGURES["expert_threshold"]
+    assert len(page.texts["figcaption"]) == len(FIGURES["expert_threshold"]) - 1
+    (line,) = said
+    assert "Usage of each expert" in line
+    assert "ZeroDivisionError" in line
+
+
+@pytest.mark.usefixtures("without_figures")
+def test_a_run_whose_scores_collapsed_has_every_figure(run: Callable[..., RunFolder]) -> None:
+    """Distances divided by a standard deviation of 0 left it without a report."""
+
+    def collapsed(record: dict[str, Any]) -> dict[str, Any]:
+        for layer in record["layers"].values() if record["split"] == "train" else ():
+            layer |= {"score_std": [0.0] * 4, "gate_std": [0.0] * 4}
+        return record
+
+    page = page_of(run("expert_threshold", collapsed))
+    assert len(page.texts["figcaption"]) == len(FIGURES["expert_threshold"])
+
+
 @pytest.mark.usefixtures("without_figures")
 def test_events_are_reported(run: Callable[..., RunFolder]) -> None:
     folder = run()
@@ -395,7 +424,7 @@ def test_losses_by_method_end_in_their_names() -> None:
 
 
 def test_a_figure_becomes_an_element_with_text_as_text() -> None:
-    element = svg(lambda: training.draw_bits_per_byte([(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes", "narrow")
+    element = svg(styled(training.draw_bits_per_byte, [(1e6, 1.5), (2e6, 1.25)]), "own", "Bits & bytes")
     assert element.startswith("<svg ")
     assert 'aria-label="Bits &amp; bytes"' in element
     assert ">1.250</text>" in element
@@ -457,6 +486,26 @@ def test_series_tell_what_was_not_finite() -> None:
 
 def records_of(key: str, values: list[Any]) -> list[dict[str, Any]]:
     return [{"step": step, "layers": {"1": {key: value}}} for step, value in enumerate(values, start=1)]
+
+
+def test_the_late_loss_does_not_depend_on_how_often_it_is_logged() -> None:
+    """With 20 steps a line, the losses before the last tenth entered it."""
+    losses = [100 / step for step in range(1, 101)]
+
+    def logged(every: int) -> list[dict[str, Any]]:
+        ends = [*range(every, 100, every), 100]
+        starts = [0, *ends[:-1]]
+        return [
+            {"step": end, "steps": end - start, "cross_entropy": sum(losses[start:end]) / (end - start)}
+            for start, end in zip(starts, ends, strict=True)
+        ]
+
+    late = sum(losses[90:]) / 10
+    for every in (1, 2, 5, 10):
+        assert mean_loss(logged(every), 0.9, 100) == pytest.approx(late)
+    assert mean_loss(logged(3), 0.9, 100) == pytest.approx(late)  # lines of three steps, and one of the last
+    assert mean_loss(logged(20), 0.9, 100) is None
+    assert mean_loss([], 0.9, 100) is None
 
 
 def test_sentences_are_computed_from_the_numbers() -> None:

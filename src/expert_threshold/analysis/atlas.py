@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from html import escape
+from itertools import chain
 from pathlib import Path
 
 from ..files import replace_file, to_json
@@ -13,10 +14,10 @@ from ..glossary import as_html
 from ..model import parameter_counts
 from .comparison import HEADERS, NOTES, cells, read_result, summarise
 from .figures.study import Study
-from .figures.style import NARROW, WIDE, style
-from .material import Material, NotShownError
+from .figures.style import style
+from .material import Material
 from .methods import Subject, legend
-from .page import Exhibit, LeftOut, exhibits, left_out, page, save_figure, table
+from .page import Exhibit, LeftOut, attempt, exhibits, left_out, page, save_figure, table
 from .plain import Data, plain
 from .sentences import counted, listed, short
 
@@ -24,58 +25,56 @@ from .sentences import counted, listed, short
 def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Callable[[str], None]) -> Path:
     """Write each figure as PNG and SVG, with its data as JSON, and report.html into `out`; return the report's path.
 
-    say: called with a line about each figure. Raises ValueError if a run is damaged or something to install is missing.
+    say: called with a line about each figure. A figure that fails is named there and on the page. Raises ValueError if
+    matplotlib is missing, or figures failed and none was drawn.
     """
     with style():
         pass  # fails early without matplotlib
     out.mkdir(parents=True, exist_ok=True)
-    shown: dict[str, list[Exhibit]] = {}
-    missing: list[LeftOut] = []
+    entries: dict[str, list[Exhibit | LeftOut]] = {}
+    partly: list[LeftOut] = []
     for number, study in enumerate(studies, start=1):
-        place = f"figure {number}/{len(studies)} {study.name}"
-        try:
-            exhibit, partly = save(study, study.compute(material), out)
-        except NotShownError as reason:
-            missing.append(LeftOut(study.title, str(reason)))
-            say(f"{place}: left out: {reason}")
-        else:
-            shown.setdefault(study.section, []).append(exhibit)
-            missing += partly
-            say(f"{place}: {exhibit.sentence}")
+        entry = attempt(study.title, lambda study=study: save(study, study.compute(material), out, partly))  # type: ignore[misc]
+        entries.setdefault(study.section, []).append(entry)
+        how = entry.sentence if isinstance(entry, Exhibit) else f"{entry.verb}: {entry.reason}"
+        say(f"figure {number}/{len(studies)} {study.name}: {how}")
+    every = [entry for section in entries.values() for entry in section]
+    failed = [entry.reason for entry in every if isinstance(entry, LeftOut) and entry.failed]
+    if failed and not any(isinstance(entry, Exhibit) for entry in every):
+        raise ValueError(failed[0])
     report = out / "report.html"
-    missing = [*missing, *(LeftOut(f"Run {path}", why) for path, why in material.selection.left_out.items())]
-    replace_file(report, render(material, shown, missing).encode(errors="replace"))
+    replace_file(report, render(material, entries, partly).encode(errors="replace"))
     return report
 
 
-def save(study: Study, computed: Data, out: Path) -> tuple[Exhibit, list[LeftOut]]:
-    """Draw and save a figure with its data. Return the figure, and the methods that it leaves out, with reasons."""
+def save(study: Study, computed: Data, out: Path, partly: list[LeftOut]) -> Exhibit:
+    """Draw and save a figure with its data. Methods that it leaves out are added to `partly`, with reasons."""
     text = to_json(plain(computed), indent=1)
     data = json.loads(text)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
-    draw = cache(partial(study.draw, data))
-    save_figure(partial(draw, WIDE if study.wide else NARROW), out / study.name)
+    sentence, rows = study.say(data), study.rows(data) if study.rows else None
+    figure = save_figure(partial(study.draw, data), out / study.name)
     reasons: dict[str, list[str]] = {}
     for method, reason in data.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(method)
-    partly = [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
-    rows = study.rows(data) if study.rows else None
-    return Exhibit(study.title, study.say(data), draw, study.wide, study.name, rows), partly
+    partly += [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
+    return Exhibit(study.title, sentence, figure, study.name, rows)
 
 
-def render(material: Material, shown: dict[str, list[Exhibit]], missing: Sequence[LeftOut]) -> str:
+def render(material: Material, entries: dict[str, list[Exhibit | LeftOut]], partly: Sequence[LeftOut]) -> str:
     """Return the page: figures, tables, and the list of omissions."""
     methods = list(material.methods)
+    runs = [LeftOut(f"Run {path}", why) for path, why in material.selection.left_out.items()]
     return page(
         f"Analysis of {', '.join(methods)}",
         [
             f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
             f'<p class="muted">{escape(legend(material.subjects))}</p></header>',
             as_html(),
-            *(exhibits(section, entries) for section, entries in shown.items()),
+            *(exhibits(section, found) for section, found in entries.items()),
             _results(material),
             _runs(material.subjects),
-            left_out(missing),
+            left_out([*chain.from_iterable(entries.values()), *partly, *runs]),
         ],
     )
 

@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
 from statistics import fmean, median
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
-from .figures.axes import Strokes, single
+from .figures.axes import Strokes, rows_of
 from .figures.learning import draw_losses, seconds_axis
-from .figures.style import GRID, INK, METHODS, MUTED, NARROW
+from .figures.style import GRID, INK, METHODS, MUTED, WIDE
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .judgement import shown as interval
-from .page import SORT, Exhibit, exhibits, page, table
+from .page import SORT, exhibit, exhibits, page, table
 from .paired import Verdict
 from .plain import Data
 
@@ -40,14 +39,14 @@ def comparison_page(
 ) -> str:
     """Return the page. costs: as in `load_cells`. Raises ValueError if matplotlib is missing."""
     rows = summarise(results)
+    band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
     shown = []
     if any(row.difference is not None for row in judged):
-        sentence = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
-        shown.append(Exhibit("Differences", sentence, partial(draw_differences, judged, baseline, margin), wide=True))
-    shown.append(Exhibit("Loss by tokens", "Means over seeds.", partial(draw_losses, by_tokens(results))))
+        shown.append(exhibit("Differences", band, partial(draw_differences, judged, baseline, margin)))
+    shown.append(exhibit("Loss by tokens", "Means over seeds.", lambda: draw_losses(by_tokens(results))))
     if any(row.seconds is not None for row in judged):
-        draw = partial(draw_losses, by_seconds(results), scale=seconds_axis)
-        shown.append(Exhibit("Loss by seconds", "Means over seeds.", draw))
+        draw = partial(draw_losses, scale=seconds_axis)
+        shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: draw(by_seconds(results))))
     body = [
         f"<h1>Comparison</h1><p>{escape(headline)}</p>",
         table(MEASURED, cells(rows, str), sortable=True),
@@ -79,11 +78,7 @@ def by_seconds(results: Sequence[Result]) -> Data:
     return found
 
 
-NAME = 44
-"""Characters of a line of a method's name in the figure of differences."""
-
-
-def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, width: float = 1.6 * NARROW) -> Figure:
+def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> Figure:
     """Draw each method's mean difference to the baseline with its 95 % interval, best first, and the margin.
 
     Colours tell verdicts. One outlier does not decide the scale: an interval that goes on beyond an edge has an arrow
@@ -93,9 +88,7 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
     rows.sort(key=lambda row: row[1].mean)
     given = {difference.verdict for _, difference in rows}
     key: Strokes = {verdict: {"color": colour} for verdict, colour in VERDICTS.items() if verdict in given}
-    names = [wrap(method, NAME) for method, _ in rows]  # a joined row's name tells its sizes
-    left = 0.075 * max(len(line) for name in names for line in name) + 0.2
-    figure, axes = single(width, 0.12 * max(2, *map(len, names)) * len(rows) + 0.2, left=left, key=key)
+    figure, axes = rows_of(WIDE, [method for method, _ in rows], key)
     axes.axvspan(-margin, margin, color=GRID, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.7)
     reaches = [max(map(abs, filter(None, (row.mean, row.low, row.high))), default=0.0) for _, row in rows]
@@ -115,9 +108,6 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float, wid
         align = "right" if side > 0 else "left"
         text = axes.text(side, place, interval(difference), ha=align, va="center", color=colour)
         text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
-    axes.set_yticks(range(len(rows)), ["\n".join(name) for name in names])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(visible=False)
     axes.set_xlabel(f"validation loss minus {baseline}'s (nats per token)", loc="right")
     axes.locator_params(axis="x", nbins=6)  # more labels of "−0.06" would touch
     return figure

@@ -25,6 +25,7 @@ from ..model.trace import Trace, record_trace
 from ..runs import RunFolder, load_model
 from ..runs.checkpoint import folder_of
 from .methods import Selection, Subject, by_method
+from .plain import NotShownError
 
 Item = TypeVar("Item")
 
@@ -34,10 +35,6 @@ STREAMS = ("validation", "start")
 """Streams of every run: its validation text and the first quarter of it."""
 PASSAGE = 384
 """The most tokens of a passage shown as text."""
-
-
-class NotShownError(Exception):
-    """A figure does not apply to these runs or lacks data. The message is the reason, without a full stop."""
 
 
 class Domain(NamedTuple):

@@ -16,10 +16,20 @@ from .records import require_numbers
 from .run import Run, read_run
 from .sentences import listed
 
-# Options of the training loop that distinguish methods, and other options that do not.
-_TRAINING = ("steps", "batch_size", "accumulation")
-_ASIDE = ("dispatch", "skip_damaged")
-_NAMES = {("shared_experts", 0): "no shared expert", ("gate_norm", "fanout"): "fanout norm"}
+# Options of the training loop that distinguish methods, and other options that do not. Losses compare on equal texts
+# only, so the text, by its hash rather than its path, and the tokens of its validation are among them.
+_TRAINING = ("steps", "batch_size", "accumulation", "eval_tokens", "dtype")
+_ASIDE = ("dispatch", "skip_damaged", "source")
+_NAMES = {
+    ("shared_experts", 0): "no shared expert",
+    ("gate_norm", "fanout"): "fanout norm",
+    ("initialised", True): "initialised",
+    ("initialised", False): "from scratch",
+}
+
+
+TEXT = 24
+"""The most characters of a text's name in a method's name."""
 
 
 class Subject(NamedTuple):
@@ -105,13 +115,14 @@ class Selection(NamedTuple):
 def select_runs(folders: Sequence[RunFolder]) -> Selection:
     """Return all finished runs, and runs with a checkpoint of methods without finished ones.
 
-    An unfinished run would shorten the curves of finished runs of its method, so it is left out.
-    Raises ValueError if a run is damaged or no run saved a checkpoint.
+    An unfinished run would shorten the curves of finished runs of its method, so it is left out. So is a second run of
+    a method with the same seed, such as a copy: it is no further sample. Raises ValueError if a run is damaged or no
+    run saved a checkpoint.
     """
     begun = [folder for folder in folders if folder.latest_checkpoint() is not None]
     left_out = {str(folder.path): "no checkpoint was saved yet" for folder in folders if folder not in begun}
     unfinished: dict[str, str] = {}
-    chosen = []
+    chosen: dict[tuple[str, int], Subject] = {}
     read = read_subjects(begun or folders)
     finished = {subject.method for subject in read if subject.steps[0] == subject.steps[1]}
     for subject in read:
@@ -120,10 +131,13 @@ def select_runs(folders: Sequence[RunFolder]) -> Selection:
         if made != steps and subject.method in finished:
             left_out[path] = f"{how_far}, where other runs of {subject.method} are finished"
             continue
-        chosen.append(subject)
-        if made != steps:
+        seed = subject.run.config["train"]["seed"]
+        first = chosen.setdefault((subject.method, seed), subject)
+        if first is not subject:
+            left_out[path] = f"seed {seed} of {subject.method}, which {first.folder.path} is, too; a seed counts once"
+        elif made != steps:
             unfinished[path] = how_far
-    return Selection(chosen, left_out, unfinished)
+    return Selection(list(chosen.values()), left_out, unfinished)
 
 
 def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
@@ -207,8 +221,10 @@ def _order(run: Run) -> tuple[Any, ...]:
 
 def options(run: Run) -> dict[str, Any]:
     """Return the options that define a run, except seed and machine; the rule's options are named `rule.…`."""
-    train = {name: run.config["train"][name] for name in _TRAINING}
+    train, corpus = {name: run.config["train"][name] for name in _TRAINING}, run.config["corpus"]
     flat = run.config["model"] | run.config["optim"] | run.config["data"] | train
+    flat["initialised"] = run.config.get("init_from") is not None  # seeds may start from different runs
+    flat["text"] = f"{corpus['name'][:TEXT].strip()} {corpus['hash'][:8]}"
     rule = flat.pop("rule")
     flat |= {f"rule.{name}": value for name, value in rule.items()}
     return {name: value for name, value in flat.items() if name not in _ASIDE}
@@ -230,4 +246,6 @@ def _suffixes(mine: Mapping[str, Any], first: Mapping[str, Any], differing: set[
 
 
 def _name(name: str, mine: Mapping[str, Any]) -> str:
+    if name == "text":
+        return f"on {mine[name]}"
     return _NAMES.get((name, mine[name])) or f"{name.removeprefix('rule.')} {mine[name]}"

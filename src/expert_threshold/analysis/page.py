@@ -4,36 +4,79 @@ from __future__ import annotations
 
 import io
 import re
+import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..files import replace_file
-from .figures.style import NARROW, THEME, WIDE, style
+from .figures.style import NARROW, THEME, style
+from .plain import NotShownError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 class Exhibit(NamedTuple):
-    """A figure with its caption. draw: width in inches -> figure; called with `STYLE` active."""
+    """A figure with its caption."""
 
     title: str
     sentence: str
-    draw: Callable[[float], Figure]
-    wide: bool = False  # as wide as the page; phones get a narrow drawing
+    figure: Figure
     files: str | None = None  # the stem of its files beside the page, if any
     table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # head and rows, collapsed below it
 
+    @property
+    def wide(self) -> bool:
+        """True if it is as wide as the page."""
+        return bool(self.figure.get_figwidth() > NARROW)
+
 
 class LeftOut(NamedTuple):
-    """Figures that are not shown, with the reason."""
+    """A figure that is not shown, with the reason. failed: the reason is an error."""
 
-    titles: str
+    title: str
     reason: str
+    failed: bool = False
+
+    @property
+    def verb(self) -> str:
+        return "failed" if self.failed else "left out"
+
+
+def attempt(title: str, make: Callable[[], Exhibit]) -> Exhibit | LeftOut:
+    """Return the figure that `make` draws with `STYLE` active, or the reason why it cannot be drawn.
+
+    An error in one figure leaves out this figure alone: people look at the others when a run went wrong. Raises OSError
+    where the disk is full, and ValueError if matplotlib is missing.
+    """
+    with style():
+        try:
+            return make()
+        except NotShownError as reason:
+            return LeftOut(title, str(reason))
+        except OSError:
+            raise
+        except Exception as error:
+            return LeftOut(title, _describe(error), failed=True)
+
+
+def exhibit(title: str, sentence: str | Callable[[], str], draw: Callable[[], Figure]) -> Exhibit | LeftOut:
+    """Draw a figure as `attempt` does."""
+    return attempt(title, lambda: Exhibit(title, sentence if isinstance(sentence, str) else sentence(), draw()))
+
+
+def _describe(error: Exception) -> str:
+    """Return the message in one line; of an error that is not meant for users, also its type and place."""
+    text = " ".join(str(error).split()).rstrip(".")
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        text
+        if type(error) is ValueError and "expert_threshold" in place.filename
+        else (f"{type(error).__name__}: {text} ({Path(place.filename).name}, line {place.lineno})")
+    )
 
 
 DPI = 200  # of PNG
@@ -59,10 +102,11 @@ figure.wide { grid-column: 1 / -1 }
 .files { white-space: nowrap }
 a { color: var(--accent) }
 figcaption { font-size: .875rem; margin-top: .25rem; max-width: 44rem }
+.chart { overflow-x: auto }
 svg { display: block; width: 100%; min-width: 22rem; height: auto; overflow: visible;
   font-variant-numeric: tabular-nums }
+.wide svg { min-width: 46rem }
 svg * { stroke-linejoin: round; stroke-linecap: butt }
-.narrow { display: none }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem 1.25rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid) }
@@ -78,9 +122,7 @@ summary { cursor: pointer; padding: .25rem 0 }
   main { padding-top: 1.25rem }
   .figures { grid-template-columns: minmax(0, 1fr) }
   dl { font-size: .875rem; column-gap: .75rem }
-  .wide .broad { display: none } .wide .narrow { display: block }
 }
-@media (max-width: 24rem) { .chart { overflow-x: auto } }
 @media print { .figures { break-inside: avoid } }
 """
 COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
@@ -111,18 +153,25 @@ def page(title: str, body: Iterable[str]) -> str:
 """
 
 
-def exhibits(section: str, shown: Sequence[Exhibit]) -> str:
-    """Return a section of figures side by side, empty if there are none."""
+def exhibits(section: str, entries: Iterable[Exhibit | LeftOut]) -> str:
+    """Return a section of figures side by side, with a line for each one that failed; empty if there are none."""
+    shown = [entry for entry in entries if isinstance(entry, Exhibit) or entry.failed]
     if not shown:
         return ""
-    figures = "\n".join(_figure(f"{section} {exhibit.title}", exhibit) for exhibit in shown)
+    figures = "\n".join(
+        _figure(f"{section} {entry.title}", entry)
+        if isinstance(entry, Exhibit)
+        else f"<figure><h3>{escape(entry.title)}</h3><p>This figure failed: {escape(entry.reason)}.</p></figure>"
+        for entry in shown
+    )
     return f'<section><h2>{escape(section)}</h2>\n<div class="figures">\n{figures}\n</div></section>'
 
 
-def left_out(entries: Sequence[LeftOut]) -> str:
+def left_out(entries: Iterable[Exhibit | LeftOut]) -> str:
     """Return the section of omitted figures with reasons, empty if there are none."""
-    lines = "".join(f"<li>{escape(titles)}: {escape(reason)}.</li>" for titles, reason in entries)
-    return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if entries else ""
+    missing = [entry for entry in entries if isinstance(entry, LeftOut) and not entry.failed]
+    lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.reason)}.</li>" for entry in missing)
+    return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if lines else ""
 
 
 SORT = """
@@ -168,16 +217,9 @@ def text_block(text: str) -> str:
 def _figure(name: str, exhibit: Exhibit) -> str:
     prefix = re.sub(r"\W+", "-", name.lower())
     alt = f"Chart: {exhibit.title}"  # the caption describes it
-    if exhibit.wide:
-        drawn = [
-            svg(partial(exhibit.draw, WIDE), prefix, alt, "broad"),
-            svg(partial(exhibit.draw, NARROW), f"{prefix}-narrow", alt, "narrow"),
-        ]
-    else:
-        drawn = [svg(partial(exhibit.draw, NARROW), prefix, alt, "broad")]
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
-        + f'<div class="chart">{"".join(drawn)}</div>'
+        + f'<div class="chart">{svg(exhibit.figure, prefix, alt)}</div>'
         + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption>"
         + (f"<details><summary>As a table</summary>{table(*exhibit.table)}</details>" if exhibit.table else "")
         + "</figure>"
@@ -190,27 +232,28 @@ def _links(files: str | None) -> str:
     return f' <span class="files">{links}</span>' if files else ""
 
 
-def save_figure(draw: Callable[[], Figure], path: Path) -> None:
-    """Draw a figure, and write path.png and path.svg atomically, on white."""
+def save_figure(draw: Callable[[], Figure], path: Path) -> Figure:
+    """Draw a figure, write path.png and path.svg atomically, on white, and return it."""
     with style():
         figure = draw()
         for kind in ("png", "svg"):
             image = io.BytesIO()
             figure.savefig(image, format=kind, dpi=DPI, facecolor="white", metadata=_UNDATED[kind])
             replace_file(path.with_name(f"{path.name}.{kind}"), image.getvalue())
+        return figure
 
 
 _UNDATED = {"png": None, "svg": {"Date": None}}  # identical figures give identical files
 
 
-def svg(draw: Callable[[], Figure], prefix: str, alt: str, kind: str) -> str:
-    """Draw a figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
+def svg(figure: Figure, prefix: str, alt: str) -> str:
+    """Return a figure as an <svg> element: text stays text, the theme's colours become variables, ids are unique.
 
     prefix: of all ids, unique on the page. alt: the text for screen readers.
     """
     file = io.StringIO()
     with style():
-        draw().savefig(file, format="svg")
+        figure.savefig(file, format="svg")
     root = ElementTree.fromstring(file.getvalue())
     used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', file.getvalue()))
     for element in list(root.iter()):
@@ -222,7 +265,7 @@ def svg(draw: Callable[[], Figure], prefix: str, alt: str, kind: str) -> str:
         for child in list(element):
             if _local(child.tag) in ("metadata", "style"):
                 element.remove(child)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt, "class": kind}
+    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt}
     return ElementTree.tostring(root, encoding="unicode")
 
 

@@ -13,6 +13,10 @@ Data = Mapping[str, Any]
 """The JSON-compatible data of a figure."""
 
 
+class NotShownError(Exception):
+    """A figure does not apply to these runs or lacks data. The message is the reason, without a full stop."""
+
+
 def plain(value: Any) -> Any:
     """Return lists for arrays, tensors and tuples, floats rounded to six significant digits, None if not finite."""
     if isinstance(value, Mapping):

@@ -68,6 +68,22 @@ def finite(points: Points) -> list[tuple[float, float]]:
     return [(x, y) for x, y in points if math.isfinite(y)]
 
 
+def mean_loss(train: Sequence[Record], share: float, until: int) -> float | None:
+    """Return the mean training loss of the steps from this share of `until` steps on, up to there.
+
+    Lines count with the steps they cover, and only if all of these are late: else the earlier, higher losses of a long
+    line would enter, and the mean would depend on --log-every. None if there is no such line, or one is not finite.
+    """
+    late = [
+        (_number(record["cross_entropy"]), record.get("steps", 1))
+        for record in train
+        if record["step"] - record.get("steps", 1) >= math.floor(share * until) and record["step"] <= until
+    ]
+    steps = sum(covered for _, covered in late)
+    mean = sum(loss * covered for loss, covered in late) / steps if steps else math.nan
+    return mean if math.isfinite(mean) else None
+
+
 def _of_layer(records: Sequence[Record], layer: int) -> list[Record]:
     return [
         {"step": record["step"], **record["layers"][str(layer)]} for record in records if str(layer) in record["layers"]

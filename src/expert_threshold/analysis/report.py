@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from statistics import median
@@ -13,35 +13,38 @@ from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from .figures.training import learning, routing
-from .page import Exhibit, LeftOut, exhibits, left_out, page, table, text_block
+from .page import LeftOut, exhibits, left_out, page, table, text_block
 from .records import finite, series
 from .run import Run, read_run
 from .sentences import counted, fixed, short
 
 
-def write_report(folder: RunFolder) -> Path:
-    """Write report.html into the run folder and return its path.
+def write_report(folder: RunFolder, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Write report.html into the run folder and return its path. say: called with a line about each figure that failed.
 
     Raises ValueError with the remedy if a record is damaged or matplotlib is missing; OSError where the disk is full.
     """
     # A path in config.json may contain bytes that are not UTF-8.
-    replace_file(folder.report, report(read_run(folder)).encode(errors="replace"))
+    replace_file(folder.report, report(read_run(folder), say).encode(errors="replace"))
     return folder.report
 
 
-def report(run: Run) -> str:
+def report(run: Run, say: Callable[[str], None]) -> str:
     """Return the self-contained page. Raises ValueError with the remedy if matplotlib is missing."""
     chosen = {"Learning": list(learning(run)), "Routing": list(routing(run))}
-    missing = [entry for entries in chosen.values() for entry in entries if isinstance(entry, LeftOut)]
+    every = [entry for entries in chosen.values() for entry in entries]
+    for entry in every:
+        if isinstance(entry, LeftOut) and entry.failed:
+            say(f"warning: the figure {entry.title} of the report failed: {entry.reason}")
     return page(
         f"{run.name}: {run.rule_name}",
         [
             header(run),
             as_html(),
             warnings(run),
-            *(exhibits(title, [e for e in entries if isinstance(e, Exhibit)]) for title, entries in chosen.items()),
+            *(exhibits(title, entries) for title, entries in chosen.items()),
             samples(run),
-            left_out(missing),
+            left_out(every),
             validations(run),
             configuration(run),
         ],

@@ -56,5 +56,14 @@ def fixed(number: float | None, digits: int) -> str:
     return "–" if number is None else f"{number:,.{digits}f}"
 
 
+def of_deviation(distance: float, deviation: float) -> str:
+    """Return a clause that compares a distance with the scores' standard deviation, which is 0 in a collapsed run."""
+    return (
+        f", which is {percent(distance / deviation)} of the scores' standard deviation"
+        if deviation
+        else (", and the scores of an expert are all equal")
+    )
+
+
 def percent(share: float) -> str:
     return f"{100 * share:.3g} %" if share < 9.995 else f"{100 * share:,.0f} %"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..files import replace_file
 from .figures.sweep import draw_curves, draw_options, draw_trials
-from .page import Exhibit, exhibits, page, table
+from .page import Exhibit, LeftOut, exhibit, exhibits, page, table
 from .sentences import counted, fixed
 from .sweep import NEAR_LOSS, TOLERANCE
 
@@ -71,7 +71,7 @@ def _of_option(entry: Mapping[str, Any] | None) -> str:
     )
 
 
-def figures(study: Mapping[str, Any]) -> list[Exhibit]:
+def figures(study: Mapping[str, Any]) -> list[Exhibit | LeftOut]:
     """Return the figures of a study with a finished trial."""
     fitted, residual = study["fitted"]["trials"], study["fitted"]["residual"]
     said = (
@@ -80,19 +80,18 @@ def figures(study: Mapping[str, Any]) -> list[Exhibit]:
         else f"Too few trials are within {NEAR_LOSS} nats of the best for a parabola."
     )
     return [
-        Exhibit(
+        exhibit(
             "Loss over each option",
             f"Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss. {said} The "
             "band is equally good; an option without a line has no optimum inside its range that these trials show.",
             partial(draw_options, study),
-            wide=True,
         ),
-        Exhibit(
+        exhibit(
             "Trials",
             "Each finished trial, and the best so far.",
             partial(draw_trials, study),
         ),
-        Exhibit(
+        exhibit(
             "Curves",
             "Validation during each trial; the best in colour, those stopped early dashed.",
             partial(draw_curves, study),

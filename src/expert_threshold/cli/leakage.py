@@ -14,8 +14,7 @@ from ..analysis.atlas import save
 from ..analysis.figures.leakage import EXAMPLE, FIGURES, POOLS, PRECISIONS, closed_form, leakage_probe
 from ..analysis.figures.style import style
 from ..analysis.leakage import MoELayers, decode, encode, least_advice
-from ..analysis.material import NotShownError
-from ..analysis.plain import Data
+from ..analysis.plain import Data, NotShownError
 from ..analysis.sentences import pool_size
 from ..option import Count
 from ..train.log import Display, say
@@ -50,7 +49,7 @@ def run(arguments: Sequence[str]) -> None:
     with style():
         out.mkdir(parents=True, exist_ok=True)
     data = closed_form(model)
-    save(STUDY["leakage_bounds"], data, out)
+    save(STUDY["leakage_bounds"], data, out, [])
     console.print(bounds_table(data))
     say(console, summary(data))
     say(console, construction())
@@ -61,7 +60,7 @@ def run(arguments: Sequence[str]) -> None:
                 found = leakage_probe(material)
         except NotShownError as reason:
             raise ValueError(f"leakage cannot be measured in these runs: {reason}") from None
-        save(STUDY["leakage_probe"], found, out)
+        save(STUDY["leakage_probe"], found, out, [])
         console.print(probe_table(found))
     print(f"figures: {out}")
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...model.trace import Trace
-from ..material import Material, NotShownError
+from ..material import Material
 from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..sentences import listed, percent
 from .axes import method_panels, outer_labels, whole_ticks
 from .study import Study
@@ -46,11 +46,11 @@ def fanout_by_position(material: Material) -> Data:
     return _per_method(material, study)
 
 
-def draw_fanout_by_position(data: Data, width: float = WIDE) -> Figure:
+def draw_fanout_by_position(data: Data) -> Figure:
     """Draw mean fanout over the position in the window, logarithmic."""
     from matplotlib.ticker import FixedLocator, StrMethodFormatter
 
-    figure, every = _by_layer(data, width, shift=1)
+    figure, every = _by_layer(data, WIDE, shift=1)
     last = array(data["methods"][0]["x"])[-1]
     ticks = [4.0**power for power in range(9) if 4**power <= last + 1]
     for axes in every:
@@ -86,9 +86,9 @@ def fanout_by_loss(material: Material) -> Data:
     return _per_method(material, study)
 
 
-def draw_fanout_by_loss(data: Data, width: float = WIDE) -> Figure:
+def draw_fanout_by_loss(data: Data) -> Figure:
     """Draw mean fanout over the mean loss of each bin."""
-    figure, every = _by_layer(data, width)
+    figure, every = _by_layer(data, WIDE)
     for axes in every:
         axes.set_ylim(bottom=0)
     outer_labels(every, "loss (nats)", FANOUT)
@@ -127,9 +127,9 @@ def loss_by_fanout(material: Material) -> Data:
     return _per_method(material, study)
 
 
-def draw_loss_by_fanout(data: Data, width: float = WIDE) -> Figure:
+def draw_loss_by_fanout(data: Data) -> Figure:
     """Draw mean loss over fanout."""
-    figure, every = _by_layer(data, width)
+    figure, every = _by_layer(data, WIDE)
     for axes in every:
         whole_ticks(axes.xaxis, 6)
     outer_labels(every, FANOUT, "loss (nats)")
@@ -160,10 +160,10 @@ def fanout_distribution(material: Material) -> Data:
     return {"methods": methods}
 
 
-def draw_fanout_distribution(data: Data, width: float = WIDE) -> Figure:
+def draw_fanout_distribution(data: Data) -> Figure:
     """Draw the share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
-    figure, every = method_panels(width, methods, 1.2)
+    figure, every = method_panels(WIDE, methods, 1.2)
     seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
         share = 100 * array(entry["share"])

@@ -116,6 +116,21 @@ def panels(
     return figure, list(grid.flat[:count])
 
 
+def rows_of(
+    width: float, names: Sequence[str], key: Strokes | None = None, height: float = 0.24
+) -> tuple[Figure, Axes]:
+    """Create one panel with a row for each name, which stands left of it, wrapped if it is long."""
+    lines = [wrap(name, int(BESIDE * width / CHARACTER)) for name in names]
+    left = max(len(line) for name in lines for line in name) * CHARACTER + 0.15
+    room = max(height, LINE * max(map(len, lines)))
+    figure, axes = single(width, room * len(names) + 0.2, left=left, key=key)
+    axes.set_yticks(range(len(names)), ["\n".join(name) for name in lines], color=INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(False)
+    axes.grid(axis="x")
+    return figure, axes
+
+
 def method_strokes(methods: Sequence[Mapping[str, Any]]) -> Strokes:
     """Return the stroke of each method under its name."""
     return dict(zip((entry["method"] for entry in methods), strokes(methods), strict=True))
@@ -348,16 +363,11 @@ def by_layer(
     alone = len({layer for entry in methods for layer in entry["layers"]}) == 1
     if alone:
         names = [entry["method"] for entry in methods]
-        left = max(map(len, names)) * CHARACTER + 0.15
-        figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left)
+        figure, axes = rows_of(width, names)
         for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
             axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
-        axes.set_yticks(range(len(methods)), names, color=INK)
-        axes.set_ylim(len(methods) - 0.5, -0.5)
         right = axes.get_xlim()[1]
         axes.set_xlim(floor - 0.02 * (right - floor), right)
-        axes.grid(False)
-        axes.grid(axis="x")
         axes.set_title(f"{title}, layer {methods[0]['layers'][0]}")
         return figure
     points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]

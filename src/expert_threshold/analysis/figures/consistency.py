@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..material import Material, NotShownError
+from ..material import Material
 from ..measures import dice, jaccard, joint_jsd, total_variation, weighted_dice, weighted_jaccard
 from ..methods import Subject
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..sentences import listed
 from .axes import heat, heat_key, method_panels, outer_labels
 from .study import Study
@@ -45,15 +45,15 @@ def routing_consistency(material: Material) -> Data:
     return {"methods": methods, "left_out": left_out}
 
 
-def draw_matrices(measure: str, data: Data, width: float = WIDE) -> Figure:
+def draw_matrices(measure: str, data: Data) -> Figure:
     """Draw a measure between any two checkpoints, a heatmap for each method."""
     methods = data["methods"]
     matrices = [array(entry[measure]) for entry in methods]
     low, high = min(matrix.min() for matrix in matrices), max(matrix.max() for matrix in matrices)
     scale = max(high - low, 1e-9)
     alike = all(entry["steps"] == methods[0]["steps"] for entry in methods)
-    right = max(0.75, width - 0.62 - 2.6 * len(methods))  # keeps cells from becoming bands
-    figure, every = method_panels(width, methods, 1.55, right=right, least=1.35, share=alike)
+    right = max(0.75, WIDE - 0.62 - 2.6 * len(methods))  # keeps cells from becoming bands
+    figure, every = method_panels(WIDE, methods, 1.55, right=right, least=1.35, share=alike)
     for axes, entry, matrix in zip(every, methods, matrices, strict=True):
         heat(axes, 0.05 + 0.75 * (matrix - low) / scale)  # the diagonal on the same scale as the rest
         for (i, j), value in np.ndenumerate(matrix):

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..material import Material, NotShownError
+from ..material import Material
 from ..methods import Subject, pool_tokens
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..records import Record, expert_series, layer_series
-from ..sentences import listed, percent
+from ..sentences import listed, of_deviation, percent
 from .axes import expert_key, mark_warmup, marker, method_strokes, outer_labels, panels, step_axis, thin
 from .study import Study
 from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, expert_colours, strokes
@@ -92,7 +92,7 @@ def _at_bounds(subject: Subject) -> np.ndarray | None:
     return np.where(steps - interval >= subject.run.warmup_steps, share, np.nan)
 
 
-def draw_cutoff_stability(data: Data, width: float = WIDE) -> Figure:
+def draw_cutoff_stability(data: Data) -> Figure:
     """Draw batch cutoffs less their running mean, loads, and experts at a capacity bound over steps.
 
     Bands cover all experts of the layer. Lines are expert 0; in the last panel, the share of all layers' experts.
@@ -106,7 +106,7 @@ def draw_cutoff_stability(data: Data, width: float = WIDE) -> Figure:
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
     key = method_strokes(methods)
-    figure, every = panels(width, len(titles), height=1.3, left=0.62, columns=1, share=False, key=key)
+    figure, every = panels(WIDE, len(titles), height=1.3, left=0.62, columns=1, share=False, key=key)
     for axes, (name, (title, unit)) in zip(every, titles.items(), strict=True):
         late = []
         for entry, stroke in zip(methods, strokes(methods), strict=True):
@@ -146,10 +146,9 @@ def say_cutoff_stability(data: Data) -> str:
         deviation, load = (array(entry[name])[:, late] for name in ("deviation", "load"))
         off = np.nanmean(np.abs(deviation)) if entry["distance"] is None else entry["distance"]
         apart = float(np.nanmean(np.abs(load - 1)))
-        share = percent(off / entry["score_std"])
         parts.append(
-            f"the batch cutoffs of {entry['method']} lie {off:.3f} from their running means, {share} of the scores' "
-            f"standard deviation, and its loads {percent(apart)} from the load aimed at"
+            f"the batch cutoffs of {entry['method']} lie {off:.3f} from their running means"
+            f"{of_deviation(off, entry['score_std'])}, and its loads {percent(apart)} from the load aimed at"
         )
     text = f"Over the last quarter of the steps in layer {layer}, on average, {'; '.join(parts)}."
     if (steps := max(entry["interval"] for entry in data["methods"])) > 1:
@@ -201,7 +200,7 @@ def warmup(material: Material) -> Data:
     return {"warmup": ends, "layer": late, "other_layer": early, "target": shown[0].run.target, "methods": methods}
 
 
-def draw_warmup(data: Data, width: float = WIDE) -> Figure:
+def draw_warmup(data: Data) -> Figure:
     """Draw the first steps with and without warmup: cutoffs, usage, starvation, spread of scores and gates."""
     methods = data["methods"]
     faint: dict[str, Any] = {"color": MUTED, "alpha": 0.5, "linewidth": 0.8}
@@ -215,7 +214,7 @@ def draw_warmup(data: Data, width: float = WIDE) -> Figure:
     ]
     if data["other_layer"] != data["layer"]:
         shown.append(("other_cutoff", f"(f) layer {data['other_layer']}, cutoff (score)", 1))
-    figure, every = panels(width, len(shown), height=1.3, columns=3 if width > 6 else 2, share=False, key=key)
+    figure, every = panels(WIDE, len(shown), height=1.3, columns=3, share=False, key=key)
     for axes, (name, title, unit) in zip(every, shown, strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             points = array(entry[name]).reshape(-1, 2)
@@ -280,13 +279,13 @@ def capacity(material: Material) -> Data:
     return {"methods": methods}
 
 
-def draw_capacity(data: Data, width: float = WIDE) -> Figure:
+def draw_capacity(data: Data) -> Figure:
     """Draw usage before the bounds, saturation and starvation after warmup; layers dashed, their mean solid."""
     methods = data["methods"]
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     key = {**({"one layer": ONE_LAYER} if several else {}), **method_strokes(methods), "target": TARGET}
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
-    figure, every = panels(width, 3, height=1.5, columns=3 if width > 6 else 1, share=False, key=key)
+    figure, every = panels(WIDE, 3, height=1.5, columns=3, share=False, key=key)
     for axes, (name, title) in zip(every, titles.items(), strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             layers = [array(points) for points in entry[name].values()]
@@ -340,11 +339,11 @@ def cutoffs_and_biases(material: Material) -> Data:
     return {"layer": material.routed[0].layers[0], "methods": methods}
 
 
-def draw_cutoffs_and_biases(data: Data, width: float = WIDE) -> Figure:
+def draw_cutoffs_and_biases(data: Data) -> Figure:
     """Draw the cutoff or negated bias of each expert over steps, a panel for each method, a colour for each expert."""
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
-    figure, every = panels(width, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
+    figure, every = panels(WIDE, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
     for axes, entry, title, stroke in zip(every, methods, titles, strokes(methods), strict=True):
         steps, values = array(entry["steps"]), array(entry["values"])
         for expert, colour in zip(values, expert_colours(len(values)), strict=True):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
+def draw_dial(data: Data) -> Figure:
     """Draw loss over compute. data: "runs", each with a "name" and "points" of `evaluation.Point`; filled: trained."""
     from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
 
@@ -20,7 +20,7 @@ def draw_dial(data: Data, width: float = 1.6 * NARROW) -> Figure:
     key: dict[str, dict[str, Any]] = {
         run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)
     }
-    figure, every = panels(width, 2, height=2.2, left=0.62, share=False, key=key)
+    figure, every = panels(1.6 * NARROW, 2, height=2.2, left=0.62, share=False, key=key)
     for run, stroke in zip(runs, key.values(), strict=True):
         points = sorted(run["points"], key=lambda point: float(point["fanout"]))
         trained = [point for point in points if point["rate"] is None]

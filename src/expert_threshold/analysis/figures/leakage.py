@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...model.trace import Trace
 from ..leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
-from ..material import Material, NotShownError
+from ..material import Material
 from ..methods import Subject, pool_tokens
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..sentences import counted, listed, pool_size, two_digits
 from .axes import method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
@@ -78,7 +78,7 @@ def intervals(choice: Sequence[bool]) -> list[tuple[Fraction, Fraction]]:
     return [encode(choice[:place]) for place in range(len(choice) + 1)]
 
 
-def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
+def draw_leakage_bounds(data: Data) -> Figure:
     """Draw bits per token over pool size, by Eq. 7 and with finite cutoffs, and the decoding of one choice."""
     exact: dict[str, Any] = {"color": ACCENT, "marker": "o"}
     lines: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,8 +88,7 @@ def draw_leakage_bounds(data: Data, width: float = WIDE) -> Figure:
         "if_superlinear": ("if N·log₂ N", {"color": MUTED, "linewidth": 1}),
     }
     tokens = data["tokens"]
-    columns = 3 if width > 6 else 1
-    figure, every = panels(width, 3, height=1.9, left=0.5, columns=columns, share=False, key=dict(lines.values()))
+    figure, every = panels(WIDE, 3, height=1.9, left=0.5, columns=3, share=False, key=dict(lines.values()))
     for name, (_, stroke) in lines.items():
         values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
         every[0].plot(tokens, values, **stroke)
@@ -162,14 +161,14 @@ def leakage_probe(material: Material) -> Data:
     }
 
 
-def draw_leakage_probe(data: Data, width: float = WIDE) -> Figure:
+def draw_leakage_probe(data: Data) -> Figure:
     """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
     methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
     key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
-    figure, every = panels(width, 3, height=1.9, left=0.75, columns=3 if width > 6 else 1, key=key)
+    figure, every = panels(WIDE, 3, height=1.9, left=0.75, columns=3, key=key)
     ticks = sorted({size for entry in methods for size in entry["tokens"]})
     for axes, (name, title) in zip(every, titles.items(), strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):

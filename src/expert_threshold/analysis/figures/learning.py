@@ -13,10 +13,11 @@ import numpy as np
 
 from ...evaluation import read_results
 from ...recipes import REFERENCE
-from ..material import Material, NotShownError
+from ..comparison import over_seeds
+from ..material import Material
 from ..methods import Subject, options, pool_tokens
-from ..plain import Data, array
-from ..records import finite, series
+from ..plain import Data, NotShownError, array
+from ..records import finite, mean_loss, series
 from ..sentences import counted, listed, pool_size, short, signed
 from .axes import (
     NamedLine,
@@ -51,7 +52,7 @@ def loss_by_method(material: Material) -> Data:
     return {"methods": shown, "left_out": _without(found, shown, NOT_VALIDATED)}
 
 
-def draw_losses(data: Data, width: float = 1.6 * NARROW, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
+def draw_losses(data: Data, scale: Callable[[Axes], None] = tokens_axis) -> Figure:
     """Draw the validation loss of each method over tokens, or over what `scale` puts on the x axis.
 
     Bands are one standard deviation over seeds. Of more than twelve methods, the paper's and the four lowest of the
@@ -59,7 +60,7 @@ def draw_losses(data: Data, width: float = 1.6 * NARROW, scale: Callable[[Axes],
     """
     named, others = _named(data["methods"])
     title = "validation loss (nats per token)"
-    return _curves(named, "{:.3f}", title, width, min(0.5 * width, 3.4), scale, others)
+    return _curves(named, "{:.3f}", title, WIDE, 3.2, scale, others)
 
 
 def _named(methods: Sequence[Data]) -> tuple[Sequence[Data], Sequence[Data]]:
@@ -160,10 +161,10 @@ def token_multiple(material: Material) -> Data:
     return {"reference": reference["method"], "methods": shown, "left_out": left_out}
 
 
-def draw_token_multiple(data: Data, width: float = WIDE) -> Figure:
+def draw_token_multiple(data: Data) -> Figure:
     """Draw the tokens that the reference needs for a loss over those that each method needs."""
     title = f"tokens of {data['reference']} / tokens, at equal loss"
-    figure = _curves(data["methods"], "{:.2f}", title, width, 2, tokens_axis)
+    figure = _curves(data["methods"], "{:.2f}", title, WIDE, 2, tokens_axis)
     figure.axes[0].axhline(1, color=MUTED, linewidth=0.8)
     figure.axes[0].set_xlabel(f"tokens {data['reference']} was trained on", loc="right")
     return figure
@@ -195,16 +196,15 @@ def batch_size_scaling(material: Material) -> Data:
     entries = []
     for subjects in material.compared:
         first = subjects[0]
-        losses = [
-            (finite(series(s.run.train, "cross_entropy")), finite(series(s.run.validation, "loss"))) for s in subjects
+        found = [
+            (_late(s), validation[-1][1]) for s in subjects if (validation := finite(series(s.run.validation, "loss")))
         ]
-        found = [(_late(train), validation[-1][1]) for train, validation in losses if train and validation]
         if first.layers and first.run.has_cutoffs and found:
             entries.append(
                 {
                     **first.tag,
                     "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
-                    "train": fmean(train for train, _ in found),
+                    "train": over_seeds(fmean, [train for train, _ in found]),
                     "validation": fmean(validation for _, validation in found),
                     "core": _evaluated(first).get("core", {}).get("metric"),
                 }
@@ -217,7 +217,7 @@ def batch_size_scaling(material: Material) -> Data:
     return {"methods": entries}
 
 
-def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
+def draw_batch_size_scaling(data: Data) -> Figure:
     """Draw losses over the tokens of the pool, as horizontal lines for methods without pools; CORE below."""
     choice = sorted((entry for entry in data["methods"] if entry["pool"] is not None), key=lambda e: e["pool"])
     threshold = [entry for entry in data["methods"] if entry["pool"] is None]
@@ -226,7 +226,7 @@ def draw_batch_size_scaling(data: Data, width: float = NARROW) -> Figure:
     train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
     lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
     key = {"training, by pool": train, "validation, by pool": held_out} | lines
-    figure, every = panels(width, 1 + measured, 1.9, left=0.62, columns=1, key=key)
+    figure, every = panels(NARROW, 1 + measured, 1.9, left=0.62, columns=1, key=key)
     for field, stroke in (("train", train), ("validation", held_out)):
         every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
     if measured:
@@ -255,8 +255,9 @@ def say_batch_size_scaling(data: Data) -> str:
 def train_against_validation(material: Material) -> Data:
     """Collect cross-entropy in nats per token over tokens: in training, a running mean, and in validation.
 
-    gap: the last validation loss less the training loss of the last tenth; pools_gap: where `et
-    evaluate` has measured it, the loss on one text routed causally less that routed by the pools of training.
+    gap: the last validation loss less the training loss of the last tenth, None if a line of the log is longer;
+    pools_gap: where `et evaluate` has measured it, the loss on one text routed causally less that routed by the pools
+    of training.
     """
     methods, left_out = [], {}
     for subject in material.first_runs:
@@ -268,13 +269,13 @@ def train_against_validation(material: Material) -> Data:
         if not (train and validation):
             left_out[subject.method] = "it was not validated yet"
         else:
-            late = _late(train)
+            late = _late(subject)
             methods.append(
                 {
                     **subject.tag,
                     "train": _running_mean(train),
                     "validation": validation,
-                    "gap": validation[-1][1] - late,
+                    "gap": None if late is None else validation[-1][1] - late,
                     "pools_gap": _pools_gap(subject),
                 }
             )
@@ -283,7 +284,7 @@ def train_against_validation(material: Material) -> Data:
     return {"methods": methods, "left_out": left_out}
 
 
-def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
+def draw_train_against_validation(data: Data) -> Figure:
     """Draw each method's training loss, a running mean, and validation loss, over the last two thirds."""
     methods, drawn = data["methods"], strokes(data["methods"])
     causal: dict[str, Any] = {
@@ -295,7 +296,7 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in methods):
         key["validation, routed by the pools of training"] = pools
-    figure, every = method_panels(width, methods, 1.4, key=key)
+    figure, every = method_panels(WIDE, methods, 1.4, key=key)
     low, high = [], []
     for axes, entry, stroke in zip(every, methods, drawn, strict=True):
         train, validation = array(entry["train"]), array(entry["validation"])
@@ -318,13 +319,15 @@ def draw_train_against_validation(data: Data, width: float = WIDE) -> Figure:
 
 
 def say_train_against_validation(data: Data) -> str:
-    gaps = [f"{signed(entry['gap'])} ({entry['method']})" for entry in data["methods"]]
-    pooled = [
-        f"{signed(entry['pools_gap'])} ({entry['method']})"
-        for entry in data["methods"]
-        if entry["pools_gap"] is not None
-    ]
-    text = f"The last validation loss less the mean training loss of the last tenth of the steps is {listed(gaps)}."
+    gaps, pooled = (
+        [f"{signed(entry[name])} ({entry['method']})" for entry in data["methods"] if entry[name] is not None]
+        for name in ("gap", "pools_gap")
+    )
+    text = (
+        f"The last validation loss less the mean training loss of the last tenth of the steps is {listed(gaps)}."
+        if gaps
+        else "The lines of the log are longer than the last tenth of the steps; --log-every makes them shorter."
+    )
     if pooled:
         text += f" On one text, routing causally instead of by training's pools changes the loss by {listed(pooled)}."
     return text
@@ -423,9 +426,9 @@ def _pairs(material: Material, free: Sequence[str], has: Callable[[Data], bool],
     return {"methods": shown}
 
 
-def _late(points: Sequence[Sequence[float]]) -> float:
-    """Return the mean over the last tenth of training."""
-    return fmean(loss for at, loss in points if at > LATE * points[-1][0])
+def _late(subject: Subject) -> float | None:
+    """Return the mean training loss over the last tenth of the steps."""
+    return mean_loss(subject.run.train, LATE, subject.run.train[-1]["step"]) if subject.run.train else None
 
 
 def _running_mean(points: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -456,11 +459,11 @@ FIGURES = [
     Study("token_multiple", "Learning", "Token multiple at equal loss",
           token_multiple, draw_token_multiple, say_token_multiple),
     Study("batch_size_scaling", "Learning", "Batch size scaling",
-          batch_size_scaling, draw_batch_size_scaling, say_batch_size_scaling, wide=False),
+          batch_size_scaling, draw_batch_size_scaling, say_batch_size_scaling),
     Study("train_against_validation", "Learning", "Training and validation loss",
           train_against_validation, draw_train_against_validation, say_train_against_validation),
     Study("shared_expert", "Learning", "Shared expert on and off",
-          shared_expert, draw_losses, partial(say_pairs, "Leaving out the shared expert"), wide=False),
+          shared_expert, draw_losses, partial(say_pairs, "Leaving out the shared expert")),
     Study("fanout_norm", "Learning", "With and without fanout norm",
-          fanout_norm, draw_losses, partial(say_pairs, "The fanout norm"), wide=False),
+          fanout_norm, draw_losses, partial(say_pairs, "The fanout norm")),
 ]  # fmt: skip

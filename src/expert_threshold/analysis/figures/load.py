@@ -14,14 +14,14 @@ from torch import Tensor
 from ...model import GPTConfig, flops_per_token, parameter_counts
 from ...model.trace import Trace
 from ...routing import kth_largest, take
-from ..material import Material, NotShownError
+from ..material import Material
 from ..measures import best_expert_choice, best_token_choice, load_variation, routing_objective
 from ..measures import load_spread as spread_of
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..sentences import listed, percent, pool_size
-from .axes import CHARACTER, by_layer, method_strokes, panels, ratio_axis, single
+from .axes import by_layer, method_strokes, panels, ratio_axis, rows_of
 from .study import Study
-from .style import INK, MUTED, NARROW, WIDE, strokes
+from .style import MUTED, NARROW, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -51,10 +51,10 @@ def load_balance(material: Material) -> Data:
     return {"methods": methods}
 
 
-def draw_load_balance(data: Data, width: float = NARROW) -> Figure:
+def draw_load_balance(data: Data) -> Figure:
     """Draw largest load / mean load over layers, logarithmic; a dot for each method if there is one layer."""
     most = max((value for entry in data["methods"] for value in entry["spread"] if value is not None), default=1)
-    return by_layer(data, "spread", "largest load / mean load", width, 1, lambda axis: ratio_axis(axis, most))
+    return by_layer(data, "spread", "largest load / mean load", NARROW, 1, lambda axis: ratio_axis(axis, most))
 
 
 def say_load_balance(data: Data) -> str:
@@ -74,12 +74,13 @@ def say_load_balance(data: Data) -> str:
 def objective(material: Material) -> Data:
     """Compute the mean score of a routed token, Σ z·r / Σ z, under each rule and at the optima (paper, Eq. 3 to 5).
 
-    Values are standard deviations above the layer's mean score, averaged over layers, so random routing has 0. Fewer
-    routed tokens score higher, so the optima route as many tokens as the rule; `load` is its load divided by the load
-    aimed at. With free fanouts each expert's best tokens are the optimum: `population`, equal loads over the whole
-    trace (Eq. 5 on average), and `choice`, in each batch of `BATCH` tokens (Eq. 4). `balanced` bounds fanouts too, by
-    linear programming (Eq. 3): no token has more experts than the mean fanout, rounded. `shares`: the rule's value
-    over that of the optima with free and with fixed fanouts.
+    All are of the same tokens, `BATCHES` batches of `BATCH` spread evenly over the trace. Values are standard
+    deviations above the layer's mean score, averaged over layers, so random routing has 0. Fewer routed tokens score
+    higher, so the optima route as many tokens as the rule; `load` is its load divided by the load aimed at. With free
+    fanouts each expert's best tokens are the optimum: `population`, equal loads over all batches (Eq. 5 on average),
+    and `choice`, in each batch (Eq. 4). `balanced` bounds fanouts too, by linear programming (Eq. 3): no token has more
+    experts than the mean fanout, rounded. `shares`: the rule's value over that of the optima with free and with fixed
+    fanouts.
     """
     methods: list[dict[str, Any]] = []
     left_out = {}
@@ -90,7 +91,7 @@ def objective(material: Material) -> Data:
         layers = trace.layers[:LAYERS]
         found = [each for layer in layers if (each := _objectives(trace.scores(layer), trace.assignment(layer)))]
         if not found:
-            left_out[subject.method] = "no token is routed"
+            left_out[subject.method] = "no token is routed, or its scores do not vary"
             continue
         shared = set.intersection(*map(set, found))
         means = {name: float(np.mean([each[name] for each in found])) for name in found[0] if name in shared}
@@ -99,11 +100,11 @@ def objective(material: Material) -> Data:
         means["load"] /= subject.run.rule["experts_per_token"]
         methods.append({**subject.tag, **means, "shares": shares})
     if not methods:
-        raise NotShownError("no token is routed")
+        raise NotShownError("no token is routed, or scores do not vary")
     return {"batch": BATCH, "methods": methods, "left_out": left_out}
 
 
-def draw_objective(data: Data, width: float = NARROW) -> Figure:
+def draw_objective(data: Data) -> Figure:
     """Draw the mean score of routed tokens under each rule beside the optima with as many routed tokens."""
     methods = data["methods"]
     marks: dict[str, tuple[str, dict[str, Any]]] = {
@@ -115,15 +116,11 @@ def draw_objective(data: Data, width: float = NARROW) -> Figure:
     drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
     key = {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()}
     labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
-    left = max(map(len, labels)) * CHARACTER + 0.15
-    figure, axes = single(width, 0.24 * len(methods) + 0.2, left=left, key=key)
+    figure, axes = rows_of(NARROW, labels, key)
     for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
         for name, (_, mark) in drawn.items():
             if entry.get(name) is not None:
                 axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
-    axes.set_yticks(np.arange(len(methods)), labels, color=INK)
-    axes.set_ylim(len(methods) - 0.5, -0.5)
-    axes.grid(axis="x")
     figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
     return figure
 
@@ -143,22 +140,28 @@ def say_objective(data: Data) -> str:
 
 
 def _objectives(scores: Tensor, assignment: Tensor) -> dict[str, float] | None:
-    """Return the objectives of a layer's scores and assignment (tokens, experts); None if no token is routed."""
-    routed, (tokens, experts) = int(assignment.sum()), scores.shape
-    if routed == 0:
+    """Return the objectives of a layer's scores and assignment (tokens, experts).
+
+    None if no token is routed, or scores do not vary, so that every assignment is as good.
+    """
+    tokens, experts = scores.shape
+    size = max(BATCH // experts, 1) * experts
+    if tokens < size * BATCHES:
+        raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; give more --tokens")
+    begin = torch.arange(BATCHES)[:, None] * (tokens // BATCHES)
+    sample = begin + torch.arange(size)  # (batches, tokens)
+    batches, assignment = scores[sample], assignment[sample]
+    fanout = float(assignment.sum() / sample.numel())
+    mean, std = batches.double().mean(), batches.double().std()
+    if fanout == 0 or std == 0:
         return None
-    fanout = routed / tokens
-    mean, std = scores.double().mean(), scores.double().std().clamp(min=1e-12)
 
     def edge(chosen: Tensor, of: Tensor) -> float:
         return float((routing_objective(of, chosen).sum() / chosen.sum() - mean) / std)
 
-    size = max(BATCH // experts, 1) * experts
-    if tokens < size * BATCHES:
-        raise NotShownError(f"it needs a trace of {size * BATCHES} tokens or more; give more --tokens")
-    batches = scores[: size * BATCHES].view(BATCHES, size, experts)
-    (population,) = kth_largest(scores[None], [max(round(routed / experts), 1)])
-    found = {"rule": edge(assignment, scores), "population": edge(take(scores[None], population)[0], scores)}
+    together = batches.flatten(0, 1)[None]
+    (population,) = kth_largest(together, [max(round(fanout * sample.numel() / experts), 1)])
+    found = {"rule": edge(assignment, batches), "population": edge(take(together, population), together)}
     found["load"] = fanout
     if size * fanout >= experts:
         found["choice"] = edge(torch.stack([best_expert_choice(batch, fanout) for batch in batches]), batches)
@@ -202,13 +205,13 @@ def load_at_scale(material: Material) -> Data:
     }
 
 
-def draw_load_at_scale(data: Data, width: float = WIDE) -> Figure:
+def draw_load_at_scale(data: Data) -> Figure:
     """Draw largest / mean load by tokens and by devices, and the waiting; dots: resampled, lines: closed form."""
     methods = data["methods"]
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     most, tokens, devices = data["experts"][-1], data["tokens_per_expert"], data["devices"]
     key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
-    figure, every = panels(width, 3, height=1.8, columns=3 if width > 6 else 1, share=False, key=key)
+    figure, every = panels(WIDE, 3, height=1.8, columns=3, share=False, key=key)
     for entry, stroke in zip(methods, strokes(methods), strict=True):
         colour = {"color": stroke["color"]}
         experts, device = entry["by_tokens"], entry["by_devices"]
@@ -365,9 +368,9 @@ def _experts_share(model: GPTConfig) -> float:
 
 FIGURES = [
     Study("load_balance", "Load", "Load balance",
-          load_balance, draw_load_balance, say_load_balance, wide=False),
+          load_balance, draw_load_balance, say_load_balance),
     Study("objective", "Load", "Routing objective",
-          objective, draw_objective, say_objective, wide=False),
+          objective, draw_objective, say_objective),
     Study("load_at_scale", "Load", "Load at scale",
           load_at_scale, draw_load_at_scale, say_load_at_scale, rows=rows_load_at_scale),
 ]  # fmt: skip

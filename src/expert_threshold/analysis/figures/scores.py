@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...routing import kth_largest, take
-from ..material import Material, NotShownError
-from ..plain import Data, array
+from ..material import Material
+from ..plain import Data, NotShownError, array
 from ..sentences import listed, signed
 from .axes import few_ticks, method_strokes, outer_labels, panels, plain_ticks
 from .study import Study
@@ -84,7 +84,7 @@ def _ordinary(scores: Tensor, means: Tensor, expected: float) -> int:
     return int(((above - expected).abs() + (best - expected).abs()).argmin())
 
 
-def draw_rules_overview(data: Data, width: float = WIDE) -> Figure:
+def draw_rules_overview(data: Data) -> Figure:
     """Draw a bar for each score, coloured if the token is taken; dashed: the cutoff; above: the number taken."""
     scores = array(data["scores"])
     sequences, tokens = scores.shape
@@ -95,8 +95,7 @@ def draw_rules_overview(data: Data, width: float = WIDE) -> Figure:
     floor = low - 0.05 * (high - low)
     dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
     key = {"cutoff that scores are compared with": dashed}
-    columns = 4 if width > 6 else 2
-    figure, every = panels(width, len(data["rules"]), height=1.7, left=0.62, columns=columns, key=key)
+    figure, every = panels(WIDE, len(data["rules"]), height=1.7, left=0.62, columns=4, key=key)
     for axes, rule, line, stroke in zip(every, data["rules"], cutoffs, strokes(data["rules"]), strict=True):
         taken = np.array(rule["taken"]).ravel()
         for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
@@ -148,6 +147,9 @@ def cutoff_law(material: Material) -> Data:
         if len(sizes) < 2:
             left_out[subject.method] = f"it needs a trace of {16 * smallest} tokens or more; give more --tokens"
             continue
+        if any((scores[:1] == scores).all() for scores in map(trace.scores, trace.layers)):
+            left_out[subject.method] = "its scores do not vary"
+            continue
         found = [_spreads(trace.scores(layer), sizes, share, trace.context) for layer in trace.layers]
         by_token, by_text, law = (np.sqrt(np.mean(np.square(part), axis=(0, 2))) for part in zip(*found, strict=True))
         methods.append(
@@ -167,12 +169,12 @@ def cutoff_law(material: Material) -> Data:
     return {"methods": methods, "left_out": left_out}
 
 
-def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
+def draw_cutoff_law(data: Data) -> Figure:
     """Draw the spread of the k-th largest score over pool size, logarithmic; dashed: independent tokens."""
     methods = data["methods"]
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
-    figure, every = panels(width, 2, height=2, left=0.8, key=key)
+    figure, every = panels(WIDE, 2, height=2, left=0.8, key=key)
     # Methods with the same share and pool sizes are expected to follow one law, drawn once.
     alike: dict[tuple[float, tuple[int, ...]], list[Any]] = {}
     for entry in methods:
@@ -188,7 +190,7 @@ def draw_cutoff_law(data: Data, width: float = WIDE) -> Figure:
         axes.set_yscale("log")
         axes.set_title(title)
     sizes = sorted({size for entry in methods for size in entry["tokens"]})
-    ticks = sizes[:: -(-len(sizes) // (6 if width > 6 else 3))]
+    ticks = sizes[:: -(-len(sizes) // 6)]
     every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     few_ticks(every[0].yaxis, *every[0].get_ylim())
     outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
@@ -276,12 +278,12 @@ def score_histograms(material: Material) -> Data:
     return {"methods": methods}
 
 
-def draw_score_histograms(data: Data, width: float = WIDE) -> Figure:
+def draw_score_histograms(data: Data) -> Figure:
     """Draw the share of tokens by score, logarithmic; filled: assigned tokens; dashed: the threshold."""
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
     drawn = [stroke for stroke in strokes(data["methods"]) for _ in range(2)]
     names = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
-    figure, every = panels(width, len(shown), height=1.2, left=0.62, columns=4 if width > 6 else 2, titles=names)
+    figure, every = panels(WIDE, len(shown), height=1.2, left=0.62, columns=4, titles=names)
     for axes, (entry, each), name, stroke in zip(every, shown, names, drawn, strict=True):
         _histogram(axes, each, entry["tokens"], stroke["color"])
         axes.set_title(name, color=stroke["color"], fontsize=SMALL)

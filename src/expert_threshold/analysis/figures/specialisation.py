@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from ..material import Material, NotShownError
+from ..material import Material
 from ..measures import expert_token_ratio, mutual_information
-from ..plain import Data, array
+from ..plain import Data, NotShownError, array
 from ..sentences import counted, listed, percent
 from .axes import LEFT, PANEL, RIGHT, TOP, Strokes, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
 from .study import Study
@@ -53,19 +53,19 @@ def specialisation(material: Material) -> Data:
     return {"domains": domains, "methods": methods}
 
 
-def draw_specialisation(data: Data, width: float = WIDE) -> Figure:
+def draw_specialisation(data: Data) -> Figure:
     """Draw the share of a domain's tokens by expert and layer, a panel for each method and domain."""
     shown = [(entry, domain) for entry in data["methods"] for domain in data["domains"]]
     most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
     colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in data["domains"]]
     layers = max(len(entry["layers"]) for entry in data["methods"])
     figure, every = panels(
-        width,
+        WIDE,
         len(shown),
         height=max(0.13 * layers, 0.6),
         left=0.62,
         right=0.75,
-        columns=4 if width > 6 else 2,
+        columns=4,
         titles=[f"{entry['method']}\n{domain}" for entry, domain in shown],
     )
     for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
@@ -103,7 +103,7 @@ def domain_shares(material: Material) -> Data:
     return found
 
 
-def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
+def draw_domain_shares(data: Data) -> Figure:
     """Draw each expert as a bar of its tokens' domains, ordered by the first; a row of panels for each method."""
     methods, domains = data["methods"], list(data["domains"])
     colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
@@ -111,8 +111,8 @@ def draw_domain_shares(data: Data, width: float = WIDE) -> Figure:
     key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
     titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
     most = max(len(entry["layers"]) for entry in methods)
-    columns = most if most * PANEL < width - LEFT else None
-    figure, every = panels(width, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
+    columns = most if most * PANEL < WIDE - LEFT else None
+    figure, every = panels(WIDE, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
     for axes, (entry, place), title in zip(every, shown, titles, strict=True):
         shares = array(entry["shares"])[place]
         shares = shares[:, np.argsort(-shares[0], kind="stable")]
@@ -147,10 +147,10 @@ def specialisation_summary(material: Material) -> Data:
     return {"methods": [{name: entry[name] for name in keep} for entry in found["methods"]]}
 
 
-def draw_specialisation_summary(data: Data, width: float = NARROW) -> Figure:
+def draw_specialisation_summary(data: Data) -> Figure:
     """Draw the information of the expert about the domain in bits, over layers."""
     title = "mutual information of expert and domain (bits)"
-    return by_layer(data, "bits", title, width, 0, lambda axes: axes.set_ylim(bottom=0))
+    return by_layer(data, "bits", title, NARROW, 0, lambda axes: axes.set_ylim(bottom=0))
 
 
 class Placed(NamedTuple):
@@ -174,7 +174,7 @@ def passage_intensity(material: Material) -> Data:
     return _passages(material, lambda assignment: assignment.sum(axis=(0, 2)))
 
 
-def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
+def draw_passage_intensity(data: Data) -> Figure:
     """Draw passages as text; the colour behind each token shows its fanout."""
     from matplotlib.figure import Figure
     from matplotlib.font_manager import FontProperties
@@ -184,14 +184,14 @@ def draw_passage_intensity(data: Data, width: float = WIDE) -> Figure:
 
     font = FontProperties(family="DejaVu Sans Mono")
     advance = 0.602 * TEXT / 72  # inches: DejaVu Sans Mono is 0.602 em wide
-    columns = int((width - 2 * RIGHT - 0.3) / advance)
+    columns = int((WIDE - 2 * RIGHT - 0.3) / advance)
     texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
     most = max(array(passage["values"]).max() for passage in data["passages"])
     (colour,) = (stroke["color"] for stroke in strokes([data]))
     heights = [TOP + ROW * (placed[-1].line + 1) + 0.15 for placed in texts]
-    figure = Figure((width, sum(heights) + 0.3))
+    figure = Figure((WIDE, sum(heights) + 0.3))
     axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, width), ylim=(sum(heights) + 0.3, 0))
+    axes.set(xlim=(0, WIDE), ylim=(sum(heights) + 0.3, 0))
     axes.axis("off")
     _intensity_key(axes, most, colour)
     top = 0.3
@@ -246,7 +246,7 @@ def passage_fanout(material: Material) -> Data:
     return _passages(material, lambda assignment: assignment.sum(axis=2), CELLS)
 
 
-def draw_passage_fanout(data: Data, width: float = WIDE) -> Figure:
+def draw_passage_fanout(data: Data) -> Figure:
     """Draw passages with cells above the tokens that show fanout by layer."""
     most = max(array(passage["values"]).max() for passage in data["passages"])
 
@@ -257,7 +257,7 @@ def draw_passage_fanout(data: Data, width: float = WIDE) -> Figure:
             axes.text(token, layer, number, ha="center", va="center_baseline", fontsize=SMALL, color=INK)
         axes.set_yticks(range(len(data["layers"])), data["layers"], fontsize=SMALL)
 
-    return _blocks(data, width, ROW * len(data["layers"]), draw, "layer")
+    return _blocks(data, WIDE, ROW * len(data["layers"]), draw, "layer")
 
 
 def say_passage_fanout(data: Data) -> str:
@@ -277,7 +277,7 @@ def passage_routing(material: Material) -> Data:
     return _passages(material, lambda assignment: assignment.astype(int), CELLS)
 
 
-def draw_passage_routing(data: Data, width: float = WIDE) -> Figure:
+def draw_passage_routing(data: Data) -> Figure:
     """Draw passages with cells above the tokens, filled if the token went to the expert."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
@@ -299,7 +299,7 @@ def draw_passage_routing(data: Data, width: float = WIDE) -> Figure:
         axes.set_yticks((np.arange(len(layers)) + 0.5) * experts - 0.5, layers, fontsize=SMALL)
 
     height = max(min(0.05, 3.5 / rows) * rows, 0.15 * len(layers))
-    return _blocks(data, width, height, draw, "experts of layer" if height > 1 else "layer")
+    return _blocks(data, WIDE, height, draw, "experts of layer" if height > 1 else "layer")
 
 
 def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.ndarray], None], label: str) -> Figure:
@@ -393,7 +393,7 @@ FIGURES = [
     Study("specialisation", "Specialisation", "Expert specialisation",
           specialisation, draw_specialisation, say_specialisation),
     Study("specialisation_summary", "Specialisation", "Information of experts about the domain",
-          specialisation_summary, draw_specialisation_summary, say_specialisation_summary, wide=False),
+          specialisation_summary, draw_specialisation_summary, say_specialisation_summary),
     Study("domain_shares", "Specialisation", "Tokens of each expert by domain",
           domain_shares, draw_domain_shares, say_domain_shares),
     Study("passage_intensity", "Specialisation", "Computation over the text",

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class Study(NamedTuple):
-    """A figure. `compute` raises NotShownError where the figure does not apply; `draw` and `say` take its data.
+    """A figure. `compute` raises NotShownError where the figure does not apply; the others take its data.
 
-    draw: also takes the width in inches. rows: returns the head and the rows of a table below the figure.
+    rows: returns the head and the rows of a table below the figure.
     """
 
     name: str  # base name of its files
@@ -24,5 +24,4 @@ class Study(NamedTuple):
     compute: Callable[[Material], Data]
     draw: Callable[..., Figure]
     say: Callable[[Data], str]
-    wide: bool = True
     rows: Callable[[Data], tuple[list[str], list[list[str]]]] | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..sweep import TOLERANCE
 from .axes import few_ticks, panels, plain_ticks, single, whole_ticks
-from .style import ACCENT, GRID, INK, MUTED
+from .style import ACCENT, GRID, INK, MUTED, NARROW, WIDE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +27,11 @@ def finished(study: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [trial for trial in study["trials"] if trial["loss"] is not None]
 
 
-def draw_trials(study: Mapping[str, Any], width: float) -> Figure:
+def draw_trials(study: Mapping[str, Any]) -> Figure:
     """Draw the loss of each finished trial, and the best so far."""
     trials = finished(study)
     numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
-    figure, axes = single(width)
+    figure, axes = single(NARROW)
     _draw_losses(axes, numbers, losses)
     axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
     axes.set_title("loss (nats per token)")
@@ -41,10 +41,10 @@ def draw_trials(study: Mapping[str, Any], width: float) -> Figure:
     return figure
 
 
-def draw_curves(study: Mapping[str, Any], width: float) -> Figure:
+def draw_curves(study: Mapping[str, Any]) -> Figure:
     """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
     best = study["best"]["trial"]
-    figure, axes = single(width)
+    figure, axes = single(NARROW)
     for trial in study["trials"]:
         if trial["curve"]:
             steps, losses = zip(*trial["curve"], strict=True)
@@ -65,12 +65,12 @@ def draw_curves(study: Mapping[str, Any], width: float) -> Figure:
     return figure
 
 
-def draw_options(study: Mapping[str, Any], width: float) -> Figure:
+def draw_options(study: Mapping[str, Any]) -> Figure:
     """Draw the loss over each option: dots are trials, the line is the parabola, the band what is equally good."""
     options = study["options"]
     trials, best = finished(study), study["best"]
     losses = [trial["loss"] for trial in trials]
-    figure, every = panels(width, len(options), 1.5, share=False, titles=list(options))
+    figure, every = panels(WIDE, len(options), 1.5, share=False, titles=list(options))
     for axes, (name, entry) in zip(every, options.items(), strict=True):
         axes.set_title(name, color=INK)
         if entry["scale"] is None:

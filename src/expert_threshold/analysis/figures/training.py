@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..page import Exhibit, LeftOut
-from ..records import Points, Record, expert_series, finite, layer_series, series
+from ..page import Exhibit, LeftOut, exhibit
+from ..records import Points, Record, expert_series, finite, layer_series, mean_loss, series
 from ..run import Run
-from ..sentences import percent, short
+from ..sentences import of_deviation, percent, short
 from .axes import (
     HEAT,
     LONGEST,
@@ -55,9 +55,9 @@ TITLES = {
 """Titles of panels, and units, by the name of the number in metrics.jsonl."""
 
 
-def draw_loss(train: Sequence[Record], validation: Sequence[Record], width: float = WIDE) -> Figure:
+def draw_loss(train: Sequence[Record], validation: Sequence[Record]) -> Figure:
     """Draw cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
-    figure, axes = single(width, height=2)
+    figure, axes = single(WIDE, height=2)
     raw, measured = series(train, "cross_entropy"), series(validation, "loss")
     smoothed = smooth(raw)
     line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
@@ -77,17 +77,17 @@ def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
         parts.append(f"training went from {start:.3f} at step {first:,} to {end:.3f} at step {last:,}")
     if measured:
         step, value = measured[-1]
-        before = [y for x, y in made if LATE * step < x <= step]
-        gap = value - fmean(before) if before else 0
-        side = "above" if gap >= 0 else "below"
-        than = f", {abs(gap):.3f} {side} the mean of training over the quarter of the steps before" if before else ""
+        before, than = mean_loss(train, LATE, int(step)), ""
+        if before is not None:
+            side = "above" if value >= before else "below"
+            than = f", {abs(value - before):.3f} {side} the mean of training over the quarter of the steps before"
         parts.append(f"validation ended at {value:.3f}{than}{_best(measured)}")
     return _sentence(parts)
 
 
-def draw_bits_per_byte(points: Points, width: float = NARROW) -> Figure:
+def draw_bits_per_byte(points: Points) -> Figure:
     """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
-    figure, axes = single(width)
+    figure, axes = single(NARROW)
     line(axes, points, ACCENT, marker="o")
     label_ends(axes, {"{:.3f}": (points, ACCENT)})
     axes.set_title("validation, bits per byte")
@@ -104,10 +104,10 @@ def say_bits_per_byte(points: Points) -> str:
     return f"{went}{_best(numbers, 'tokens')}."
 
 
-def draw_usage(train: Sequence[Record], target: float, width: float = WIDE) -> Figure:
+def draw_usage(train: Sequence[Record], target: float) -> Figure:
     """Draw the usage of every expert over steps, as a multiple of the target."""
     shares = expert_series(train, "usage")
-    figure, every = panels(width, len(shares), height=1.5, right=0.85, least=1.4)
+    figure, every = panels(WIDE, len(shares), height=1.5, right=0.85, least=1.4)
     for axes, (layer, (steps, values)) in zip(every, shares.items(), strict=True):
         first, last = steps[0], steps[-1]
         columns = np.linspace(first, last, min(len(steps), LONGEST))
@@ -147,11 +147,9 @@ def say_usage(train: Sequence[Record], target: float) -> str:
     )
 
 
-def draw_load_spread(
-    train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0, width: float = WIDE
-) -> Figure:
+def draw_load_spread(train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0) -> Figure:
     """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
-    figure, axes = single(width)
+    figure, axes = single(WIDE)
     dots = layer_series(validation, "load_spread")
     for points, colour in zip(dots.values(), layer_colours(len(dots)), strict=True):
         line(axes, points, colour, marker="o", linestyle="none", markersize=4)
@@ -178,10 +176,10 @@ def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> st
     return f"{text}{_each_point(train)}"
 
 
-def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0, width: float = WIDE) -> Figure:
+def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0) -> Figure:
     """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
     means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
-    figure, every = panels(width, len(means), height=1.7, right=0.9, least=1.4)
+    figure, every = panels(WIDE, len(means), height=1.7, right=0.9, least=1.4)
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
     for axes, layer in zip(every, means, strict=True):
         if layer in batches:
@@ -210,16 +208,16 @@ def say_cutoffs(train: Sequence[Record]) -> str:
         return text
     return (
         f"{text} Over the last quarter of the steps the cutoff of a batch (grey) lay on average "
-        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert), which is "
-        f"{percent(fmean(distances) / fmean(spreads))} of the scores' standard deviation.{_each_point(train)}"
+        f"{fmean(distances):.3f} from the cutoff that its scores were compared with (one colour per expert)"
+        f"{of_deviation(fmean(distances), fmean(spreads))}.{_each_point(train)}"
     )
 
 
-def draw_fanout(counts: Mapping[int, Sequence[int]], width: float = WIDE) -> Figure:
+def draw_fanout(counts: Mapping[int, Sequence[int]]) -> Figure:
     """Draw the share of tokens by fanout, per layer. counts: layer -> tokens by fanout."""
     shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
     seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
-    figure, every = panels(width, len(shares), height=1.2)
+    figure, every = panels(WIDE, len(shares), height=1.2)
     for axes, (layer, share), colour in zip(every, shares.items(), layer_colours(len(shares)), strict=True):
         axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
         axes.set_title(f"layer {layer}, % of tokens")
@@ -244,10 +242,10 @@ def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
     )
 
 
-def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0, width: float = NARROW) -> Figure:
+def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0) -> Figure:
     """Draw a number of `TITLES` over steps, a line for each layer, averaged over experts."""
     title, unit = TITLES[key]
-    figure, axes = single(width)
+    figure, axes = single(NARROW)
     values = layer_series(train, key)
     layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
     axes.set_title(title)
@@ -287,11 +285,11 @@ def say_spread(train: Sequence[Record], key: str) -> str:
     return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
 
 
-def draw_speed(train: Sequence[Record], width: float = NARROW) -> Figure:
+def draw_speed(train: Sequence[Record]) -> Figure:
     """Draw tokens per second over steps, raw and smoothed."""
     from matplotlib.ticker import StrMethodFormatter
 
-    figure, axes = single(width)
+    figure, axes = single(NARROW)
     raw = series(train, "tokens_per_second")
     smoothed = smooth(raw)
     line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
@@ -387,7 +385,6 @@ def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
         finite(series(train, "cross_entropy")) or finite(series(validation, "loss")),
         partial(draw_loss, train, validation),
         partial(say_loss, train, validation),
-        wide=True,
     )
     yield _entry(
         "Bits per byte",
@@ -423,7 +420,6 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         expert_series(train, "usage"),
         partial(draw_usage, train, run.target),
         partial(say_usage, train, run.target),
-        wide=True,
     )
     yield _entry(
         "Load spread",
@@ -431,7 +427,6 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         layer_series(train, "load_spread") or layer_series(validation, "load_spread"),
         partial(draw_load_spread, train, validation, warmup),
         partial(say_load_spread, train, validation),
-        wide=True,
     )
     yield _entry(
         "Fanout",
@@ -439,7 +434,6 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         run.fanout_counts,
         partial(draw_fanout, run.fanout_counts),
         partial(say_fanout, run.fanout_counts, rule.experts_per_token),
-        wide=True,
     )
     yield _entry(
         "Cutoffs",
@@ -447,7 +441,6 @@ def routing(run: Run) -> Iterator[Exhibit | LeftOut]:
         expert_series(train, "cutoff"),
         partial(draw_cutoffs, train, warmup),
         partial(say_cutoffs, train),
-        wide=True,
     )
     for title, key in (("Saturation", "saturation"), ("Starvation", "starvation")):
         draw, say = partial(draw_layers, train, key, warmup), partial(say_bounded, train, key, exact_until)
@@ -461,9 +454,8 @@ def _entry(
     title: str,
     why_not: str,
     numbers: object,
-    draw: Callable[[float], Figure],
+    draw: Callable[[], Figure],
     say: Callable[[], str],
-    wide: bool = False,
 ) -> Exhibit | LeftOut:
     """Return the figure if there are numbers for it, else the reason for its absence."""
-    return Exhibit(title, say(), draw, wide) if numbers else LeftOut(title, why_not)
+    return exhibit(title, say, draw) if numbers else LeftOut(title, why_not)
