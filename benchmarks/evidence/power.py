@@ -1,0 +1,172 @@
+"""Measures what a comparison resolves: how much paired differences of two methods scatter over seeds, and what helps.
+
+    python benchmarks/evidence/power.py --data FOLDER/tokens --out FOLDER [--megatokens 1 2 4 8] [--variant NAME] …
+
+Runs are those of `et train quickstart`: softmax expert threshold and softmax token choice with a loss of α = 0.01.
+Their routers have as many scores, so under one seed both start with the same weights, whose hash is recorded, and see
+the same tokens in the same order. Each is validated at its end, then on fewer tokens at five checkpoints of its last
+tenth and with the mean of their weights. The same command skips runs that are recorded, one JSON line each in
+FOLDER/records.jsonl, and resumes an interrupted one; --seeds 0 prints the table alone. Loads are the busiest expert's
+over the mean in the worst layer: in training after the first quarter, and in causal validation. In the table, scatter
+is the standard deviation of a seed's difference, expert threshold minus token choice, ± its standard error, and seeds
+are those needed for a 95 % interval of ± 0.01 and of ± 0.005.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from datetime import date
+from hashlib import sha256
+from pathlib import Path
+from statistics import fmean, stdev, variance
+from typing import Any
+
+import torch
+
+import expert_threshold
+from expert_threshold.cli import main as et
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.data import open_source, pack
+from expert_threshold.evaluation import evaluate
+from expert_threshold.model import GPT
+from expert_threshold.runs import RunFolder, load_model
+from expert_threshold.train.device import machine
+
+FIRST, SECOND = "expert_threshold", "token_choice"
+METHODS = {
+    FIRST: "--rule expert_threshold --gate softmax --null-scores 16",
+    SECOND: "--rule token_choice --balance aux --aux-strength 0.01 --gate softmax --null-scores 16",
+    "dense": "--rule dense",
+}
+VARIANTS = {"usual": "", "to_zero": "--min-lr-ratio 0", "half_batches": "--batch-size 4"}  # ways to spend the tokens
+SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --keep-checkpoints 5"
+LATE_TOKENS = 100_000
+LOSSES = {
+    "the end": lambda record: record["loss"],
+    "the end, fewer tokens": lambda record: record["late"][max(record["late"], key=int)],
+    "five late validations": lambda record: fmean(record["late"].values()),
+    "mean of their weights": lambda record: record["averaged"],
+}
+
+Record = dict[str, Any]
+
+
+def train(out: Path, given: list[str]) -> Record:
+    """Train a run, or what is left of it, and return its record. Ends the process if that fails or is interrupted."""
+    config, start, busy = resolve_run(parse_run("et train", "", [], given)), time.time(), time.process_time()
+    steps, resumed = config.train.steps, (out / "config.json").exists()
+    given = [*given, "--eval-every", str(steps), "--checkpoint-every", str(max(1, steps // 40))]
+    code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--out", str(out)])
+    folder = RunFolder.open(out)
+    *lines, last = folder.metrics.read()
+    if code or last["split"] != "validation":
+        sys.exit(code or 130)
+    settled = [line for line in lines if line["split"] == "train" and line["step"] - line["steps"] >= steps / 4]
+    torch.manual_seed(config.train.seed)
+    weights = b"".join(weight.detach().numpy().tobytes() for weight in GPT(config.model).parameters())
+    git = ["git", "-C", str(Path(expert_threshold.__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    return {
+        "loss": last["loss"],
+        **late_losses(folder),
+        "load_training": worst_load(settled),
+        "load_validation": worst_load([last]),
+        "seconds": time.time() - start,
+        "processor_seconds": time.process_time() - busy,
+        "resumed": resumed,  # seconds are then those of the last part
+        "initial_weights": sha256(weights).hexdigest()[:16],
+        "corpus": folder.section("corpus")["hash"],
+        "options": " ".join(given),
+        "versions": folder.section("versions"),
+        "machine": machine(torch.device("cpu")),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
+        "date": date.today().isoformat(),
+    }
+
+
+def late_losses(folder: RunFolder) -> Record:
+    """Return the losses at the checkpoints kept, by step, and with the mean of their weights and cutoffs."""
+    tokenizer, data, dtype = folder.tokenizer(), folder.section("data")["source"], folder.section("train")["dtype"]
+    text = pack(open_source(data), tokenizer, "validation", max_tokens=2 * LATE_TOKENS)
+    losses, means, saved = {}, {}, folder.checkpoints()
+    for step in saved:
+        model, _ = load_model(folder.path, step, compute_dtype=getattr(torch, dtype))
+        losses[str(step)] = evaluate(model, text, tokenizer, max_tokens=LATE_TOKENS).loss
+        for name, value in folder.load_checkpoint(step, parts=("model",)).tensors["model"].items():
+            means[name] = means.get(name, 0) + value / len(saved) if value.is_floating_point() else value
+    model.load_state_dict(means)
+    averaged = evaluate(model, text, tokenizer, max_tokens=LATE_TOKENS).loss
+    return {"late": losses, "averaged": averaged, "late_tokens": LATE_TOKENS}
+
+
+def worst_load(lines: list[Record]) -> float | None:
+    """Return the mean over lines of the worst layer's load; None without experts."""
+    loads = [max(layer["load_spread"] for layer in line["layers"].values()) for line in lines if line["layers"]]
+    return fmean(loads) if loads else None
+
+
+def table(records: list[Record]) -> str:
+    """Return the table of paired differences. Raises ValueError if a pair differs in more than its method."""
+    cells = defaultdict(list)
+    for first, second in itertools.product(records, records):
+        if (first["method"], second["method"]) == (FIRST, SECOND) and key(first)[1:] == key(second)[1:]:
+            for name in ("initial_weights", "corpus", "commit"):
+                if first[name] != second[name]:
+                    raise ValueError(f"{key(first)}: its {name} differs from that of {SECOND}")
+            cells[key(first)[1:3]].append((first, second))
+    lines = ["| tokens | variant | loss at | pairs | mean difference | scatter | seeds | scatter of one method |"]
+    lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for (tokens, variant), pairs in sorted(cells.items()):
+        for name, loss in LOSSES.items() if len(pairs) > 2 else ():
+            sides = [[loss(record) for record in side] for side in zip(*pairs, strict=True)]
+            differences = [a - b for a, b in zip(*sides, strict=True)]
+            scatter, alone = stdev(differences), fmean(map(variance, sides)) ** 0.5
+            error = scatter / (2 * len(pairs) - 2) ** 0.5
+            seeds = [math.ceil((1.96 * scatter / half) ** 2) for half in (0.01, 0.005)]
+            row = f"| {tokens / 1e6:g}M | {variant} | {name} | {len(pairs)} | {fmean(differences):+.4f} "
+            lines.append(f"{row}| {scatter:.4f} ± {error:.4f} | {seeds[0]}, {seeds[1]} | {alone:.4f} |")
+    return "\n".join(lines)
+
+
+def key(record: Record) -> tuple[str, int, str, int]:
+    return record["method"], record["tokens"], record["variant"], record["seed"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("tokens"))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--megatokens", type=float, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[FIRST, SECOND])
+    parser.add_argument("--variant", choices=VARIANTS, default="usual")
+    asked = parser.parse_args()
+    path = asked.out / "records.jsonl"
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    for megatokens, seed, method in itertools.product(asked.megatokens, range(asked.seeds), asked.methods):
+        run = {"variant": asked.variant, "method": method, "tokens": int(1e6 * megatokens), "seed": seed}
+        if key(run) in map(key, records):
+            continue
+        out = asked.out / "runs" / "-".join(map(str, run.values()))
+        options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]} --tokens {run['tokens']} --seed {seed}"
+        records.append(run | train(out, ["quickstart", "--data", str(asked.data), *options.split()]))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(records[-1]) + "\n")
+        for checkpoint in sorted((out / "checkpoints").iterdir())[:-1]:
+            shutil.rmtree(checkpoint)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        print(f"power: {error}", file=sys.stderr)
+        sys.exit(2)

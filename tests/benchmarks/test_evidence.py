@@ -1,0 +1,158 @@
+"""`benchmarks/evidence`: the text is the same for everybody; the study pairs runs, repeats none, resumes the rest."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+from benchmarks.evidence import power, text
+
+from expert_threshold.data import Batch, Loader
+
+BODY = "int f{0}(int a)\n{{\n\treturn a * {0};\n}}\n" * 14
+LICENCE = "// SPDX-License-Identifier: GPL-2.0\n/*\n * Copyright * Somebody\n */\n\n"
+FILES = {f"kernel/file{i}.c": (LICENCE + BODY.format(i)).encode() for i in range(80)} | {
+    "drivers/copy.c": ("/* Another head. */\n" + BODY.format(7)).encode(),
+    "include/asm-offsets.h": ("/* DO NOT EDIT. */\n" + BODY.format(101)).encode(),
+    "Documentation/example.c": BODY.format(102).encode(),
+    "kernel/latin.c": BODY.format(103).encode() + b"// \xe9\n",
+    "kernel/short.c": LICENCE.encode() * 9,
+    "kernel/notes.txt": BODY.format(104).encode(),
+}
+
+
+SIZES = {"test": 5000, "validation": 5000, "train": 20_000}  # of about 40,000 bytes
+
+
+def package(path: Path, names: list[str]) -> Path:
+    with tarfile.open(path, "w:xz") as archive:
+        for name in names:
+            member = tarfile.TarInfo(f"linux-source-6.1/{name}")
+            member.size = len(FILES[name])
+            archive.addfile(member, io.BytesIO(FILES[name]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evidence")
+    text.build(package(folder / "linux-source-6.1.tar.xz", sorted(FILES)), folder / "out", SIZES, 300)
+    return folder / "out"
+
+
+def test_documents_are_whole_files_without_their_head_each_in_one_part(built: Path) -> None:
+    files = {"test": ["test/test.parquet"], "validation": ["text/validation.parquet"]}
+    files["train"] = [f"text/train-{shard}.parquet" for shard in range(text.SHARDS)]
+    manifest = json.loads((built / "MANIFEST.json").read_text(encoding="utf-8"))
+    found: list[dict[str, str]] = []
+    for part, names in files.items():
+        rows = [row for name in names for row in pyarrow.parquet.read_table(built / name).to_pylist()]
+        assert len(rows) == manifest["documents"][part]
+        assert sum(len(row["text"]) for row in rows) == manifest["bytes"][part] >= SIZES[part]
+        found += rows
+    assert len({row["text"] for row in found}) == len(found)
+    bodies = {name: BODY.format(i) for i, name in enumerate(f"kernel/file{i}.c" for i in range(80))}
+    bodies["drivers/copy.c"] = BODY.format(7)
+    assert all(bodies[row["path"]] == row["text"] for row in found)
+    assert all(manifest["tokens"][part] > manifest["documents"][part] for part in files)
+
+
+def test_the_text_depends_neither_on_the_order_of_the_archive_nor_on_the_folder(built: Path, tmp_path: Path) -> None:
+    source = package(tmp_path / "linux-source-6.1.tar.xz", sorted(FILES, reverse=True))
+    text.build(source, tmp_path / "elsewhere", SIZES, 300)
+    both = [json.loads((out / "MANIFEST.json").read_bytes()) for out in (built, tmp_path / "elsewhere")]
+    assert both[0].pop("sha256") != both[1].pop("sha256")  # of the archive
+    assert both[0] == both[1]
+    with pytest.raises(ValueError, match="already exists"):
+        text.build(source, tmp_path / "elsewhere", SIZES, 300)
+    with pytest.raises(ValueError, match="too short for train"):
+        text.build(source, tmp_path / "more", SIZES | {"train": 200_000}, 300)
+
+
+SMALL = (
+    " --eval-tokens 512 --vocab-size 300 --layers 2 --d-model 16 --heads 1 --kv-heads 1 --d-expert 8 --context 32 "
+    "--batch-size 2 --log-every 5"
+)
+
+
+def study(monkeypatch: pytest.MonkeyPatch, data: Path, out: Path, seeds: int = 2) -> list[dict[str, Any]]:
+    """Make what is left of the runs, of 12 steps each, and return their records."""
+    command = ["power", "--data", str(data), "--out", str(out), "--megatokens", "0.000768", "--seeds", str(seeds)]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(power, "SHARED", power.SHARED.replace("--eval-tokens 400000", SMALL))
+    monkeypatch.setattr(power, "LATE_TOKENS", 256)
+    threads = torch.get_num_threads()
+    try:
+        power.main()
+    finally:
+        torch.set_num_threads(threads)
+    return recorded(out)
+
+
+def recorded(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "records.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_study_pairs_its_runs_repeats_none_and_resumes_an_interrupted_one(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[Batch] = []
+    following = Loader.__next__
+
+    def watched(loader: Loader) -> Batch:
+        batches.append(following(loader))
+        return batches[-1]
+
+    monkeypatch.setattr(Loader, "__next__", watched)
+    records = study(monkeypatch, built / "tokens", tmp_path / "whole")
+    assert [(r["seed"], r["method"]) for r in records] == [(s, m) for s in (0, 1) for m in (power.FIRST, power.SECOND)]
+    weights, tokens = [r["initial_weights"] for r in records], [batch.tokens for batch in batches]
+    assert weights[0] == weights[1] != weights[2] == weights[3]
+    runs = [torch.stack(tokens[start : start + 12]) for start in range(0, 48, 12)]
+    assert len(tokens) == 48
+    assert torch.equal(runs[0], runs[1])
+    assert torch.equal(runs[2], runs[3])
+    assert not torch.equal(runs[0], runs[2])
+    assert all(len(r["late"]) == 5 and r["load_validation"] >= 1 for r in records)
+    assert study(monkeypatch, built / "tokens", tmp_path / "whole") == records
+    assert len(batches) == 48
+
+    def stopped(loader: Loader) -> Batch:
+        if len(batches) == 48 + 18:  # in the middle of the second run
+            os.kill(os.getpid(), signal.SIGTERM)
+        return watched(loader)
+
+    monkeypatch.setattr(Loader, "__next__", stopped)
+    with pytest.raises(SystemExit):
+        study(monkeypatch, built / "tokens", tmp_path / "interrupted", seeds=1)
+    assert len(recorded(tmp_path / "interrupted")) == 1
+    again = study(monkeypatch, built / "tokens", tmp_path / "interrupted", seeds=1)
+    assert [r["resumed"] for r in again] == [False, True]
+    same = ("loss", "late", "averaged", "load_training", "load_validation")
+    assert [{name: r[name] for name in same} for r in again] == [{name: r[name] for name in same} for r in records[:2]]
+
+
+def records_of(differences: list[float]) -> Iterator[dict[str, Any]]:
+    for seed, difference in enumerate(differences):
+        for method in (power.FIRST, power.SECOND):
+            loss = 2.0 + seed + difference * (method == power.FIRST)
+            same = {"initial_weights": str(seed), "corpus": "c", "commit": "d"}
+            told = {"variant": "usual", "method": method, "tokens": 1_000_000, "seed": seed}
+            yield told | same | {"loss": loss, "late": {"9": loss + 1, "10": loss}, "averaged": loss}
+
+
+def test_the_scatter_is_that_of_paired_differences_and_unequal_runs_are_no_pair() -> None:
+    records = list(records_of([-0.01, 0.0, 0.01, 0.02]))
+    assert "| 1M | usual | the end | 4 | +0.0050 | 0.0129 ± 0.0053 | 7, 26 | 1.2" in power.table(records)
+    with pytest.raises(ValueError, match="its initial_weights differs"):
+        power.table([records[0] | {"initial_weights": "another"}, *records[1:]])
