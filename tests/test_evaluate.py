@@ -10,6 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
@@ -188,6 +190,22 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     with pytest.raises(TypeError):
         et(*both)
     capsys.readouterr()
+
+
+def test_another_column_of_the_same_shards_is_measured_by_itself(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The corpus' hash left out the text column: the second column had the first one's numbers."""
+    (shards := tmp_path / "shards").mkdir()
+    columns = {"body": ["the cat sat on the mat"] * 20, "head": ["ZYX 987 #!"] * 20}
+    for name in ("0.parquet", "1.parquet"):
+        pq.write_table(pa.table(columns), shards / name)
+    losses = []
+    for column in columns:
+        measure = ["--no-validation", "--data", shards, "--text-field", column, "--json"]
+        assert et("evaluate", runs / "threshold", *measure) == 0
+        losses.append(json.loads(capsys.readouterr().out)[0]["data"][str(shards)]["loss"])
+    assert losses[1] > losses[0] + 0.1
 
 
 def test_a_missing_bundle_is_reported_with_the_command_to_get_it(

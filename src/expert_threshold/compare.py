@@ -32,7 +32,7 @@ from .analysis.methods import seed_of
 from .analysis.page import save_figure
 from .analysis.sentences import counted, listed, short
 from .analysis.traffic import bytes_sent
-from .config import SECTIONS, RunConfig, with_defaults
+from .config import RunConfig
 from .data import open_source
 from .experiment import (
     Kind,
@@ -46,7 +46,7 @@ from .experiment import (
 from .files import corrupted_file_error, read_json, replace_file, replace_json
 from .full_run import train_run
 from .plan import costs, window
-from .routing import DENSE, RULES
+from .routing import DENSE
 from .runs import RunFolder
 from .train import DivergedError, Text
 from .train.log import say
@@ -301,31 +301,20 @@ def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
     record = read_json(path)
     require_format(record, COMPARISON, path, ELSEWHERE)
     with corrupted_file_error(path, ELSEWHERE):
-        has_flops_of_steps = all(isinstance(run.get("flops"), list) for run in record["runs"])
-    if not has_flops_of_steps:
-        raise ValueError(f"{path}: written by another version of expert-threshold; {ELSEWHERE}")
-    with corrupted_file_error(path, ELSEWHERE):
         machines = record["machines"]
-        usual = {name: with_defaults(SECTIONS[name], record["options"][name]) for name in ("train", "model", "optim")}
-        owned = record.get("own_options", {})  # earlier versions had none
         _are_one(machines)
         versions = {"expert_threshold": listed(_versions(machines))}
         runs = []
         for result in map(result_from, record["runs"]):
             rule, its_costs = record["methods"][result.method], record["costs"][result.method]
-            rule = with_defaults(RULES.get(rule["name"]), rule)
             own = {name: its_costs[name] for name in ("bytes_sent", "state_bytes")}
-            of_method = owned.get(result.method, {})
+            of_method = record["own_options"][result.method]
             train, model, optim = (
-                {option: of_method.get(option, value) for option, value in section.items()}
-                for section in usual.values()
+                {option: of_method.get(option, value) for option, value in record["options"][section].items()}
+                for section in ("train", "model", "optim")
             )
-            corpus = {"text": record["corpus"]["hash"], "tokenizer": record["corpus"].get("tokenizer")}
-            # Earlier versions recorded no tokenizer, and a dtype of `auto`.
-            unknown = ("tokenizer", None), ("dtype", "auto")
-            shared = {
-                name: value for name, value in (corpus | budget(train, model)).items() if (name, value) not in unknown
-            }
+            corpus = {"text": record["corpus"]["hash"], "tokenizer": record["corpus"]["tokenizer"]}
+            shared = corpus | budget(train, model)
             recipe = {**optim, **model, **rule}
             if rule["name"] == DENSE:  # it has none of these, whatever the others of its comparison have
                 recipe = {name: value for name, value in recipe.items() if name not in OF_EXPERTS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .data import DataConfig
@@ -91,15 +91,6 @@ class RunConfig:
 
 
 SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "train": TrainConfig}
-
-
-def with_defaults(cls: type | None, options: Options) -> Options:
-    """Return an earlier version's options of a record `cls`, with defaults for the options that it did not know.
-
-    cls: None returns the options unchanged.
-    """
-    defaults = {} if cls is None else {each.name: each.default for each in fields(cls) if each.default is not MISSING}
-    return defaults | dict(options)
 
 
 # The other entries of config.json: facts of that run, which have no effect on another.

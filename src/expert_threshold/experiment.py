@@ -16,11 +16,11 @@ import torch
 from rich.console import Console
 
 from . import __version__
-from .config import SECTIONS, RunConfig, with_defaults
+from .config import RunConfig
 from .data import Corpus, DataConfig, Tokenizer
 from .data.token_files import TOKENIZER
 from .files import corrupted_file_error, missing_folders, read_json, remove_empty, to_json
-from .routing import RULES, rule_to_dict
+from .routing import rule_to_dict
 from .runs.lock import LOCK, exclusive, is_vacant
 from .train import Text, read_text
 from .train.device import machine, pick_device, pick_dtype
@@ -136,35 +136,23 @@ def read_record(
     before = read_json(path)
     require_format(before, kind, path, OTHER_FOLDER)
     with corrupted_file_error(path, OTHER_FOLDER):
-        sections = {name: with_defaults(SECTIONS.get(name), options) for name, options in before["options"].items()}
-        rules = {name: with_defaults(RULES.get(rule["name"]), rule) for name, rule in before["methods"].items()}
         if is_auto:
-            if (began := sections["train"]["dtype"]) != "auto":  # which earlier versions recorded
-                train["dtype"] = began
-            sections["train"] = {**sections["train"], "dtype": train["dtype"]}
-        recorded = sections | rules
-        owned = before.get("own_options", {})  # earlier versions had none
+            train["dtype"] = before["options"]["train"]["dtype"]
         known = now | {
             "methods": before["methods"] | now["methods"],
-            "own_options": owned | now["own_options"],
-            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes")}
-            | {name: before["corpus"].get(name) for name in ("tokenizer", "train_shards")},  # earlier versions had none
+            "own_options": before["own_options"] | now["own_options"],
+            "corpus": {name: before["corpus"][name] for name in ("name", "hash", "bytes", "tokenizer", "train_shards")},
             "machines": [{name: machine[name] for name in now["machines"][0]} for machine in before["machines"]],
         }
-        pairs = [
-            (option, value, recorded.get(name, section).get(option))
-            for name, section in (now["options"] | now["methods"]).items()
-            for option, value in section.items()
-        ]
         usual = {option: value for section in _SECTIONS for option, value in now["options"][section].items()}
-        pairs += [
-            (
-                option,
-                now["own_options"][name].get(option, usual[option]),
-                owned.get(name, {}).get(option, usual[option]),
-            )
-            for name in rules.keys() & now["methods"].keys()
-            for option in {**owned.get(name, {}), **now["own_options"][name]}
+        pairs = [
+            (option, section.get(option), (before["options"] | before["methods"]).get(name, section).get(option))
+            for name, section in (now["options"] | now["methods"]).items()
+            for option in section
+        ] + [
+            (option, *(record["own_options"][name].get(option, usual[option]) for record in (now, before)))
+            for name in before["methods"].keys() & now["methods"].keys()
+            for option in {**before["own_options"][name], **now["own_options"][name]}
         ]
     for option, value, was in pairs:
         if value != was:
