@@ -16,7 +16,6 @@ from cases import et
 from expert_threshold.cli import data as command
 from expert_threshold.data import Tokenizer, open_source, public, token_files
 from expert_threshold.data.cache import VARIABLE
-from expert_threshold.data.download import Remote
 from expert_threshold.runs import RunFolder
 
 TEXTS = [f"Document {number} of the shards: " + "it says little. " * (number % 9) for number in range(90)]
@@ -57,11 +56,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
             pyarrow.parquet.write_table(table, buffer, row_group_size=10)
         return buffer.getvalue()
 
-    def fetch(remotes: list[Remote], **_: object) -> None:
-        for remote in remotes:
-            remote.path.write_bytes(content(remote.url.rsplit("/", 1)[-1]))
+    def download(dataset: str, names: list[str], folder: Path, *_: object) -> None:
+        for name in names:
+            (folder / name).write_bytes(content(name))
 
-    monkeypatch.setattr(public, "download", fetch)
+    monkeypatch.setattr(public, "download", download)
+    monkeypatch.setattr(public, "list_files", lambda dataset: dict.fromkeys(["README.md", "shard_00000.parquet"]))
+    monkeypatch.setattr(public, "fetch", lambda url, path, *_: path.write_bytes(content(url)))
 
 
 def test_help_names_what_there_is_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +180,37 @@ def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     assert there[0] == kept
 
 
+def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
+    world: None, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert et("data", "hub", "someone/text") == 0
+    folder = cache / "hub" / "someone" / "text"
+    assert f"et train --data {folder}" in capsys.readouterr().out
+    assert open_source(str(folder)).bytes > 0
+
+
+def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shards = tmp_path / "text"
+    shards.mkdir()
+    for third in range(3):
+        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
+        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet")
+    damaged = shards / "shard_0.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:4] + bytes(60) + damaged.read_bytes()[64:])
+    make = ["data", "tokenizer", shards, "--vocab-size", 270]
+    small = ["train", "tiny", "--data", shards, "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32]
+    for arguments in (make, [*small, "--out", tmp_path / "run"]):
+        assert et(*arguments) == 2
+        assert f"{damaged} is damaged" in capsys.readouterr().err
+    assert et(*make, "--skip-damaged") == 0
+    assert f"skipped: {damaged} is damaged" in capsys.readouterr().err
+    (shards / "tokenizer.json").unlink()
+    assert et(*small, "--skip-damaged", "--eval-tokens", 64, "--out", tmp_path / "run") == 0
+    assert f"skipped: {damaged} is damaged" in capsys.readouterr().out
+
+
 def test_the_eval_bundle_is_found_by_evaluate(
     world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -204,10 +236,9 @@ def test_what_cannot_be_done_is_one_line(
         assert error.startswith("et data: ")
         assert message in error
 
-    refused("name a subcommand: fineweb-edu, core, tokenizer, tokenize")
+    refused("name a subcommand: fineweb-edu, hub, core, tokenizer, tokenize")
     refused("unknown subcommand fineweb; did you mean fineweb-edu?", "fineweb")
     refused("--shards 0: there are 1822 for training; give from 1", "fineweb-edu", "--shards", 0)
-    refused("--connections: expected a whole number of at least 1, not 0", "fineweb-edu", "--connections", 0)
     refused("unknown option --shard; did you mean --shards?", "fineweb-edu", "--shard", 3)
     refused("fineweb-edu is not in", "tokenizer")
     file = tmp_path / "file"

@@ -77,5 +77,5 @@ def test_errors_tell_extras_that_there_are() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
     named = {name for source in sources for name in re.findall(r"\binstall\(['\"](\w+)['\"]\)", source)}
-    assert named == {"viz", "serve", "eval", "sweep", "track", "triton"} <= extras.keys()
+    assert named == {"hub", "viz", "serve", "eval", "sweep", "track", "triton"} <= extras.keys()
     assert not [source for source in sources if "pip install 'expert-threshold" in source]

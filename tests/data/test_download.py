@@ -1,14 +1,15 @@
-"""The downloader against a server that does everything wrong, and the two public data sets that it is for."""
+"""Downloads from a stand-in for the Hugging Face hub that does much wrong, and the data sets that they are for."""
 
 from __future__ import annotations
 
-import email.utils
 import hashlib
 import http.server
+import importlib
 import io
+import json
 import random
+import sys
 import threading
-import time
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,26 +18,26 @@ from typing import Any
 
 import pytest
 
-from expert_threshold.data import download as module
 from expert_threshold.data import public
 from expert_threshold.data.cache import VARIABLE, cache_folder, require_writable
-from expert_threshold.data.download import Remote, download
+from expert_threshold.data.download import download, fetch
+
+hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
+hub_constants = importlib.import_module("huggingface_hub.constants")
 
 CONTENT = random.Random(0).randbytes(300_000)
-HASH = hashlib.sha256(CONTENT).hexdigest()
+SET = "someone/text"
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `files`, but first does what `faults` says for each path, one fault per request."""
+    """Serves `files` as the data set SET, and each at /NAME, but first does what `faults` says, one fault a request."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files: dict[str, bytes] = {}
-        self.headers: dict[str, dict[str, str]] = defaultdict(dict)
         self.faults: dict[str, list[str]] = defaultdict(list)
-        self.always: dict[str, str] = {}
         self.ranges: dict[str, list[str | None]] = defaultdict(list)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -45,83 +46,77 @@ class Server(http.server.ThreadingHTTPServer):
     def url(self, name: str) -> str:
         return f"http://127.0.0.1:{self.server_port}/{name}"
 
-    def remote(self, name: str, folder: Path) -> Remote:
-        return Remote(self.url(name), folder / name)
-
 
 class Handler(http.server.BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
 
-    def version_string(self) -> str:
-        return self.server.headers[self.path.removeprefix("/")].get("Server", "test")
-
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_GET(self) -> None:
-        name = self.path.removeprefix("/")
-        self.server.ranges[name].append(self.headers["Range"])
-        faults = self.server.faults[name]
-        fault = faults.pop(0) if faults else self.server.always.get(name, "")
-        kind, _, value = fault.partition(" ")
-        if kind == "drop":
-            self.close_connection = True
-            return
-        if kind.isdigit():
-            self.send_response(int(kind))
-            if value:
-                self.send_header("Retry-After", value)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if kind == "redirect":
-            self.send_response(302)
-            self.send_header("Location", value)
-            self.send_header("X-Linked-ETag", f'"{HASH}"')
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if name not in self.server.files:
-            self.send_error(404)
-            return
-        self.send_file(name, kind)
-
-    def send_file(self, name: str, kind: str) -> None:
-        content = self.server.files[name]
-        etag = f'"{hash(content)}"'
-        start = 0
-        asked = self.headers["Range"]
-        same = kind == "careless" or self.headers.get("If-Range", etag) == etag
-        if asked and kind != "whole" and same:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
-        if start >= len(content):
-            self.send_response(416)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(206 if start else 200)
-        if start:
-            first = start + 1 if kind == "shifted" else start
-            self.send_header("Content-Range", f"bytes {first}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
-        self.send_header("ETag", self.server.headers[name].get("ETag", etag))
+    def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
+        self.send_response(code)
+        for name, value in {"Content_Length": str(len(body)), **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
         self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if "/tree/" in path:
+            found = [
+                {"type": "file", "path": name, "oid": "0" * 40, "size": len(content), "lfs": self.large(content)}
+                for name, content in self.server.files.items()
+            ]
+            return self.answer(200, json.dumps(found).encode())
+        name = path.rpartition("/resolve/main/")[2].removeprefix("/")
+        content = self.server.files.get(name)
+        if content is None:
+            return self.answer(404, X_Error_Code="EntryNotFound")
+        facts = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": "0" * 40}
+        if self.command == "HEAD":
+            return self.answer(200, content, **facts)
+        asked = self.headers["Range"]
+        self.server.ranges[name].append(asked)
+        faults = self.server.faults[name]
+        fault = faults.pop(0) if faults else ""
+        if fault.isdigit():
+            return self.answer(int(fault))
+        start = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
         body = content[start:]
-        if kind == "short":
-            body = body[: max(len(body) // 2, 1)]
-            self.close_connection = True
-        if kind == "garbled":
+        facts["Content_Length"] = str(len(body))
+        if start:
+            facts["Content_Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        if fault == "short":
+            body, self.close_connection = body[: len(body) // 2], True
+        if fault == "garbled":
             body = bytes(len(body))
-        self.wfile.write(body)
+        return self.answer(206 if start else 200, body, **facts)
+
+    def large(self, content: bytes) -> dict[str, Any] | None:
+        """What the hub says of files that are not small."""
+        if len(content) < 100:
+            return None
+        return {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 100}
+
+
+def point_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the server at this address for the hub, as with HF_ENDPOINT set."""
+    monkeypatch.setattr(hub_constants, "ENDPOINT", url)
+    monkeypatch.setattr(hub_constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setattr(module, "FIRST_WAIT", 0.001)
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    monkeypatch.setattr("time.sleep", lambda _: None)
     with Server() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
+        point_at(server.url("")[:-1], monkeypatch)
         yield server
         server.shutdown()
         thread.join()
@@ -131,219 +126,105 @@ def left_over(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_several_files_arrive_at_once_and_nothing_else_is_left(server: Server, tmp_path: Path) -> None:
-    names = [f"{number}.bin" for number in range(12)]
-    server.files = {name: CONTENT[: 1000 * number + 1] for number, name in enumerate(names)}
+def test_missing_files_arrive_and_nothing_else_is_left(server: Server, tmp_path: Path) -> None:
+    server.files = {"a": CONTENT, "folder/b": CONTENT[:5], "c": CONTENT[:9], "there": b"theirs"}
+    (tmp_path / "there").write_bytes(b"mine")
     seen: list[tuple[int, int]] = []
-    remotes = [server.remote(name, tmp_path) for name in names]
-    download(remotes, connections=4, progress=lambda done, total: seen.append((done, total)))
-    assert {name: (tmp_path / name).read_bytes() for name in names} == server.files
-    assert left_over(tmp_path) == sorted(names)
-    assert seen[-1][0] == seen[-1][1] == sum(map(len, server.files.values()))
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [
-        ["drop"],
-        ["short"],
-        ["short", "short", "drop", "short"],
-        ["503"],
-        ["429 0", "500", "502", "504"],
-        ["short", "whole"],
-        ["short", "shifted"],
-        ["short"] * 9,
-    ],
-    ids=" ".join,
-)
-def test_a_server_that_fails_for_a_while_is_asked_again(faults: list[str], server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    server.faults["a"] = faults
-    download([server.remote("a", tmp_path)])
+    download(SET, ["a", "folder/b", "there"], tmp_path, lambda done, total: seen.append((done, total)))
     assert (tmp_path / "a").read_bytes() == CONTENT
-    assert left_over(tmp_path) == ["a"]
+    assert (tmp_path / "folder" / "b").read_bytes() == CONTENT[:5]
+    assert (tmp_path / "there").read_bytes() == b"mine"
+    assert left_over(tmp_path) == ["a", "folder", "there"]
+    assert seen == sorted(seen)
+    assert seen[-1] == (len(CONTENT) + 5, len(CONTENT) + 5)
 
 
-def test_a_retry_requests_only_the_missing_bytes(server: Server, tmp_path: Path) -> None:
+def test_a_connection_that_breaks_is_resumed(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     server.files["a"] = CONTENT
-    server.faults["a"] = ["short", "short"]
-    download([server.remote("a", tmp_path)])
-    half, quarter = len(CONTENT) // 2, len(CONTENT) // 4
-    assert server.ranges["a"] == [None, f"bytes={half}-", f"bytes={half + quarter}-"]
-
-
-def test_the_next_call_resumes_where_the_last_one_failed(server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    server.faults["a"] = ["short", *["503"] * module.ATTEMPTS]
-    with pytest.raises(ValueError, match=r"/a: HTTP 503 .*, 6 times in a row; try again later, the partial"):
-        download([server.remote("a", tmp_path)])
-    assert left_over(tmp_path) == [".note-a", ".part-a"]
-    download([server.remote("a", tmp_path)])
-    assert server.ranges["a"][-1] == f"bytes={len(CONTENT) // 2}-"
+    server.faults["a"] = ["short", "short", "429"]
+    download(SET, ["a"], tmp_path)
     assert (tmp_path / "a").read_bytes() == CONTENT
+    assert server.ranges["a"][1] == f"bytes={len(CONTENT) // 2}-"
 
 
-def test_a_part_of_a_file_that_has_changed_since_is_thrown_away(server: Server, tmp_path: Path) -> None:
-    for content in (CONTENT[::-1], CONTENT[:10]):
-        server.files["a"] = CONTENT
-        server.faults["a"] = ["short", "404"]
-        with pytest.raises(ValueError, match="404"):
-            download([server.remote("a", tmp_path)])
-        server.files["a"] = content
-        download([server.remote("a", tmp_path)])
-        assert (tmp_path / "a").read_bytes() == content
-        (tmp_path / "a").unlink()
-
-
-def test_a_server_that_sends_the_rest_of_another_file_is_not_believed(server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    server.faults["a"] = ["short", "404"]
-    with pytest.raises(ValueError, match="404"):
-        download([server.remote("a", tmp_path)])
-    server.files["a"] = CONTENT[::-1]
-    server.faults["a"] = ["careless"]
-    download([server.remote("a", tmp_path)])
-    assert (tmp_path / "a").read_bytes() == CONTENT[::-1]
-
-
-def test_a_part_without_its_note_is_thrown_away(server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    (tmp_path / ".part-a").write_bytes(b"of something else")
-    (tmp_path / ".note-a").write_bytes(b"{")
-    download([server.remote("a", tmp_path)])
-    assert (tmp_path / "a").read_bytes() == CONTENT
-
-
-def test_a_download_killed_before_its_rename_is_not_requested_again(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.files["a"] = CONTENT
-
-    def die(*_: object) -> None:
-        raise RuntimeError("killed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", die)
-        with pytest.raises(RuntimeError, match="killed"):
-            download([server.remote("a", tmp_path)])
-    download([server.remote("a", tmp_path)])
-    assert len(server.ranges["a"]) == 1
-    assert (tmp_path / "a").read_bytes() == CONTENT
-
-
-@pytest.mark.parametrize(
-    "headers",
-    [
-        {"ETag": f'"{HASH}"'},
-        {"ETag": f'"{hashlib.md5(CONTENT).hexdigest()}"', "Server": "AmazonS3"},
-    ],
-    ids=["sha256", "md5"],
-)
-def test_contents_are_checked_against_the_hash_that_the_server_states(
-    headers: dict[str, str], server: Server, tmp_path: Path
-) -> None:
-    server.files["a"], server.headers["a"] = CONTENT, headers
-    server.faults["a"] = ["garbled", "garbled"]
-    download([server.remote("a", tmp_path)])
-    assert (tmp_path / "a").read_bytes() == CONTENT
-    server.always["b"] = "garbled"
-    server.files["b"], server.headers["b"] = CONTENT, headers
-    with pytest.raises(ValueError, match=r"/b: the download has .* the server states .*, 6 times in a row"):
-        download([server.remote("b", tmp_path)])
-    assert not (tmp_path / "b").exists()
-
-
-def test_a_hash_that_a_redirect_tells_is_checked(server: Server, tmp_path: Path) -> None:
-    """The Hugging Face hub sends to another server, which knows nothing of the SHA-256."""
-    server.files["far"] = CONTENT
-    server.always["near"] = "redirect " + server.url("far")
-    server.faults["far"] = ["garbled", "short"]
-    download([server.remote("near", tmp_path)])
-    assert (tmp_path / "near").read_bytes() == CONTENT
-    assert server.ranges["far"] == [None, None, f"bytes={len(CONTENT) // 2}-"]
-
-
-def test_a_file_that_is_not_there_is_refused_and_those_before_it_stay(server: Server, tmp_path: Path) -> None:
-    server.files["a"] = CONTENT
-    remotes = [server.remote(name, tmp_path) for name in ("a", "missing", "b")]
-    with pytest.raises(ValueError, match=r"/missing: HTTP 404 Not Found; check the address$"):
-        download(remotes, connections=1)
-    assert left_over(tmp_path) == ["a"]
-    assert "b" not in server.ranges
-
-
-def test_a_file_that_is_there_is_left_alone(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"mine")
-    download([server.remote("a", tmp_path)])
-    assert (tmp_path / "a").read_bytes() == b"mine"
-    assert not server.ranges
-
-
-def test_a_server_is_left_alone_for_as_long_as_it_asks(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server.files["a"] = CONTENT
-    waits: list[float] = []
-    now = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: now)
-    server.faults["a"] = ["429 7", "503 " + email.utils.formatdate(now + 60, usegmt=True)]
-    job = module._Job([server.remote("a", tmp_path)])
-    monkeypatch.setattr(job.stop, "wait", lambda seconds: waits.append(seconds))
-    job.work()
-    assert job.error is None
-    assert waits == [7.0, pytest.approx(60, abs=1)]
-
-
-def test_a_server_that_wants_to_be_left_alone_for_an_hour_is(server: Server, tmp_path: Path) -> None:
-    server.always["a"] = "429 3600"
-    with pytest.raises(ValueError, match=r"/a: asks to wait for 3600 s; try again then"):
-        download([server.remote("a", tmp_path)])
-
-
-def test_without_a_network_there_is_one_clear_line(tmp_path: Path) -> None:
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
-        url = f"http://127.0.0.1:{closed.server_port}/a"
-    with pytest.raises(
-        ValueError, match=r"^cannot reach 127.0.0.1:\d+ \(Connection refused\): connect to the"
-    ) as caught:
-        download([Remote(url, tmp_path / "a")])
-    assert f"put the files into {tmp_path} by hand" in str(caught.value)
+def test_the_next_call_goes_on_after_the_last_complete_file(server: Server, tmp_path: Path) -> None:
+    server.files = {"a": CONTENT, "b": CONTENT[::-1]}
+    server.faults["b"] = ["403"]
+    with pytest.raises(ValueError, match="someone/text cannot be downloaded from the Hugging Face hub") as caught:
+        download(SET, ["a", "b"], tmp_path)
+    assert "403" in str(caught.value)
     assert "\n" not in str(caught.value)
+    download(SET, ["a", "b"], tmp_path)
+    assert left_over(tmp_path) == ["a", "b"]
+    assert len(server.ranges["a"]) == 1
 
 
-def test_an_interrupt_stops_at_once_and_what_arrived_is_kept(server: Server, tmp_path: Path) -> None:
+def test_contents_are_checked_against_the_hash_that_the_hub_states(server: Server, tmp_path: Path) -> None:
     server.files["a"] = CONTENT
-    server.faults["a"] = ["short", "429 200"]
+    server.faults["a"] = ["garbled"]
+    with pytest.raises(ValueError, match=r"a arrived with sha256 .*, the hub states .*; try again"):
+        download(SET, ["a"], tmp_path)
+    assert not (tmp_path / "a").exists()
+    download(SET, ["a"], tmp_path)
+    assert (tmp_path / "a").read_bytes() == CONTENT
 
-    def interrupt(done: int, total: int) -> None:
-        if done >= len(CONTENT) // 2:
-            raise KeyboardInterrupt
 
-    start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        download([server.remote("a", tmp_path)], progress=interrupt)
-    assert time.monotonic() - start < 100
-    assert (tmp_path / ".part-a").read_bytes() == CONTENT[: len(CONTENT) // 2]
+def test_a_file_that_is_not_there_is_named(server: Server, tmp_path: Path) -> None:
+    server.files["a"] = CONTENT
+    with pytest.raises(ValueError, match="someone/text has no file missing on the Hugging Face hub"):
+        download(SET, ["a", "missing"], tmp_path)
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_without_a_network_there_is_one_clear_line(
+    offline: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as closed:
+        url = f"http://127.0.0.1:{closed.server_port}"
+    point_at(url, monkeypatch)
+    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(ValueError, match=f"^{SET} cannot be downloaded .* check its name and the network") as caught:
+        download(SET, ["a"], tmp_path)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=f"^{url}/a cannot be downloaded .*Connection refused.* check the network"):
+        fetch(f"{url}/a", tmp_path / "a")
+
+
+def test_without_the_library_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ValueError, match=r"need huggingface_hub: .*\[hub\]"):
+        download(SET, ["a"], tmp_path)
 
 
 def test_a_full_disk_is_the_systems_error(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.files["a"] = CONTENT
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(hub.HfApi, "hf_hub_download", full)
     with pytest.raises(OSError, match="No space left"):
-        download([server.remote("a", tmp_path)])
+        download(SET, ["a"], tmp_path)
 
 
-def test_https_is_never_left_for_http() -> None:
-    request = module.urllib.request.Request("https://example.org/a")
-    with pytest.raises(ValueError, match=r"redirected to http://example.org/b, which is not https"):
-        module._Redirects().redirect_request(request, None, 302, "", {}, "http://example.org/b")
+@pytest.mark.parametrize("fault", ["short", "404"])
+def test_a_single_file_is_whole_or_absent(fault: str, server: Server, tmp_path: Path) -> None:
+    server.files["a"] = CONTENT
+    server.faults["a"] = [fault]
+    with pytest.raises(ValueError, match="/a cannot be downloaded"):
+        fetch(server.url("a"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    fetch(server.url("a"), tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == CONTENT
 
 
 # The data sets.
+
+
+def no_progress(done: int, total: int) -> None:
+    pass
 
 
 def zipped(names: dict[str, bytes], mode: int = 0o644) -> bytes:
@@ -359,18 +240,27 @@ def zipped(names: dict[str, bytes], mode: int = 0o644) -> bytes:
 BUNDLE = {"eval_bundle/core.yaml": b"tasks", "eval_bundle/eval_data/a/b.jsonl": b"{}", "__MACOSX/x": b"junk"}
 
 
-def test_fineweb_edu_is_the_first_shards_and_the_last_for_validation(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fineweb_edu_is_the_first_shards_and_the_last_for_validation(server: Server, tmp_path: Path) -> None:
     names = ["shard_00000.parquet", "shard_00001.parquet", "shard_01822.parquet"]
     server.files = {name: name.encode() for name in names}
-    monkeypatch.setattr(public, "FINEWEB_EDU_URL", server.url("")[:-1])
-    paths = public.fetch_fineweb_edu(tmp_path, 2, connections=2)
+    paths = public.fetch_fineweb_edu(tmp_path, 2, no_progress)
     assert [path.name for path in paths] == names
     assert left_over(tmp_path / "fineweb-edu") == names
     for shards in (0, 1823):
         with pytest.raises(ValueError, match=rf"--shards {shards}: there are 1822 for training; give from 1"):
-            public.fetch_fineweb_edu(tmp_path, shards, connections=2)
+            public.fetch_fineweb_edu(tmp_path, shards, no_progress)
+
+
+def test_any_data_set_is_downloaded_by_its_name(server: Server, tmp_path: Path) -> None:
+    names = ["README.md", "notes.txt", "data/train-0.jsonl.gz", "data/train-1.jsonl.gz", "data/test-0.jsonl.gz"]
+    server.files = {name: name.encode() for name in names}
+    folder = public.fetch_dataset(tmp_path, SET, "data/train-*", no_progress)
+    assert left_over(folder / "data") == ["train-0.jsonl.gz", "train-1.jsonl.gz"]
+    assert public.fetch_dataset(tmp_path, SET, "*", no_progress) == folder
+    assert left_over(folder) == ["data"]
+    assert left_over(folder / "data") == ["test-0.jsonl.gz", "train-0.jsonl.gz", "train-1.jsonl.gz"]
+    with pytest.raises(ValueError, match=r"has no .* file that matches \*\.parquet"):
+        public.fetch_dataset(tmp_path, SET, "*.parquet", no_progress)
 
 
 def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,12 +268,12 @@ def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, m
     monkeypatch.setattr(public, "CORE_URL", server.url("eval_bundle.zip"))
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     assert public.core_bundle() is None
-    folder = public.fetch_core(tmp_path)
+    folder = public.fetch_core(tmp_path, no_progress)
     assert folder == public.core_bundle() == tmp_path / "core"
     assert (folder / "core.yaml").read_bytes() == b"tasks"
     assert (folder / "eval_data/a/b.jsonl").read_bytes() == b"{}"
     assert left_over(tmp_path) == ["core"]
-    assert public.fetch_core(tmp_path) == folder
+    assert public.fetch_core(tmp_path, no_progress) == folder
     assert len(server.ranges["eval_bundle.zip"]) == 1
 
 

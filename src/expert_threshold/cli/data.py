@@ -15,7 +15,8 @@ from rich.console import Console
 from ..analysis.sentences import short
 from ..data import Corpus, Tokenizer, open_source
 from ..data.cache import VARIABLE, cache_folder, require_writable
-from ..data.public import CORE, FINEWEB_EDU, fetch_core, fetch_fineweb_edu
+from ..data.files import find
+from ..data.public import CORE, FINEWEB_EDU, HUB, fetch_core, fetch_dataset, fetch_fineweb_edu
 from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts
@@ -38,7 +39,6 @@ SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
 SKIP = Option("skip_damaged", bool, False, "Skip shards, and parts of them, that cannot be read, and report them.")
 OUT = "name another --out"
-CONNECTIONS = Option("connections", Count, 8, "Parallel downloads.")
 
 
 class Entry(NamedTuple):
@@ -81,13 +81,18 @@ def _cache(part: str) -> Iterator[Path]:
 def _fineweb_edu(given: Given, display: Display) -> str:
     with _cache(FINEWEB_EDU) as cache:
         start = time.monotonic()
-        progress = display.task("downloading")
-        paths = fetch_fineweb_edu(cache, given["shards"], given["connections"], progress)
+        paths = fetch_fineweb_edu(cache, given["shards"], display.task("downloading"))
     size = sum(path.stat().st_size for path in paths)
     return (
         f"{len(paths)} shards, {short(size)} bytes, in {paths[0].parent}, {clock(time.monotonic() - start)}; "
         f"the last is for validation\nnext: {et()} data tokenizer"
     )
+
+
+def _hub(given: Given, display: Display) -> str:
+    with _cache(HUB) as cache:
+        folder = fetch_dataset(cache, given["dataset"], given["files"], display.task("downloading"))
+    return f"{len(find(folder))} files in {folder}\nnext: {et()} train --data {shlex.quote(str(folder))}"
 
 
 def _core(given: Given, display: Display) -> str:
@@ -165,7 +170,15 @@ ENTRIES = {
         "download shards of FineWeb-Edu, and the one for validation",
         [
             Option("shards", int, 8, "Shards to train on; each has about 50 million tokens and 100 MB."),
-            CONNECTIONS,
+            CACHE,
+        ],
+    ),
+    HUB: Entry(
+        _hub,
+        "download a data set of the Hugging Face hub by its name",
+        [
+            Option("dataset", str, None, "Its name, OWNER/NAME.", positional=True, required=True),
+            Option("files", str, "*", "Which of its files of text, such as 'data/train-*'."),
             CACHE,
         ],
     ),

@@ -8,15 +8,20 @@ import stat
 import zipfile
 import zlib
 from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from .cache import VARIABLE, cache_folder, require_writable
-from .download import Progress, Remote, download
+from .download import Progress, download, fetch, list_files
+from .files import SUFFIXES, kind
 
 FINEWEB_EDU = "fineweb-edu"
-FINEWEB_EDU_URL = "https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main"
+FINEWEB_EDU_DATASET = "karpathy/fineweb-edu-100b-shuffle"
 FINEWEB_EDU_SHARDS = 1823
 """The number of shards; the last one is the validation split, however many others are downloaded."""
+
+HUB = "hub"
+"""The folder of other data sets of the Hugging Face hub."""
 
 CORE = "core"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -33,16 +38,29 @@ def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
     return [cache / FINEWEB_EDU / f"shard_{number:05}.parquet" for number in numbers]
 
 
-def fetch_fineweb_edu(cache: Path, shards: int, connections: int, progress: Progress | None = None) -> list[Path]:
+def fetch_dataset(cache: Path, name: str, pattern: str, progress: Progress) -> Path:
+    """Download the files of text of a data set on the Hugging Face hub whose paths match; return their folder.
+
+    Parquet is preferred to JSON lines, and these to plain text. Raises ValueError as `download` does.
+    """
+    matching = [path for path in list_files(name) if fnmatch(path, pattern)]
+    names = next((found for suffix in SUFFIXES if (found := [n for n in matching if kind(Path(n)) == suffix])), None)
+    if names is None:
+        raise ValueError(f"{name} has no .parquet, .jsonl or .txt file that matches {pattern}; look at its page")
+    folder = require_writable(cache / HUB / name)
+    download(name, names, folder, progress)
+    return folder
+
+
+def fetch_fineweb_edu(cache: Path, shards: int, progress: Progress) -> list[Path]:
     """Download the missing training shards and the validation split. Raises ValueError as `download` does."""
     if not 1 <= shards < FINEWEB_EDU_SHARDS:
         raise ValueError(
             f"--shards {shards}: there are {FINEWEB_EDU_SHARDS - 1} for training; give from 1 to that many"
         )
     paths = fineweb_edu_shards(cache, shards)
-    require_writable(cache / FINEWEB_EDU)
-    remotes = [Remote(f"{FINEWEB_EDU_URL}/{path.name}", path) for path in paths]
-    download(remotes, connections=connections, progress=progress)
+    folder = require_writable(cache / FINEWEB_EDU)
+    download(FINEWEB_EDU_DATASET, [path.name for path in paths], folder, progress)
     return paths
 
 
@@ -58,12 +76,13 @@ def downloaded_fineweb_edu() -> list[Path]:
     return paths
 
 
-def fetch_core(cache: Path, progress: Progress | None = None) -> Path:
-    """Download and unpack the CORE eval bundle, unless it is there. Raises ValueError as `download` does."""
+def fetch_core(cache: Path, progress: Progress) -> Path:
+    """Download and unpack the CORE eval bundle, unless it is there. Raises ValueError as `fetch` does."""
     bundle = require_writable(cache) / CORE
     if not bundle.exists():
         archive = cache / Path(CORE_URL).name
-        download([Remote(CORE_URL, archive)], progress=progress)
+        if not archive.exists():
+            fetch(CORE_URL, archive, progress)
         unzip(archive, bundle, CORE_FOLDER)
         archive.unlink()
     return bundle
