@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "routing": {"option"},
     "optim": {"kernels", "option"},
-    "data": {"files", "option"},
+    "data": {"files", "install", "option"},
     "moe": {"install", "kernels", "option", "routing"},
     "model": {"files", "kernels", "moe", "option"},
     "runs": {"files", "model", "data"},
@@ -64,6 +64,7 @@ MAY_IMPORT["__main__"] = {"cli"}
 # Packages that are not there on every machine, and the files that exist for each: only those may import the package at
 # their top level. All others import it inside the function that needs it.
 HOMES: dict[str, set[str]] = {
+    "huggingface_hub": set(),
     "lm_eval": {"integrations/lm_eval.py"},
     "matplotlib": set(),
     "optuna": set(),
