@@ -2,15 +2,13 @@
 
     python benchmarks/domains.py --out FOLDER --domain NAME=SOURCE --domain NAME=SOURCE …
         [--methods A,B,…] [--seeds N] [--megabytes 4] [--baseline METHOD] [-- OPTIONS OF et compare]
-    python benchmarks/domains.py --out FOLDER --join FOLDER/runs FOLDER/runs …
 
 The mixture has equally much text of every domain's training split, documents in a random order, and a twentieth of it
 is held out for validation. Every method sees the same tokens in the same order. Traces are over the domains' own
 held-out text, and so are losses by domain, judged against the baseline under the same seed. Methods differ in the scope
 in which load is balanced: a sequence, a batch, all batches, not at all.
 Writes into --out the runs with domains.json beside their compare.json, the figures of et analyze, and domains.md.
-Finished runs are kept, and the same command continues. With --join it trains nothing and makes one table of several, in
-which may differ what may in `et compare --join`.
+Finished runs are kept, and the same command continues.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from expert_threshold.analysis.paired import paired
 from expert_threshold.analysis.plain import array
 from expert_threshold.analysis.sentences import listed
 from expert_threshold.cli.compare import chosen_methods
-from expert_threshold.compare import joined_runs
+from expert_threshold.compare import COMPARISON
 from expert_threshold.data import open_held_out, open_source
 from expert_threshold.data.sources import absolute
 from expert_threshold.evaluation.results import RESULTS
-from expert_threshold.files import corrupted_file_error, read_json, replace_file, replace_json
+from expert_threshold.files import read_json, replace_file, replace_json
 from expert_threshold.routing import DENSE
 
 METHODS = (
@@ -45,7 +43,6 @@ METHODS = (
 )
 FIGURES = ("specialisation", "specialisation_summary", "domain_shares", "load_balance")
 MIXTURE, RECORD = "mixture.jsonl", "domains.json"
-REMEDY = "restore it from a copy, or repeat the benchmark"
 MIXED = "all"
 """The name of the mixture's own validation text among the domains."""
 
@@ -127,10 +124,7 @@ def traces(analysis: Path) -> dict[str, dict[str, Any]]:
 
 
 class Table(NamedTuple):
-    """Rows of several folders: by method's name, losses by domain and seed, and of experts by seed what `traces` says.
-
-    headline: texts, machines and commits.
-    """
+    """By method, losses by domain and seed, and of experts by seed what `traces` says. headline: texts and commit."""
 
     headline: str
     domains: list[str]
@@ -138,53 +132,27 @@ class Table(NamedTuple):
     experts: dict[str, dict[int, dict[str, Any]]]
 
 
-def read_table(folders: list[str]) -> Table:
-    """Return the table of folders with compare.json and domains.json.
-
-    Raises ValueError as `joined_runs` does, and if a domains.json is missing, damaged, or of other domains.
-    """
-    joined = joined_runs(folders)
-    records = {folder: read_record(Path(folder) / RECORD) for folder in folders}
-    first = records[folders[0]]
-    domains = list(first["domains"])
+def read_table(runs: Path) -> Table:
+    """Return the table of the folder of runs. Raises ValueError if a run diverged."""
+    record = read_json(runs / RECORD)
+    domains = list(record["domains"])
     losses: dict[str, dict[str, dict[int, float]]] = {}
     experts: dict[str, dict[int, dict[str, Any]]] = {}
-    for folder, record in records.items():
-        for name in ("domains", "domain_tokens"):
-            if record[name] != first[name]:
-                others = f"{first[name]!r} of {folders[0]}"
-                raise ValueError(f"--join {folder}: {name}={record[name]!r} differs from {others}")
-        with corrupted_file_error(Path(folder) / RECORD, REMEDY):
-            for (name, seed), run in joined.runs.items():
-                if run.folder != folder:
-                    continue
-                if run.result.loss is None:
-                    raise ValueError(f"{name} diverged under seed {seed}")
-                row = record["methods"][run.result.method]
-                of_name = losses.setdefault(name, {domain: {} for domain in (MIXED, *domains)})
-                of_name[MIXED][seed] = run.result.loss
-                for domain in domains:
-                    of_name[domain][seed] = float(row["losses"][domain][str(seed)])
-                if str(seed) in row["experts"]:
-                    experts.setdefault(name, {})[seed] = row["experts"][str(seed)]
-    cpus = listed(list(dict.fromkeys(machine["cpu"] for machine in joined.machines)))
-    commits = listed(list(dict.fromkeys(str(record["commit"])[:8] for record in records.values())))
-    size = next(iter(first["domains"].values())) / 1e6
-    usual = joined.usual and f"; {joined.usual}"
-    headline = f"{listed(domains)}: {size:.1f} MB of each{usual}; {cpus}, {first['date']}, measured at {commits}"
+    for result in read_json(runs / COMPARISON.file)["runs"]:
+        name, seed, row = result["method"], result["seed"], record["methods"].get(result["method"])
+        if row is None:
+            continue
+        if result["loss"] is None:
+            raise ValueError(f"{name} diverged under seed {seed}")
+        of_name = losses.setdefault(name, {domain: {} for domain in (MIXED, *domains)})
+        of_name[MIXED][seed] = result["loss"]
+        for domain in domains:
+            of_name[domain][seed] = row["losses"][domain][str(seed)]
+        if str(seed) in row["experts"]:
+            experts.setdefault(name, {})[seed] = row["experts"][str(seed)]
+    size = next(iter(record["domains"].values())) / 1e6
+    headline = f"{listed(domains)}: {size:.1f} MB of each; {record['date']}, commit {record['commit'][:8]}"
     return Table(headline, domains, losses, experts)
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Return the content of a domains.json. Raises ValueError if it is missing or damaged."""
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; name the folder `runs` of a finished benchmark")
-    record = read_json(path)
-    with corrupted_file_error(path, REMEDY):
-        if not record["domains"] or not dict(record["methods"]):
-            raise ValueError("it is empty")
-        _ = record["domain_tokens"], record["date"], record["commit"]
-    return record
 
 
 def to_markdown(table: Table, baseline: str) -> str:
@@ -247,7 +215,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--megabytes", type=positive, default=4, help="text of each domain")
     parser.add_argument("--baseline", help="the method compared with; expert_threshold, or the first if it is absent")
     parser.add_argument("--domain-tokens", type=positive, default=50_000, help="held-out tokens of each domain")
-    parser.add_argument("--join", nargs="+", default=[], help="folders `runs` of several, for one table")
     parser.add_argument("options", nargs="*", help="options of et compare")
     return parser.parse_args()
 
@@ -286,18 +253,13 @@ def measure(arguments: argparse.Namespace, methods: list[str], domains: dict[str
 
 def main() -> None:
     arguments = parse()
-    folders = arguments.join
-    if not folders:
-        domains = dict(text.split("=", 1) for text in arguments.domain if "=" in text)
-        if len(domains) < 2 or len(domains) != len(arguments.domain):
-            raise ValueError("--domain NAME=SOURCE: name two domains or more, each by a name of its own")
-        methods = chosen_methods(arguments.methods, "--methods")
-        baseline_among(methods, arguments.baseline)
-        folders = [str(measure(arguments, methods, domains))]
-    table = read_table(folders)
-    text = to_markdown(table, baseline_among(list(table.losses), arguments.baseline))
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    replace_file(arguments.out / "domains.md", text.encode())
+    domains = dict(text.split("=", 1) for text in arguments.domain if "=" in text)
+    if len(domains) < 2 or len(domains) != len(arguments.domain):
+        raise ValueError("--domain NAME=SOURCE: name two domains or more, each by a name of its own")
+    methods = chosen_methods(arguments.methods, "--methods")
+    baseline = baseline_among(methods, arguments.baseline)
+    table = read_table(measure(arguments, methods, domains))
+    replace_file(arguments.out / "domains.md", to_markdown(table, baseline).encode())
 
 
 if __name__ == "__main__":

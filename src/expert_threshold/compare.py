@@ -278,15 +278,6 @@ class JoinedRun(NamedTuple):
     costs: Mapping[str, Any]
 
 
-class JoinedRuns(NamedTuple):
-    """Runs of several comparisons by name and seed. usual: the sizes that names leave out; empty if none differ."""
-
-    runs: dict[tuple[str, int], JoinedRun]
-    usual: str
-    machines: list[Any]
-    repeated: Counter[str]
-
-
 def budget(train: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, of these sections of a run, in which the runs of a table must agree."""
     shared = {name: train[name] for name in SHARED}
@@ -326,11 +317,23 @@ def _runs_of(folder: str) -> tuple[list[JoinedRun], list[Any]]:
     return runs, machines
 
 
-def joined_runs(folders: Sequence[str]) -> JoinedRuns:
-    """Return the runs of several comparisons. A run that two have in common is taken from the first.
+def _require_same(
+    run: JoinedRun, other: JoinedRun, name: str, mine: Mapping[str, Any], others: Mapping[str, Any]
+) -> None:
+    for option, value in mine.items():
+        if value != others.get(option):
+            raise ValueError(
+                f"--join {run.folder}: {name} has {option}={value!r} there and {others.get(option)!r} in "
+                f"{other.folder}; leave one of the folders out"
+            )
 
-    Methods are named with what differs of `sizes`. Raises ValueError if a folder is no comparison or named twice, if
-    budgets or texts differ, if runs of one name differ in their recipes, or one run that two have in any option.
+
+def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
+    """Return the runs of several comparisons as one. baseline: None is the usual one.
+
+    A run that two folders have is taken from the first. Methods are named with what differs of `sizes`. Raises
+    ValueError if a folder is no comparison or named twice, if budgets or texts differ, if runs of one name differ in
+    their recipes, or one run that two have in any option.
     """
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise ValueError(f"--join: {listed(folders)} are not different folders; name each once")
@@ -349,39 +352,21 @@ def joined_runs(folders: Sequence[str]) -> JoinedRuns:
     names, usual = names_with_sizes([(run.result.method, run.sizes) for run in runs])
     of_name: dict[str, JoinedRun] = {}
     kept: dict[tuple[str, int], JoinedRun] = {}
-    repeated: Counter[str] = Counter()
+    made, repeated = Counter(run.folder for run in runs), Counter[str]()
     for run, name in zip(runs, names, strict=True):
         before = kept.setdefault((name, run.result.seed), run)
         repeated[run.folder] += before is not run
         _require_same(run, before, name, run.options, before.options)
         same = of_name.setdefault(name, run)
         _require_same(run, same, name, run.recipe, same.recipe)
-    return JoinedRuns(kept, usual, machines, repeated)
-
-
-def _require_same(
-    run: JoinedRun, other: JoinedRun, name: str, mine: Mapping[str, Any], others: Mapping[str, Any]
-) -> None:
-    for option, value in mine.items():
-        if value != others.get(option):
-            raise ValueError(
-                f"--join {run.folder}: {name} has {option}={value!r} there and {others.get(option)!r} in "
-                f"{other.folder}; leave one of the folders out"
-            )
-
-
-def join(folders: Sequence[str], baseline: str | None, margin: float) -> Findings:
-    """Return the runs of several comparisons as one. baseline: None is the usual one. Raises as `joined_runs` does."""
-    runs, usual, machines, repeated = joined_runs(folders)
     headlines = []
     for folder in folders:
-        count = counted(sum(run.folder == folder for run in runs.values()) + repeated[folder], "run")
         again = f", {repeated[folder]} of them in an earlier folder, too" if repeated[folder] else ""
-        headlines.append(f"{folder} ({count}{again})")
-    costs_of = {name: run.costs for (name, _), run in runs.items()}
+        headlines.append(f"{folder} ({counted(made[folder], 'run')}{again})")
+    costs_of = {name: run.costs for (name, _), run in kept.items()}
     return Findings(
         f"joined from {listed(headlines)}{_several(_versions(machines))}{usual and f'; {usual}'}",
-        [run.result._replace(method=name) for (name, _), run in runs.items()],
+        [run.result._replace(method=name) for (name, _), run in kept.items()],
         costs_of,
         chosen_baseline(baseline, list(costs_of)),
         margin,
