@@ -7,6 +7,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,13 +367,24 @@ def test_results_of_other_steps_and_dtypes_are_kept(
     assert evaluated() == first
 
 
-def test_results_of_other_weights_are_forgotten(runs: Path) -> None:
+@pytest.mark.parametrize("name", ["weights", "tokenizer"])
+def test_results_of_another_model_are_forgotten(name: str, runs: Path) -> None:
     run = runs / "threshold"
     assert et("evaluate", run) == 0
     first = read(run)
-    (run / "evaluation.json").write_text(json.dumps(first | {"weights": "others", "core": {}}))
+    (run / "evaluation.json").write_text(json.dumps(first | {name: "others", "core": {}}))
     assert et("evaluate", run) == 0
     assert read(run) == first
+
+
+def test_results_of_other_options_of_the_model_are_not_its_own(runs: Path) -> None:
+    """The same weights with another softcap had the same name."""
+    model, tokenizer = load_model(runs / "threshold")
+    names = []
+    for softcap in (15.0, 30.0):
+        model.config = replace(model.config, softcap=softcap)
+        names.append(results.Results(runs / "threshold", model, tokenizer, 2).read()["weights"])
+    assert names[0] != names[1]
 
 
 def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundle: Path) -> None:
