@@ -9,7 +9,7 @@ tenth and with the mean of their weights. The same command skips runs that are r
 FOLDER/records.jsonl, and resumes an interrupted one; --seeds 0 prints the table alone. Loads are the busiest expert's
 over the mean in the worst layer: in training after the first quarter, and in causal validation. In the table, scatter
 is the standard deviation of a seed's difference, expert threshold minus token choice, ± its standard error, and seeds
-are those needed for a 95 % interval of ± 0.01 and of ± 0.005.
+are those needed for a 95 % interval of ± 0.01.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import time
 from collections import defaultdict
 from datetime import date
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from statistics import fmean, stdev, variance
 from typing import Any
@@ -57,6 +58,7 @@ LOSSES = {
 }
 
 Record = dict[str, Any]
+key = itemgetter("variant", "method", "tokens", "seed")
 
 
 def train(out: Path, given: list[str]) -> Record:
@@ -114,13 +116,13 @@ def worst_load(lines: list[Record]) -> float | None:
 
 def table(records: list[Record]) -> str:
     """Return the table of paired differences. Raises ValueError if a pair differs in more than its method."""
-    cells = defaultdict(list)
-    for first, second in itertools.product(records, records):
-        if (first["method"], second["method"]) == (FIRST, SECOND) and key(first)[1:] == key(second)[1:]:
-            for name in ("initial_weights", "corpus", "commit"):
-                if first[name] != second[name]:
-                    raise ValueError(f"{key(first)}: its {name} differs from that of {SECOND}")
-            cells[key(first)[1:3]].append((first, second))
+    known, cells = {key(record): record for record in records}, defaultdict(list)
+    for (variant, method, tokens, seed), first in known.items():
+        second = known.get((variant, SECOND, tokens, seed))
+        if method == FIRST and second is not None:
+            if any(first[name] != second[name] for name in ("initial_weights", "corpus", "commit")):
+                raise ValueError(f"{variant}, {tokens} tokens, seed {seed}: weights, text or commit differ in the pair")
+            cells[tokens, variant].append((first, second))
     lines = ["| tokens | variant | loss at | pairs | mean difference | scatter | seeds | scatter of one method |"]
     lines.append("| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for (tokens, variant), pairs in sorted(cells.items()):
@@ -128,15 +130,10 @@ def table(records: list[Record]) -> str:
             sides = [[loss(record) for record in side] for side in zip(*pairs, strict=True)]
             differences = [a - b for a, b in zip(*sides, strict=True)]
             scatter, alone = stdev(differences), fmean(map(variance, sides)) ** 0.5
-            error = scatter / (2 * len(pairs) - 2) ** 0.5
-            seeds = [math.ceil((1.96 * scatter / half) ** 2) for half in (0.01, 0.005)]
+            error, seeds = scatter / (2 * len(pairs) - 2) ** 0.5, math.ceil((1.96 * scatter / 0.01) ** 2)
             row = f"| {tokens / 1e6:g}M | {variant} | {name} | {len(pairs)} | {fmean(differences):+.4f} "
-            lines.append(f"{row}| {scatter:.4f} ± {error:.4f} | {seeds[0]}, {seeds[1]} | {alone:.4f} |")
+            lines.append(f"{row}| {scatter:.4f} ± {error:.4f} | {seeds} | {alone:.4f} |")
     return "\n".join(lines)
-
-
-def key(record: Record) -> tuple[str, int, str, int]:
-    return record["method"], record["tokens"], record["variant"], record["seed"]
 
 
 def main() -> None:

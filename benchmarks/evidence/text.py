@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from hashlib import sha256
@@ -88,10 +87,9 @@ def build(source: Path, out: Path, sizes: dict[str, int], vocab_size: int) -> No
     tokens = {name: len(pack(corpus, tokenizer, name)) for name in corpus.sizes}
     tokens["test"] = len(pack(open_held_out(str(out / "test")), tokenizer, "validation"))
     query = ["dpkg-query", "--show", "--showformat=${Version}", source.name.partition(".tar")[0]]
-    known = subprocess.run(query, capture_output=True, text=True, check=False).stdout if which(query[0]) else ""
     manifest = {
         "package": source.name,
-        "version": known or None,
+        "version": subprocess.run(query, capture_output=True, text=True).stdout if which(query[0]) else None,
         "sha256": sha256(source.read_bytes()).hexdigest(),
         "pyarrow": pyarrow.__version__,
         "documents": {name: len(part) for name, part in parts.items()},
@@ -111,5 +109,4 @@ if __name__ == "__main__":
     try:
         build(arguments.source, arguments.out, SIZES, 4096)
     except (ValueError, OSError, tarfile.TarError) as error:
-        print(f"text: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.error(str(error))
