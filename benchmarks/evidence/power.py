@@ -4,8 +4,8 @@
 
 Runs are those of `et train quickstart`: softmax expert threshold and softmax token choice with a loss of α = 0.01.
 Their routers have as many scores, so under one seed both start with the same weights, whose hash is recorded, and see
-the same tokens in the same order. Each is validated at its end, then on fewer tokens at five checkpoints of its last
-tenth and with the mean of their weights. The same command skips runs that are recorded, one JSON line each in
+the same tokens in the same order. Each is validated at its end, at five checkpoints of its last tenth, and with the
+mean of their weights. The same command skips runs that are recorded, one JSON line each in
 FOLDER/records.jsonl, and resumes an interrupted one; --seeds 0 prints the table alone. Loads are the busiest expert's
 over the mean in the worst layer: in training after the first quarter, and in causal validation. In the table, scatter
 is the standard deviation of a seed's difference, expert threshold minus token choice, ± its standard error, and seeds
@@ -49,10 +49,8 @@ METHODS = {
 }
 VARIANTS = {"usual": "", "to_zero": "--min-lr-ratio 0", "half_batches": "--batch-size 4"}  # ways to spend the tokens
 SHARED = "--threads 1 --eval-tokens 400000 --sample-every none --keep-checkpoints 5"
-LATE_TOKENS = 100_000
 LOSSES = {
     "the end": lambda record: record["loss"],
-    "the end, fewer tokens": lambda record: record["late"][max(record["late"], key=int)],
     "five late validations": lambda record: fmean(record["late"].values()),
     "mean of their weights": lambda record: record["averaged"],
 }
@@ -61,12 +59,12 @@ Record = dict[str, Any]
 key = itemgetter("variant", "method", "tokens", "seed")
 
 
-def train(out: Path, given: list[str]) -> Record:
+def train(out: Path, data: Path, given: list[str]) -> Record:
     """Train a run, or what is left of it, and return its record. Ends the process if that fails or is interrupted."""
     config, start, busy = resolve_run(parse_run("et train", "", [], given)), time.time(), time.process_time()
     steps, resumed = config.train.steps, (out / "config.json").exists()
     given = [*given, "--eval-every", str(steps), "--checkpoint-every", str(max(1, steps // 40))]
-    code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--out", str(out)])
+    code = et(["train", "--resume", str(out)] if resumed else ["train", *given, "--data", str(data), "--out", str(out)])
     folder = RunFolder.open(out)
     *lines, last = folder.metrics.read()
     if code or last["split"] != "validation":
@@ -95,17 +93,16 @@ def train(out: Path, given: list[str]) -> Record:
 
 def late_losses(folder: RunFolder) -> Record:
     """Return the losses at the checkpoints kept, by step, and with the mean of their weights and cutoffs."""
-    tokenizer, data, dtype = folder.tokenizer(), folder.section("data")["source"], folder.section("train")["dtype"]
-    text = pack(open_source(data), tokenizer, "validation", max_tokens=2 * LATE_TOKENS)
+    tokenizer, data, train = folder.tokenizer(), folder.section("data")["source"], folder.section("train")
+    most, text = train["eval_tokens"], pack(open_source(data), tokenizer, "validation")
     losses, means, saved = {}, {}, folder.checkpoints()
     for step in saved:
-        model, _ = load_model(folder.path, step, compute_dtype=getattr(torch, dtype))
-        losses[str(step)] = evaluate(model, text, tokenizer, max_tokens=LATE_TOKENS).loss
+        model, _ = load_model(folder.path, step, compute_dtype=getattr(torch, train["dtype"]))
+        losses[str(step)] = evaluate(model, text, tokenizer, max_tokens=most).loss
         for name, value in folder.load_checkpoint(step, parts=("model",)).tensors["model"].items():
             means[name] = means.get(name, 0) + value / len(saved) if value.is_floating_point() else value
     model.load_state_dict(means)
-    averaged = evaluate(model, text, tokenizer, max_tokens=LATE_TOKENS).loss
-    return {"late": losses, "averaged": averaged, "late_tokens": LATE_TOKENS}
+    return {"late": losses, "averaged": evaluate(model, text, tokenizer, max_tokens=most).loss}
 
 
 def worst_load(lines: list[Record]) -> float | None:
@@ -153,7 +150,7 @@ def main() -> None:
             continue
         out = asked.out / "runs" / "-".join(map(str, run.values()))
         options = f"{SHARED} {METHODS[method]} {VARIANTS[asked.variant]} --tokens {run['tokens']} --seed {seed}"
-        records.append(run | train(out, ["quickstart", "--data", str(asked.data), *options.split()]))
+        records.append(run | train(out, asked.data, ["quickstart", *options.split()]))
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(records[-1]) + "\n")
         for checkpoint in sorted((out / "checkpoints").iterdir())[:-1]:
