@@ -227,13 +227,11 @@ def no_progress(done: int, total: int) -> None:
     pass
 
 
-def zipped(names: dict[str, bytes], mode: int = 0o644) -> bytes:
+def zipped(names: dict[str, bytes]) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in names.items():
-            member = zipfile.ZipInfo(name)
-            member.external_attr = mode << 16
-            archive.writestr(member, content)
+            archive.writestr(name, content)
     return buffer.getvalue()
 
 
@@ -281,26 +279,22 @@ def test_the_eval_bundle_is_unpacked_and_found(server: Server, tmp_path: Path, m
     ("archive", "reason"),
     [
         (b"no archive", "File is not a zip file"),
-        (zipped({"eval_bundle/../../evil": b""}), r"a member is named 'eval_bundle/\.\./\.\./evil'"),
-        (zipped({"/eval_bundle/evil": b""}), "a member is named '/eval_bundle/evil'"),
-        (zipped({"eval_bundle\\..\\evil": b""}), "a member is named"),
-        (zipped({"C:evil": b""}), "a member is named 'C:evil'"),
-        (zipped({"eval_bundle/link": b"/etc"}, mode=0o120777), "its member 'eval_bundle/link' is a link"),
         (zipped({"other/core.yaml": b""}), "it has no folder eval_bundle"),
-        (zipped({"eval_bundle/zeros": bytes(3 << 20)}), "it would unpack into more than"),
-        (zipped(BUNDLE).replace(b"tasks", b"tasKs", 1)[:-60], "File is not a zip file"),
         (zipped({"eval_bundle/a": CONTENT[:5000]}).replace(CONTENT[100:200], bytes(100)), "Bad CRC-32|invalid"),
     ],
 )
-def test_a_damaged_or_escaping_archive_is_refused_entirely(
-    archive: bytes, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(public, "MOST_BYTES", 2 << 20)
+def test_a_damaged_archive_is_refused_entirely(archive: bytes, reason: str, tmp_path: Path) -> None:
     (tmp_path / "a.zip").write_bytes(archive)
     with pytest.raises(ValueError, match=rf"a\.zip cannot be unpacked \(.*({reason}).*\): delete it and download it"):
         public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_archive_writes_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "a.zip").write_bytes(zipped(BUNDLE | {"../../evil": b"", "/evil": b"", "eval_bundle/../../evil": b""}))
+    public.unzip(tmp_path / "a.zip", tmp_path / "in" / "out", "eval_bundle")
     assert not (tmp_path / "evil").exists()
+    assert left_over(tmp_path / "in") == ["out"]
 
 
 def test_the_cache_folder_is_the_environments_or_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

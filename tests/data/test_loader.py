@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections import Counter
 from collections.abc import Sequence
 from itertools import islice, pairwise
 from pathlib import Path
@@ -13,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.data import IGNORED, Batch, Loader, Position, Tokenizer, Tokens, open_source, pack, windows
+from expert_threshold.data import IGNORED, Loader, Tokenizer, Tokens, open_source, pack, windows
 from expert_threshold.data.loader import rows_per_epoch
 
 BOS = 9
@@ -40,14 +37,6 @@ SEEDS = st.integers(0, 2**32)
 def draw_loader_arguments(data: st.DataObject) -> tuple[Tokens, int, int, int]:
     tokens = data.draw(CORPORA.filter(lambda tokens: len(tokens) > 1))
     return tokens, data.draw(st.integers(1, 4)), data.draw(st.integers(1, min(6, len(tokens) - 1))), data.draw(SEEDS)
-
-
-@given(st.data())
-def test_every_token_is_a_target_once_per_epoch(data: st.DataObject) -> None:
-    tokens, _, context, seed = draw_loader_arguments(data)
-    loader = Loader(tokens, 1, context, seed)
-    for _ in range(3):
-        assert Counter(targets_of(loader, rows_per_epoch(tokens, context))) == Counter(tokens.ids.tolist())
 
 
 @given(st.data(), st.integers(0, 5), st.integers(0, 5))
@@ -108,37 +97,6 @@ def test_epochs_and_seeds_differ_in_the_order_of_rows_and_documents() -> None:
     assert targets_of(Loader(tokens, 1, 5, seed=0), 40) == first
 
 
-@given(st.data())
-def test_resuming_equals_never_having_stopped(data: st.DataObject) -> None:
-    arguments = draw_loader_arguments(data)
-    loader = Loader(*arguments)
-    for _ in range(data.draw(st.integers(0, 20))):
-        next(loader)
-    position = Position(**json.loads(json.dumps(dataclasses.asdict(loader.position))))
-    resumed = Loader(*arguments, position=position)
-    for _ in range(5):
-        assert_equal(next(resumed), next(loader))
-        assert resumed.position == loader.position
-
-
-@given(st.data())
-def test_ranks_together_equal_one(data: st.DataObject) -> None:
-    tokens, batch_size, context, seed = draw_loader_arguments(data)
-    ranks = data.draw(st.integers(2, 3))
-    whole = Loader(tokens, ranks * batch_size, context, seed)
-    parts = [Loader(tokens, batch_size, context, seed, rank, ranks) for rank in range(ranks)]
-    for _ in range(5):
-        drawn = [next(part) for part in parts]
-        joined = Batch(torch.cat([batch.tokens for batch in drawn]), torch.cat([batch.targets for batch in drawn]))
-        assert_equal(joined, next(whole))
-        assert {part.position for part in parts} == {whole.position}
-
-
-def assert_equal(first: Batch, second: Batch) -> None:
-    torch.testing.assert_close(first.tokens, second.tokens, rtol=0, atol=0)
-    torch.testing.assert_close(first.targets, second.targets, rtol=0, atol=0)
-
-
 def test_batches_are_int64_of_shape_batch_by_context() -> None:
     tokens, targets = next(Loader(tokens_of([7, 8]), batch_size=3, context=4, seed=0))
     assert tokens.shape == targets.shape == (3, 4)
@@ -154,12 +112,6 @@ def test_fewer_tokens_than_a_row_needs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"context=8 needs at least 9 tokens of text, there are 8: give more text"):
         Loader(tokens_of([4, 4]), 1, 8, seed=0)
     assert next(Loader(tokens_of([4, 5]), 4, 8, seed=0)).tokens.shape == (4, 8)
-
-
-@pytest.mark.parametrize("position", [Position(0, 3), Position(0, -1), Position(-1, 0)])
-def test_a_position_outside_the_corpus_is_refused(position: Position) -> None:
-    with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
-        Loader(tokens_of([5, 5]), 1, 4, seed=0, position=position)
 
 
 @given(CORPORA, st.integers(1, 9))

@@ -89,12 +89,13 @@ def assert_equal(first: Batch, second: Batch) -> None:
 
 FULL_PARTS = st.lists(st.lists(st.integers(1, 12), min_size=1, max_size=6), min_size=1, max_size=12).map(Parts)
 PARTS = st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=12).filter(any).map(Parts)
+IN_MEMORY = FULL_PARTS.map(lambda parts: parts.parts[0]).filter(lambda tokens: len(tokens) > 6)
 SEEDS = st.integers(0, 2**32)
 
 
-@given(FULL_PARTS, st.integers(1, 6), SEEDS, st.integers(1, 3))
+@given(FULL_PARTS | IN_MEMORY, st.integers(1, 6), SEEDS, st.integers(1, 3))
 def test_every_token_of_every_block_is_a_target_once_per_epoch(
-    parts: Parts, context: int, seed: int, threads: int
+    parts: Parts | Tokens, context: int, seed: int, threads: int
 ) -> None:
     loader = Loader(parts, 1, context, seed, threads=threads)
     for epoch in range(3):
@@ -102,9 +103,9 @@ def test_every_token_of_every_block_is_a_target_once_per_epoch(
     loader.close()
 
 
-@given(PARTS, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(0, 20))
+@given(PARTS | IN_MEMORY, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(0, 20))
 def test_resuming_equals_never_having_stopped(
-    parts: Parts, batch_size: int, context: int, seed: int, batches: int
+    parts: Parts | Tokens, batch_size: int, context: int, seed: int, batches: int
 ) -> None:
     loader = Loader(parts, batch_size, context, seed)
     for _ in range(batches):
@@ -116,8 +117,8 @@ def test_resuming_equals_never_having_stopped(
         assert resumed.position == loader.position
 
 
-@given(PARTS, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(2, 3))
-def test_ranks_together_equal_one(parts: Parts, batch_size: int, context: int, seed: int, ranks: int) -> None:
+@given(PARTS | IN_MEMORY, st.integers(1, 4), st.integers(1, 6), SEEDS, st.integers(2, 3))
+def test_ranks_together_equal_one(parts: Parts | Tokens, batch_size: int, context: int, seed: int, ranks: int) -> None:
     whole = Loader(parts, ranks * batch_size, context, seed)
     each = [Loader(parts, batch_size, context, seed, rank, ranks) for rank in range(ranks)]
     for _ in range(5):
@@ -166,9 +167,10 @@ def test_threads_work_ahead_of_the_batches() -> None:
 
 def test_a_position_outside_the_corpus_is_refused() -> None:
     parts = Parts([[5, 5]] * 12)
-    for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
-        with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
-            next(Loader(parts, 1, 4, seed=0, position=position))
+    for tokens in (parts, parts.parts[0]):
+        for position in (Position(0, 0, 99), Position(0, 99, 0), Position(0, -1, 0), Position(-1, 0, 0)):
+            with pytest.raises(ValueError, match="is not in this corpus: resume with the data the run began with"):
+                next(Loader(tokens, 1, 4, seed=0, position=position))
 
 
 def test_a_corpus_of_nothing_but_empty_parts_ends() -> None:

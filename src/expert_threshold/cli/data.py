@@ -104,7 +104,7 @@ def _core(given: Given, display: Display) -> str:
 
 def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
-    corpus = _open(given)
+    corpus = _open(given, display)
     if given["out"] is None and _beside(given).is_file():
         raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to make")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
@@ -112,7 +112,7 @@ def _tokenizer(given: Given, display: Display) -> str:
         raise ValueError(f"{out} already exists; delete it, or name another --out")
     require_writable(out.absolute().parent, OUT)
     start = time.monotonic()
-    display.say(f"training a tokenizer of {given['vocab_size']:,} tokens on {corpus.name}")
+    display.say(f"training a tokenizer of {given['vocab_size']:,} tokens")
     texts = corpus.beginning(given["characters"], display.task("reading"))
     tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
     for line in corpus.skipped:
@@ -129,7 +129,7 @@ def _announced(texts: Iterator[str], end: Callable[[], None]) -> Iterator[str]:
 
 
 def _tokenize(given: Given, display: Display) -> str:
-    corpus = _open(given)
+    corpus = _open(given, display)
     if corpus.parts is None or corpus.tokenized:
         raise ValueError(f"{corpus.name} is no folder of Parquet shards; name one, other text is tokenized in memory")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
@@ -155,8 +155,10 @@ def _tokenize(given: Given, display: Display) -> str:
     return f"{short(size)} bytes in {out}\nnext: {train}"
 
 
-def _open(given: Given) -> Corpus:
-    return open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
+def _open(given: Given, display: Display) -> Corpus:
+    corpus = open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
+    display.say(corpus.describe())
+    return corpus
 
 
 def _beside(given: Given) -> Path:

@@ -9,7 +9,6 @@ import shutil
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
     incomplete = folder / ".incomplete"
     for name in missing:
         with _hub_errors(dataset) as hub:
-            bar = _bar(hub, partial(_report, progress, done, total))
+            bar = _bar(hub, progress, done, total)
             part = Path(
                 hub.HfApi().hf_hub_download(dataset, name, repo_type="dataset", local_dir=incomplete, tqdm_class=bar)
             )
@@ -65,19 +64,15 @@ def download(dataset: str, names: Sequence[str], folder: Path, progress: Progres
     shutil.rmtree(incomplete)
 
 
-def _report(progress: Progress, done: int, total: int, arrived: int) -> None:
-    progress(min(done + arrived, total), total)
-
-
-def _bar(hub: Any, progress: Callable[[int], None]) -> type:
-    """Return a progress bar that draws nothing but reports the bytes that arrived."""
+def _bar(hub: Any, progress: Progress, done: int, total: int) -> type:
+    """Return a progress bar that draws nothing but reports the bytes that arrived after those `done`."""
 
     class Bar(hub.utils.tqdm):
         arrived = 0
 
         def update(self, n: float | None = 1) -> None:
             self.arrived += int(n or 0)
-            progress(self.arrived)
+            progress(min(done + self.arrived, total), total)
 
         def display(self, *_: object, **__: object) -> None:
             pass

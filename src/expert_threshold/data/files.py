@@ -108,7 +108,7 @@ def sections(path: Path) -> Iterator[str]:
         yield "".join(section)
 
 
-_PIECE = re.compile(rf"[^\r\n]{{0,{SECTION_BYTES}}}(?:\r\n|\s)|.{{1,{SECTION_BYTES}}}", re.DOTALL)
+_PIECE = re.compile(r"[^\r\n]{0,1024}(?:\r\n|\s)|.{1,1024}", re.DOTALL)
 
 
 def lines(path: Path) -> Iterator[str]:
