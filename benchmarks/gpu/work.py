@@ -7,12 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from optimizer import newton_schulz_flops
 from torch import Tensor
 
 from .roof import Work
 
 FLOAT, HALF = 4, 2  # bytes of float32, of bfloat16
+
+
+def newton_schulz_flops(parameter: Tensor, steps: int) -> int:
+    """Operations of the products: X Xᵀ, its square, and the polynomial times X, from the smaller side."""
+    small, large = sorted(parameter.shape[-2:])
+    matrices = parameter.numel() // (small * large)
+    return matrices * steps * (2 * small**2 * large + 2 * small**3 + 2 * small**2 * large)
 
 
 def of_selection(tokens: int, experts: int) -> Work:
