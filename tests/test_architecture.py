@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {
         "files", "glossary", "install", "recipes", "runs", "model", "data", "routing", "evaluation", "generate",
     },
-    "integrations": {"files", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
+    "integrations": {"files", "kernels", "runs", "model", "moe", "option", "routing", "generate", "data", "evaluation"},
     "recipes": {"model", "optim", "routing"},
     "testing": {"moe", "routing"},
     "plan": {"config", "distributed", "errors", "kernels", "routing", "model", "optim"},

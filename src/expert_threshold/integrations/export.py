@@ -25,6 +25,13 @@ MODEL_TYPE = "expert_threshold"
 MODELING = "modeling_expert_threshold"
 PREFIX = "model."
 HEAD = ("head.weight", "lm_head.weight")
+ARCHITECTURE = "ExpertThresholdForCausalLM"
+AUTO_MAP = {
+    "AutoConfig": f"{MODELING}.ExpertThresholdConfig",
+    "AutoModel": f"{MODELING}.ExpertThresholdModel",
+    "AutoModelForCausalLM": f"{MODELING}.{ARCHITECTURE}",
+    "AutoModelForSequenceClassification": f"{MODELING}.ExpertThresholdForSequenceClassification",
+}
 FACTS = ("data", "optim", "train", "corpus", "versions")
 """The sections of a run's config.json that are exported beside the model."""
 
@@ -50,8 +57,7 @@ def export_run(path: str | Path, to: str | Path, step: int | None = None) -> Pat
         for name, text in {f"{MODELING}.py": modeling, **rule_files(model.config.rule)}.items():
             write_synced(temporary / name, text.encode())
         write_synced(temporary / "README.md", model_card(run, model.config, step, to.name).encode())
-        weights = {_outside(name): tensor for name, tensor in model.state_dict().items()}
-        save_tensors(temporary / "model.safetensors", weights, {"format": "pt"})
+        save_tensors(temporary / "model.safetensors", _outside(model.state_dict()), {"format": "pt"})
         for file in temporary.iterdir():
             file.chmod(0o644)
     return to
@@ -67,27 +73,28 @@ def import_folder(path: str | Path, out: str | Path) -> RunFolder:
     config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     if config.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{path}: no config.json with model_type {MODEL_TYPE}; name a folder that et export wrote")
+    _require_whole_model(path, config)
+    config["softcap"] = config.get("final_logit_softcapping", GPTConfig.softcap)
     options = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
+    tokenizer, weights = read_tokenizer(path / "tokenizer.json"), _inside(_load(path))
+    _require_own_vocabulary(path, tokenizer.vocab_size, options.get("vocab_size"))
+    options["vocab_size"] = tokenizer.vocab_size
     try:
         gpt_config = GPTConfig.from_dict(options)
     except ValueError as error:
         raise ValueError(f"{path / 'config.json'}: {error}") from error
-    weights = {_inside(name): tensor for name, tensor in _load(path).items()}
     with torch.device("meta"):
         model = GPT(gpt_config)
-    # Other programs save in dtypes of their own: weights in half precision, counters as floats.
-    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    weights = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in weights.items()}
+    # Other programs save in dtypes of their own (weights in half precision, counters as floats) and pad vocabularies.
+    for name, own in model.state_dict().items():
+        if name in weights:
+            rows = weights[name][: len(own)] if name == HEAD[0] or name.endswith("embed.weight") else weights[name]
+            weights[name] = rows.to(own.dtype)
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:
-        raise ValueError(f"{path}: weights and config.json disagree: {' '.join(str(error).split())}") from None
-    tokenizer = read_tokenizer(RunFolder(path).tokenizer_path)  # has the same name in both kinds of folder
-    if tokenizer.vocab_size != gpt_config.vocab_size:
-        raise ValueError(
-            f"{path}: tokenizer.json has {tokenizer.vocab_size} tokens but the model {gpt_config.vocab_size}; "
-            "save the model's own tokenizer there"
-        )
+        reasons = str(error).split(":", 1)[1].split("\n\t")[1:]
+        raise ValueError(f"{path}: weights and config.json disagree: {' '.join(reasons)[:200]}") from None
     facts, step = _told_facts(path, config)
     with new_folder(out, "--out") as temporary:
         run = RunFolder(temporary)
@@ -109,12 +116,60 @@ def _told_facts(path: Path, config: Mapping[str, Any]) -> tuple[dict[str, Any], 
         return facts, step
 
 
-def _outside(name: str) -> str:
-    return HEAD[1] if name == HEAD[0] else PREFIX + name
+def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
+    """Raise ValueError if transformers saved something else of the model than its weights with their head."""
+    saved, quantised = (config.get("architectures") or [ARCHITECTURE])[0], config.get("quantization_config")
+    if saved != ARCHITECTURE:
+        raise ValueError(
+            f"{path}: was saved from {saved}, which has no language-model head; save AutoModelForCausalLM's"
+        )
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ValueError(
+            f"{path}: its weights are quantised ({method}); load it with transformers, call dequantize(), save"
+        )
+    if not (path / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there, with "
+            "tokenizer.save_pretrained, or copy the file from the folder that et export wrote"
+        )
 
 
-def _inside(name: str) -> str:
-    return HEAD[0] if name == HEAD[1] else name.removeprefix(PREFIX)
+def _require_own_vocabulary(path: Path, tokens: int, rows: Any) -> None:
+    """Raise ValueError if the model's vocabulary is not the run's: `tokens`, then rows that no token has, if any."""
+    added = [token["content"] for token in read_json(path / "tokenizer.json")["added_tokens"] if token["id"] >= tokens]
+    if not isinstance(rows, int) or rows < tokens or (added and rows > tokens):
+        what = f"added {', '.join(map(repr, added[:3]))}" if added else "of another size"
+        raise ValueError(
+            f"{path}: the model has a vocabulary of {rows} and its run has {tokens}; tokens {what} cannot be imported; "
+            f"save it again after resize_token_embeddings({tokens}) to import it without them"
+        )
+
+
+def _outside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return our model's tensors under the export's names, where experts' gate and up are one tensor."""
+    found = {HEAD[1] if name == HEAD[0] else PREFIX + name: tensor for name, tensor in weights.items()}
+    for experts in [name.removesuffix("up") for name in found if name.endswith("experts.up")]:
+        gate, up = found.pop(f"{experts}gate", None), found.pop(f"{experts}up")
+        found[f"{experts}down_proj"] = found.pop(f"{experts}down")
+        found |= {f"{experts}up_proj": up} if gate is None else {f"{experts}gate_up_proj": torch.cat((gate, up), 1)}
+    return found
+
+
+def _inside(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `_outside`."""
+    found = {HEAD[0] if name == HEAD[1] else name.removeprefix(PREFIX): tensor for name, tensor in weights.items()}
+    for name in [name for name in found if name.endswith("_proj")]:
+        tensor, part = found.pop(name), name.removesuffix("_proj")
+        experts = part.removesuffix("gate_up")
+        found |= (
+            {part: tensor}
+            if experts == part
+            else dict(
+                zip((f"{experts}gate", f"{experts}up"), (half.contiguous() for half in tensor.chunk(2, 1)), strict=True)
+            )
+        )
+    return found
 
 
 def _load(path: Path) -> dict[str, Tensor]:
@@ -157,19 +212,20 @@ def _ids(bos: int) -> dict[str, int]:
 
 
 def _cache(config: GPTConfig) -> dict[str, bool]:
-    """Disable the cache where it lacks what is needed of earlier tokens: scores, the embedding, or the whole key."""
+    """Disable the cache where the rule looks at earlier tokens' scores, which it does not hold."""
     by_token = config.rule is None or config.rule.scope(training=False) == "token"
-    return {} if by_token and not (config.smear or config.key_offset) else {"use_cache": False}
+    return {} if by_token else {"use_cache": False}
 
 
 def _config(config: GPTConfig, bos: int, facts: Mapping[str, Any]) -> dict[str, Any]:
-    classes = {"AutoConfig": "Config", "AutoModel": "Model", "AutoModelForCausalLM": "ForCausalLM"}
+    options = config.to_dict()
     return {
-        "architectures": ["ExpertThresholdForCausalLM"],
-        "auto_map": {auto: f"{MODELING}.ExpertThreshold{ours}" for auto, ours in classes.items()},
+        "architectures": [ARCHITECTURE],
+        "auto_map": AUTO_MAP,
         "model_type": MODEL_TYPE,
         "dtype": "float32",
-        **config.to_dict(),
+        "final_logit_softcapping": options.pop("softcap"),  # the name by which engines know it
+        **options,
         **_ids(bos),
         "tie_word_embeddings": False,
         **_cache(config),
@@ -186,6 +242,4 @@ def _tokenizer_config(context: int) -> dict[str, Any]:
         "model_max_length": context,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
-        # The characters "<|bos|>" in a text are ordinary text, as in training.
-        "split_special_tokens": True,
     }

@@ -33,29 +33,25 @@ def follow(
     for layer in list(model.modules()):
         frozen = getattr(layer, "router", None)
         if frozen is not None and not isinstance(frozen, Router):
-            _thaw(frozen, model.config.z_loss)  # type: ignore[union-attr, arg-type]
+            _thaw(frozen, model.config)
     follower = follow_routers(model, optimizer, group=group, loss_scale=loss_scale)
     model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return follower
 
 
-def _thaw(frozen: nn.Module, z_loss: float | None) -> None:
-    """Turn the exported model's router into one of ours, keeping its weight and buffers.
+def _thaw(frozen: nn.Module, config: Any) -> None:
+    """Turn the exported model's router into one of ours, which returns the whole routing, keeping weight and buffers.
 
     The change is in place, since FSDP2 gathers weights for the modules that it was given.
     """
-    assert isinstance(frozen.rule, dict)
-    rule = rule_from_dict(frozen.rule)
+    rule = rule_from_dict(config.rule)
     assert rule is not None
     assert isinstance(frozen.weight, nn.Parameter)
     with torch.device("meta"):
-        ours = Router(frozen.weight.shape[1], rule, z_loss)
+        ours = Router(frozen.weight.shape[1], rule, config.z_loss)
     frozen.__class__ = Router
     for name in vars(ours).keys() - vars(nn.Module()).keys():
         setattr(frozen, name, getattr(ours, name))
-    for name, buffer in ours.named_buffers():
-        # The code in older folders loads the counter of steps as a float.
-        setattr(frozen, name, getattr(frozen, name).to(buffer.dtype))
 
 
 def _refuse_padding(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
 """The trained model for Hugging Face transformers.
 
-Importing this file registers the type `expert_threshold` with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It
-only imports torch, transformers and the routing rule, because `et export` copies this file and the rule beside the
-weights, so that a folder loads where the package is not installed (`trust_remote_code=True`).
+Importing this file registers the type `expert_threshold` with transformers' Auto classes. It only imports torch,
+transformers and the routing rule, because `et export` copies this file and the rule beside the weights, so that a
+folder loads where the package is not installed (`trust_remote_code=True`).
 
 Cutoffs stay as trained, in fine-tuning too: a token is routed by its own scores alone, so that padding and batches
 change nothing. `expert_threshold.integrations.follow` moves them with the weights.
@@ -23,25 +23,26 @@ from torch import Tensor, nn
 try:
     import transformers  # noqa: F401
 except ImportError as error:
-    raise ImportError(f"{error}; run: pip install 'transformers>=5.10.1' 'accelerate>=1.1'") from None
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+    raise ImportError(f"{error}; run: pip install 'transformers>=5.16' 'accelerate>=1.1'") from None
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import create_causal_mask, create_masks_for_generate
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, use_experts_implementation
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
+from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.generic import can_return_tuple
-
-try:
-    from transformers.modeling_utils import slice_logits_to_keep
-except ImportError:  # transformers 5.20 and older
-
-    def slice_logits_to_keep(hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-        """Return the last `logits_to_keep` positions, all of them if it is 0, or the positions it lists."""
-        return hidden_states[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep]
-
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 RULE_FILE = "exported_rule"
 
@@ -74,6 +75,16 @@ class ExpertThresholdConfig(PreTrainedConfig):
         "num_attention_heads": "heads",
         "num_hidden_layers": "layers",
         "num_key_value_heads": "kv_heads",
+        "softcap": "final_logit_softcapping",
+    }
+    base_model_tp_plan = {  # noqa: RUF012
+        "blocks.*.attention.query": "colwise",
+        "blocks.*.attention.key": "colwise",
+        "blocks.*.attention.value": "colwise",
+        "blocks.*.attention.output": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.gate": "colwise",
+        "blocks.*.down": "rowwise",
     }
 
     vocab_size: int = 65536
@@ -87,7 +98,7 @@ class ExpertThresholdConfig(PreTrainedConfig):
     shared_experts: int = 1
     dense_layers: int = 1
     rule: dict[str, Any] | None = None
-    softcap: float | None = 15.0
+    final_logit_softcapping: float | None = 15.0
     gate_norm: str | None = None
     activation: str = "relu2"
     z_loss: float | None = None
@@ -135,6 +146,20 @@ class ExpertThresholdConfig(PreTrainedConfig):
             return None
         return 128 * -(-self.context // 512) if self.short_window is None else self.short_window
 
+    @property
+    def layer_types(self) -> list[str]:
+        """Return what each layer caches: all keys, those of its window, and in the first the embedding for smear."""
+        kinds = ["full_attention" if self.window(i) is None else "sliding_attention" for i in range(self.layers)]
+        if self.smear:
+            kinds[0] = "hybrid" if self.window(0) is None else "hybrid_sliding"
+        return kinds
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Return the keys that a short layer caches: its window's, the token's own, and a predecessor to shift in."""
+        windows = [window for window in map(self.window, range(self.layers)) if window is not None]
+        return windows[0] + 1 + (self.key_offset == "all") if windows else None
+
 
 def norm(x: Tensor) -> Tensor:
     """Parameter-free RMSNorm over the last dimension."""
@@ -152,30 +177,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), -1)
 
 
-def delay(keys: Tensor, seen: Tensor | None) -> Tensor:
+def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
     """Return keys (batch, heads, time, head_dim), rotated, of which the half that rotates slowest is the previous
-    token's, zeros for the first and after one whose `seen` (batch, time) is 0.
+    token's, zeros for the first token and for one whose `continues` (batch, time) is False.
     """
     pairs = keys.shape[-1] // 2
-    fast, slow = keys.unflatten(-1, (2, pairs)).split((pairs - pairs // 2, pairs // 2), -1)
-    if seen is not None:
-        slow = slow * seen[:, None, :, None, None].to(slow)
-    return torch.cat((fast, F.pad(slow[:, :, :-1], (0, 0, 0, 0, 1, 0))), -1).flatten(-2)
+    slow = torch.arange(2 * pairs, device=keys.device) % pairs >= pairs - pairs // 2
+    previous = F.pad(keys[:, :, :-1], (0, 0, 1, 0))
+    if continues is not None:
+        previous = previous * continues[:, None, :, None].to(keys)
+    return torch.where(slow, previous, keys)
 
 
-class LastLinear(nn.Linear):
-    """A linear layer that is initialized to zero."""
+def eager_attention(
+    module: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, Tensor]:
+    """Return attention (batch, time, heads, head_dim) and its weights, by definition; mask is added to the logits."""
+    k, v = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (k, v))
+    logits = q @ k.mT * scaling
+    weights = (logits if mask is None else logits + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
+    return (weights @ v).transpose(1, 2), weights
 
 
-class ValueEmbedding(nn.Embedding):
-    """A table of values, initialized like what projects them."""
-
-
-class Gate(nn.Linear):
-    """A linear layer of the first channels of its input; it is initialized to small positive weights."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[..., : self.in_features])
+def starting(module: Any, start: str) -> Any:
+    """Return the module, which `_init_weights` initializes as what `start` names."""
+    module.start = start
+    return module
 
 
 class Attention(nn.Module):
@@ -184,18 +211,22 @@ class Attention(nn.Module):
     def __init__(self, config: ExpertThresholdConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        self.layer = layer
+        self.layer_idx = layer
         self.is_causal = True
         self.num_key_value_groups = config.heads // config.kv_heads
         self.head_dim = config.d_model // config.heads
+        self.scaling = config.qk_scale**2 * self.head_dim**-0.5
+        window = config.window(layer)
+        self.sliding_window = None if window is None else window + 1
         self.query = nn.Linear(config.d_model, config.heads * self.head_dim, bias=False)
         self.key = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
         self.value = nn.Linear(config.d_model, config.kv_heads * self.head_dim, bias=False)
-        self.output = LastLinear(config.heads * self.head_dim, config.d_model, bias=False)
+        self.output = starting(nn.Linear(config.heads * self.head_dim, config.d_model, bias=False), "zero")
+        self.gate_channels = min(12, config.d_model)
         self.value_embed: nn.Embedding | None = None
         if config.has_value_embedding(layer):
-            self.value_embed = ValueEmbedding(config.vocab_size, config.kv_heads * self.head_dim)
-            self.value_gate = Gate(min(12, config.d_model), config.kv_heads, bias=False)
+            self.value_embed = starting(nn.Embedding(config.vocab_size, config.kv_heads * self.head_dim), "value")
+            self.value_gate = starting(nn.Linear(self.gate_channels, config.kv_heads, bias=False), "gate")
 
     def forward(
         self,
@@ -203,12 +234,15 @@ class Attention(nn.Module):
         cos: Tensor,
         sin: Tensor,
         mask: Tensor | None,
-        cache: Cache | None,
         tokens: Tensor | None,
         seen: Tensor | None,
+        continues: Tensor | None,
+        past_key_values: Cache | None,
         **kwargs: Any,
-    ) -> Tensor:
-        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens, seen: (batch, time) or None."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """x: (batch, time, d_model); cos, sin: (batch, 1, time, head_dim / 2); tokens, seen, continues: (batch, time),
+        or None. Returns the output, and the attention weights if they were computed.
+        """
         q, k, v = (
             project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
@@ -216,17 +250,19 @@ class Attention(nn.Module):
         if self.value_embed is not None:
             if tokens is None:
                 raise ValueError("value embeddings need the tokens; give input_ids, not inputs_embeds")
-            gates = 3 * self.value_gate(x).sigmoid().transpose(1, 2)[..., None]
+            gates = 3 * self.value_gate(x[..., : self.gate_channels]).sigmoid().transpose(1, 2)[..., None]
             v = v + gates * self.value_embed(tokens).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k = (norm(rotate(each, cos, sin)).to(v.dtype) for each in (q, k))  # under autocast norms return float32
-        if self.config.has_key_offset(self.layer):
-            k = delay(k, seen)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer)
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.config._attn_implementation, sdpa_attention_forward)
-        y, _ = attend(self, q, k, v, mask, scaling=self.config.qk_scale**2 * self.head_dim**-0.5, **kwargs)
-        output: Tensor = self.output(y.flatten(2))
-        return output
+        offset = self.config.has_key_offset(self.layer_idx)
+        if offset and seen is not None:
+            k = k * seen[:, None, :, None].to(k)  # nothing attends to padding, but the next token's key has half of it
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        if offset:
+            k = delay(k, continues)  # keys are cached as computed, so that the cache holds every predecessor
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        y, weights = attend(self, q, k, v, mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs)
+        return self.output(y.reshape(*x.shape[:-1], -1)), weights
 
 
 class FeedForward(nn.Module):
@@ -236,7 +272,7 @@ class FeedForward(nn.Module):
         super().__init__()
         self.up = nn.Linear(d_model, d_hidden, bias=False)
         self.gate = nn.Linear(d_model, d_hidden, bias=False) if activation == "swiglu" else None
-        self.down = LastLinear(d_hidden, d_model, bias=False)
+        self.down = starting(nn.Linear(d_hidden, d_model, bias=False), "zero")
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.up(x)
@@ -251,26 +287,30 @@ class Router(nn.Module):
     The state is saved with the weights, keeps its dtypes under any cast, and is never updated here.
     """
 
-    def __init__(self, d_model: int, rule: dict[str, Any]) -> None:
+    def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__()
-        self.rule = rule
-        self.routing = make_rule(rule)
-        self.weight = nn.Parameter(torch.empty(self.routing.num_scores, d_model, dtype=torch.float32))
+        assert config.rule is not None
+        self.rule = make_rule(config.rule)
+        self.gate_norm = config.gate_norm
+        self.weight = nn.Parameter(torch.empty(self.rule.num_scores, config.d_model, dtype=torch.float32))
         for name, value in self.first_state().items():
             self.register_buffer(name, value)
 
     def first_state(self) -> dict[str, Tensor]:
         """Return the buffers before training."""
-        first = self.routing.init()._asdict()
+        first = self.rule.init()._asdict()
         return {f"state_{name}": v.float() if v.is_floating_point() else v for name, v in first.items()}
 
-    def forward(self, x: Tensor) -> Any:
-        """x: (batch, time, d_model). Returns the rule's routing: gates, assignment, passthrough."""
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return scores (tokens, num_scores), and weights and ids of experts (tokens, K), for x (batch, time, d_model).
+
+        Rules that copy return a fourth tensor, the factor of x itself, (batch, time).
+        """
         with torch.autocast(x.device.type, enabled=False):  # autocast would round the scores
             scores = F.linear(x.float(), self.weight.float())
-        first = self.routing.init()
+        first = self.rule.init()
         state = type(first)(*(getattr(self, f"state_{name}") for name in first._fields))
-        return self.routing.route(scores, state, training=False)
+        return chosen(self.rule, self.rule.route(scores, state, training=False), self.gate_norm)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         before = dict(self.named_buffers(recurse=False))
@@ -282,24 +322,73 @@ class Router(nn.Module):
         return self
 
 
-class Experts(nn.Module):
-    """The weights of all routed experts, stacked."""
+def chosen(rule: Any, routing: Any, gate_norm: str | None) -> tuple[Tensor, ...]:
+    """Return a routing as `Router.forward` does. K is the most experts of any token, or a bound in a traced graph;
+    a token with fewer has other experts, each once, with weight 0.
+    """
+    gates, assignment = (part[..., : rule.num_experts].flatten(0, 1) for part in (routing.gates, routing.assignment))
+    if gate_norm == "fanout":
+        gates = gates / assignment.sum(-1, keepdim=True).clamp(min=1)
+    most = rule.max_pairs(1, training=False)
+    if most is None:
+        counted = not torch.compiler.is_compiling() and len(assignment) > 0
+        most = max(int(assignment.sum(-1).max()), 1) if counted else rule.num_experts
+    ids = assignment.int().sort(dim=-1, descending=True, stable=True).indices[:, :most]
+    weights = torch.where(assignment, gates, 0).gather(-1, ids)
+    copied = () if routing.passthrough is None else (routing.passthrough,)
+    return routing.scores.flatten(0, 1), weights, ids, *copied
 
-    def __init__(self, num_experts: int, d_model: int, d_expert: int, activation: str) -> None:
+
+@use_experts_implementation(has_gate=False)
+class StackedExperts(nn.Module):
+    """The weights of all routed experts, stacked, under the names that implementations of experts read."""
+
+    config: ExpertThresholdConfig  # this and what follows is set by the decorator
+    has_gate: bool
+    _apply_gate: Callable[[Tensor], Tensor]
+
+    def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(num_experts, d_expert, d_model))
-        self.gate = nn.Parameter(torch.empty_like(self.up)) if activation == "swiglu" else None
-        self.down = nn.Parameter(torch.empty(num_experts, d_model, d_expert))
+        assert config.rule is not None
+        self.num_experts = config.rule["num_experts"]
+        self.act_fn = ACT2FN["silu" if config.activation == "swiglu" else "relu2"]
+        up = torch.empty(self.num_experts, config.d_expert, config.d_model)
+        if config.activation == "swiglu":
+            self.gate_up_proj = nn.Parameter(torch.cat((up, up), 1))
+        else:
+            self.up_proj = nn.Parameter(up)
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, config.d_model, config.d_expert))
 
-    def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
-        """Σ_i z[t,i] · g[t,i] · expert_i(x_t); x: (tokens, d_model), gates and assignment: (tokens, experts)."""
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return Σ_k weights[t,k] · expert_ids[t,k](x_t); x: (tokens, d_model), ids and weights: (tokens, K)."""
         y = torch.zeros_like(x)
-        for i in assignment.any(0).nonzero()[:, 0].tolist():
-            rows = assignment[:, i].nonzero()[:, 0]
-            h = F.linear(x[rows], self.up[i])
-            a = h.relu().square() if self.gate is None else F.silu(F.linear(x[rows], self.gate[i])) * h
-            y = y.index_add(0, rows, F.linear(a, self.down[i]) * gates[rows, i, None].to(x.dtype))
+        for expert in ids[weights != 0].unique().tolist():
+            rows, slots = ((ids == expert) & (weights != 0)).nonzero(as_tuple=True)
+            h = F.linear(x[rows], (self.gate_up_proj if self.has_gate else self.up_proj)[expert])
+            a = self._apply_gate(h) if self.has_gate else self.act_fn(h)
+            y = y.index_add(0, rows, F.linear(a, self.down_proj[expert]) * weights[rows, slots, None].to(x.dtype))
         return y
+
+
+class Experts(StackedExperts):
+    """Gives an implementation the pairs of token and expert that have a weight, each as a token with one expert.
+
+    So none pays for the experts that a token does not use. A traced graph has no place for a number of pairs that
+    depends on the data: there implementations get all K.
+    """
+
+    def __init__(self, config: ExpertThresholdConfig) -> None:
+        super().__init__(config)
+        self.has_gate = config.activation == "swiglu"
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or self.config._experts_implementation not in ("grouped_mm", "batched_mm"):
+            return super().forward(x, ids, weights)
+        rows, slots = weights.nonzero(as_tuple=True)
+        if not len(rows):
+            return torch.zeros_like(x)
+        y = super().forward(x[rows], ids[rows, slots, None], weights[rows, slots, None])
+        return torch.zeros_like(x).index_add(0, rows, y)
 
 
 class MoE(nn.Module):
@@ -307,22 +396,19 @@ class MoE(nn.Module):
 
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__()
-        assert config.rule is not None
-        self.gate_norm = config.gate_norm
-        self.router = Router(config.d_model, config.rule)
-        self.num_experts = config.rule["num_experts"]
-        self.experts = Experts(self.num_experts, config.d_model, config.d_expert, config.activation)
+        self.router = Router(config)
+        self.experts = Experts(config)
         width = config.shared_experts * config.d_expert
         self.shared = FeedForward(config.d_model, width, config.activation) if width else None
 
     def forward(self, x: Tensor) -> Tensor:
-        routing = self.router(x)
-        gates, assignment = (part[..., : self.num_experts] for part in (routing.gates, routing.assignment))
-        if self.gate_norm == "fanout":
-            gates = gates / assignment.sum(-1, keepdim=True).clamp(min=1)
-        y: Tensor = self.experts(x.flatten(0, 1), gates.flatten(0, 1), assignment.flatten(0, 1)).view_as(x)
-        if routing.passthrough is not None:
-            y = y + routing.passthrough[..., None].to(x.dtype) * x
+        routed = self.router(x)
+        if hasattr(routed, "assignment"):  # from the package's router, by which `follow` replaced this one
+            routed = chosen(self.router.rule, routed, self.experts.config.gate_norm)
+        _, weights, ids, *copied = routed
+        y: Tensor = self.experts(x.flatten(0, 1), ids, weights).view_as(x)
+        for factor in copied:
+            y = y + factor[..., None].to(x.dtype) * x
         return y if self.shared is None else y + self.shared(x)
 
 
@@ -338,7 +424,7 @@ class Block(GradientCheckpointingLayer):
         self.moe = None if dense else MoE(config)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        x = x + self.attention(norm(x), *args, **kwargs)
+        x = x + self.attention(norm(x), *args, **kwargs)[0]
         feed_forward = self.moe if self.feed_forward is None else self.feed_forward
         assert feed_forward is not None
         y: Tensor = x + feed_forward(norm(x))
@@ -367,47 +453,92 @@ STARTS = {
 
 
 class ExpertThresholdPreTrainedModel(PreTrainedModel):
-    """The base of both models below."""
+    """The base of the models below."""
 
     config_class = ExpertThresholdConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _input_embed_layer = "embed"
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["cache"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _keep_in_fp32_modules_strict = ["router.weight"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {  # noqa: RUF012
+        "hidden_states": Block,
+        "attentions": Attention,
+        "router_logits": OutputRecorder(Router, index=0),
+    }
 
     @staticmethod
-    def create_masks_for_generate(config: ExpertThresholdConfig, attention_mask: Tensor | None, **given: Any) -> Any:
-        """Return the mask for a static cache, or the given one if layers have windows, which `forward` applies."""
-        if config.windows is not None:
-            return attention_mask
-        return create_masks_for_generate(config=config, attention_mask=attention_mask, **given)
+    def create_masks_for_generate(
+        config: Any,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """Return the attention masks of long and short layers, and `seen` (batch, time), 0 for padding, or None.
+
+        Raises ValueError if layers have windows and the attention_mask has more than two dimensions.
+        """
+        windows = [config.window(layer) for layer in range(config.layers)]
+        if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
+            raise ValueError("windows are made from an attention_mask (batch, time); give one of this shape")
+        masks = {
+            "long" if window is None else "short": create_causal_mask(
+                config=config,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                and_mask_function=None if window is None else within(window),
+                layer_idx=windows.index(window),
+            )
+            for window in set(windows)
+        }
+        seen = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+        return masks | {"seen": None if seen is None else seen[:, -inputs_embeds.shape[1] :]}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize as the paper does (Appendix C): the ends of residual branches, and the head, start at zero."""
+        start = getattr(module, "start", None)
         for name, weight in module.named_parameters(recurse=False):
             if name in STARTS:
                 init.copy_(weight, torch.linspace(*STARTS[name], len(weight)))
                 continue
             d_out, d_in = weight.shape[-2:]
-            if isinstance(module, Gate):
+            if start == "gate":
                 init.uniform_(weight, 0, 0.02)
-            elif isinstance(module, ValueEmbedding):
+            elif start == "value":
                 init.uniform_(weight, -((3 / d_in) ** 0.5), (3 / d_in) ** 0.5)
-            elif isinstance(module, LastLinear) or name == "down":
+            elif start == "zero" or name == "down_proj":
                 init.zeros_(weight)
             elif isinstance(module, nn.Embedding):
                 init.normal_(weight)
             elif isinstance(module, Router):
                 init.normal_(weight, std=d_in**-0.5)
             else:
+                d_out = d_out // 2 if name == "gate_up_proj" else d_out
                 init.normal_(weight, std=d_in**-0.5 * min(1, (d_out / d_in) ** 0.5))
         if isinstance(module, Router):
             for name, value in module.first_state().items():
                 init.copy_(getattr(module, name), value)
+
+    def _resize_token_embeddings(
+        self, new_num_tokens: int | None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Embedding:
+        """Resize the tables of value embeddings too."""
+        embed: nn.Embedding = super()._resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        for module in self.modules():
+            if isinstance(module, Attention) and module.value_embed is not None:
+                self._get_resized_embeddings(module.value_embed, len(embed.weight), mean_resizing=mean_resizing)
+        return embed
 
 
 class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
@@ -417,8 +548,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         super().__init__(config)
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
         self.blocks = nn.ModuleList([Block(config, layer) for layer in range(config.layers)])
-        routers = [module for module in self.modules() if isinstance(module, Router)]
-        self.routes_by_token = all(router.routing.scope(training=False) == "token" for router in routers)
+        rules = [module.rule for module in self.modules() if isinstance(module, Router)]
+        self.routes_by_token = all(rule.scope(training=False) == "token" for rule in rules)
 
         def scalars(count: int, there: bool) -> nn.Parameter | None:
             return nn.Parameter(torch.empty(count)) if there else None
@@ -427,90 +558,109 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         self.skip_scalars = scalars(config.layers, config.skip_scalars)
         self.backout_scalar = scalars(1, config.backout)
         self.smear_scalar = scalars(1, config.smear)
-        self.smear_gate = Gate(min(24, config.d_model), 1, bias=False) if config.smear else None
+        self.smear_channels = min(24, config.d_model)
+        self.smear_gate = starting(nn.Linear(self.smear_channels, 1, bias=False), "gate") if config.smear else None
         self.gradient_checkpointing = False
+        self._refuse_flat_batches()
         self.post_init()
 
-    @can_return_tuple  # type: ignore[untyped-decorator]
+    def _refuse_flat_batches(self, **kwargs: Any) -> None:
+        """Raise ValueError where requests share one row and a cache that holds keys alone, if a token needs more of the
+        one before it: in vLLM and in transformers' continuous batching it would be another request's, silently.
+        """
+        own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
+        needs = [name for name in ("smear", "key_offset") if getattr(self.config, name)]
+        needs += [] if self.routes_by_token else [f"rule {self.config.rule['name']}"]
+        if needs and (not own or kwargs.get("cache") is not None):
+            raise ValueError(
+                f"{' and '.join(needs)} of this model read the previous token, which engines with flat batches (vLLM, "
+                "continuous batching) do not keep; use generate or et serve, or train with --trunk paper"
+            )
+
+    @merge_with_config_defaults  # type: ignore[untyped-decorator]
+    @capture_outputs  # type: ignore[untyped-decorator]
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Take the usual arguments of transformers; no token attends to one whose attention_mask is 0.
 
         Hidden states are the inputs of the blocks, before residual and skip scalars, followed by the head's input.
+        Without a cache, sequences may share a row: one starts wherever position_ids do not continue.
         """
-        if output_attentions or (output_attentions is None and self.config.output_attentions):
-            raise ValueError("output_attentions=True, but attention weights are never computed; leave it out")
+        if kwargs.get("output_attentions", self.config.output_attentions) and (
+            self.config._attn_implementation != "eager"
+        ):
+            raise ValueError("output_attentions=True needs attention weights; load with attn_implementation='eager'")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        self._refuse_flat_batches(**kwargs)
         embedded = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
-        if not self.routes_by_token:  # no cache holds the scores of earlier tokens, and padding's would count
-            if past_key_values is not None or (attention_mask is not None and not attention_mask.all()):
-                raise ValueError("the routing rule looks at whole sequences; pass use_cache=False, and no padding")
-            use_cache = False
-        if self.config.smear or self.config.key_offset:  # no cache holds the previous token's embedding and key
-            if past_key_values is not None:
-                raise ValueError("smear and key offset read the previous token; pass use_cache=False")
-            use_cache = False
-        if use_cache and past_key_values is None and not (self.training and self.gradient_checkpointing):
-            past_key_values = DynamicCache(config=self.config)
+        continues = None
+        if position_ids is not None and past_key_values is None and (self.config.smear or self.config.key_offset):
+            continues = F.pad(position_ids[:, 1:] == position_ids[:, :-1] + 1, (1, 0), value=True)
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if not self.routes_by_token:
+            self._require_whole_sequences(attention_mask, position_ids, past_key_values)
         if position_ids is None:
-            past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = past + torch.arange(embedded.shape[1], device=embedded.device)[None]
-        windows = [self.config.window(layer) for layer in range(self.config.layers)]
-        if attention_mask is not None and attention_mask.ndim != 2 and set(windows) != {None}:
-            raise ValueError("windows are made from an attention_mask (batch, time); give one of this shape")
-        masks = {
-            window: create_causal_mask(
-                config=self.config,
-                inputs_embeds=embedded,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                and_mask_function=None if window is None else within(window),
-            )
-            for window in set(windows)
-        }
-        seen = None if attention_mask is None or attention_mask.ndim != 2 else attention_mask
-        x = start = self.smeared(norm(embedded), seen)
+        masks = attention_mask
+        if not isinstance(masks, dict):
+            masks = self.create_masks_for_generate(self.config, embedded, attention_mask, past_key_values, position_ids)
+        seen = masks["seen"]
+        if use_cache and self.routes_by_token and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        x = start = self.smeared(norm(embedded), seen, continues, past_key_values)
         cos, sin = self.rotary(position_ids, x.dtype)
         middle = x
-        shown = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        entering: list[Tensor] = []
         for layer, block in enumerate(self.blocks):
-            if shown:
-                entering.append(x)
             if self.residual_scalars is not None:
                 x = self.residual_scalars[layer].to(x) * x
             if self.skip_scalars is not None:
                 x = x + self.skip_scalars[layer].to(x) * start.to(x.device)
-            x = block(x, cos, sin, masks[windows[layer]], past_key_values, input_ids, seen, **kwargs)
+            mask = masks["long" if self.config.window(layer) is None else "short"]
+            x = block(x, cos, sin, mask, input_ids, seen, continues, past_key_values=past_key_values, **kwargs)
             if layer == self.config.layers // 2:
                 middle = x
         if self.backout_scalar is not None:
             x = x - self.backout_scalar.to(x) * middle.to(x.device)
-        x = norm(x)
-        states = (*entering, x) if shown else None
-        return BaseModelOutputWithPast(last_hidden_state=x, past_key_values=past_key_values, hidden_states=states)
+        return BaseModelOutputWithPast(last_hidden_state=norm(x), past_key_values=past_key_values)
 
-    def smeared(self, x: Tensor, seen: Tensor | None) -> Tensor:
-        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows."""
+    def _require_whole_sequences(self, mask: Any, position_ids: Tensor | None, cache: Cache | None) -> None:
+        """Raise ValueError if rows are not whole sequences: no cache holds earlier tokens' scores, and padding's and
+        those of another sequence would count.
+        """
+        padded = isinstance(mask, Tensor) and not mask.all()
+        packed = position_ids is not None and bool((position_ids.diff() != 1).any())
+        if cache is not None or padded or packed:
+            raise ValueError(
+                "the routing rule looks at whole sequences; pass use_cache=False, no padding, and one a row"
+            )
+
+    def smeared(self, x: Tensor, seen: Tensor | None, continues: Tensor | None, cache: Cache | None) -> Tensor:
+        """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; padding adds nothing to what follows.
+
+        x_{t−1} is a convolution of width 2, whose state the first layer's cache keeps as transformers' convolutions do.
+        """
         if self.smear_gate is None:
             return x
         assert self.smear_scalar is not None
         before = x if seen is None else x * seen[..., None].to(x)
-        gates = self.smear_scalar.to(x) * self.smear_gate(x).sigmoid()
-        y: Tensor = x + gates * F.pad(before[:, :-1], (0, 0, 1, 0))
+        if cache is not None:
+            if not (len(cache.layers) and isinstance(cache.layers[0], LinearAttentionCacheLayerMixin)):
+                raise ValueError("smear needs a cache made for this model; use DynamicCache(config=model.config)")
+            before = cache.update_conv_state(before.mT, 0, conv_kernel_size=1).mT
+        previous = F.pad(before, (0, 0, 1, 0))[:, -1 - x.shape[1] : -1]
+        if continues is not None:
+            previous = previous * continues[..., None].to(x)
+        gates = self.smear_scalar.to(x) * self.smear_gate(x[..., : self.smear_channels]).sigmoid()
+        y: Tensor = x + gates * previous
         return y
 
     def rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -527,8 +677,13 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
     def __init__(self, config: ExpertThresholdConfig) -> None:
         super().__init__(config)
         self.model = ExpertThresholdModel(config)
-        self.lm_head = LastLinear(config.d_model, config.vocab_size, bias=False)
+        self.lm_head = starting(nn.Linear(config.d_model, config.vocab_size, bias=False), "zero")
         self.post_init()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; without a cache if the rule looks at whole sequences."""
+        kwargs |= {} if self.model.routes_by_token else {"use_cache": False}
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
@@ -546,27 +701,43 @@ class ExpertThresholdForCausalLM(ExpertThresholdPreTrainedModel, GenerationMixin
     ) -> CausalLMOutputWithPast:
         """labels: (batch, time), usually the input itself, -100 where no loss is wanted; logits: float32."""
         output = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
             **kwargs,
             return_dict=True,  # even if the configuration says otherwise
         )
-        logits = self.lm_head(slice_logits_to_keep(output.last_hidden_state, logits_to_keep)).float()
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept]).float()
         if self.config.softcap is not None:
             logits = self.config.softcap * torch.tanh(logits / self.config.softcap)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, self.config.vocab_size, num_items_in_batch=num_items_in_batch)
-        return CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=output.past_key_values, hidden_states=output.hidden_states
-        )
+        recorded = {name: output.get(name) for name in ("past_key_values", "hidden_states", "attentions")}
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **recorded)
+
+
+class ExpertThresholdForSequenceClassification(GenericForSequenceClassification, ExpertThresholdPreTrainedModel):
+    """The model with a linear layer that scores each label from the last token."""
+
+    def __init__(self, config: Any) -> None:
+        ExpertThresholdPreTrainedModel.__init__(self, config)  # the other base asks AutoModel, and so the network
+        self.num_labels = config.num_labels
+        self.model = ExpertThresholdModel(config)
+        self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
+        self.post_init()
 
 
 if __package__ == "expert_threshold.integrations":  # a registered copy would stand in for those of other folders
     AutoConfig.register("expert_threshold", ExpertThresholdConfig, exist_ok=True)
     AutoModel.register(ExpertThresholdConfig, ExpertThresholdModel, exist_ok=True)
     AutoModelForCausalLM.register(ExpertThresholdConfig, ExpertThresholdForCausalLM, exist_ok=True)
+    AutoModelForSequenceClassification.register(
+        ExpertThresholdConfig, ExpertThresholdForSequenceClassification, exist_ok=True
+    )
+    kernels = importlib.import_module("expert_threshold.integrations.experts")
+    ALL_EXPERTS_FUNCTIONS.register("expert_threshold", kernels.routed_sum)

@@ -163,7 +163,7 @@ def observe(
     gates = scores.sigmoid() if gates is None else gates.detach().flatten(0, -2)
     load, fanout = assignment.sum(0), assignment.sum(1)
     return Observation(
-        tokens=load.new_full((), len(scores)),
+        tokens=load.new_full((), scores.shape[0]),  # len would fix it in an exported graph
         target=load.sum(dtype=scores.dtype) / len(load) if target is None else scores.new_full((), target),
         load=load,
         fanout_counts=load.new_zeros(len(load) + 1).scatter_add_(0, fanout, torch.ones_like(fanout)),

@@ -1,0 +1,34 @@
+"""The experts of an exported model by this package's backends: `experts_implementation="expert_threshold"`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..kernels.activation import Activation, activation_named
+from ..moe.backends import auto
+
+
+class _Weights(NamedTuple):
+    """What a backend reads of our `Experts`; of tensors that need not be parameters."""
+
+    activation: Activation
+    gate: Tensor | None
+    up: Tensor
+    down: Tensor
+
+    def ups(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return tuple(weight.to(dtype) for weight in (self.gate, self.up) if weight is not None)
+
+
+def routed_sum(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Return Σ_k weights[t,k] · expert_ids[t,k](x_t) by the backend that `auto` chooses.
+
+    module: the stacked experts; x: (tokens, d_model); ids and weights: (tokens, K). Weight 0 is not computed.
+    """
+    gate, up = module.gate_up_proj.chunk(2, 1) if module.has_gate else (None, module.up_proj)
+    experts: Any = _Weights(activation_named("swiglu" if module.has_gate else "relu2"), gate, up, module.down_proj)
+    gates = weights.new_zeros(x.shape[0], module.num_experts).scatter(1, ids, weights)
+    return auto(x, gates.float(), gates != 0, experts)
