@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +98,121 @@ def test_recomputation_under_activation_checkpointing_counts_once(rule: Rule, us
         torch.testing.assert_close(found, expected)
 
 
-def test_only_forwards_in_training_mode_count() -> None:
+SCALED = ("skipped by a GradScaler", "skipped by a GradScaler in a fused optimizer")
+
+
+@pytest.mark.parametrize("factor", [1000.0, float("nan")])
+@pytest.mark.parametrize(
+    "skipped",
+    [
+        "in evaluation mode",
+        "without gradients",
+        "without backward",
+        "cleared by the optimizer",
+        "cleared by the model",
+        "cleared after the next forward",
+        *SCALED,
+    ],
+)
+def test_a_forward_that_took_part_in_no_step_changes_no_rule(skipped: str, factor: float) -> None:
+    """One batch 1000 times as large, thrown away by the loop, drew the cutoffs to 176 in place of 0.5."""
+    states = []
+    for spikes in (True, False):
+        model = Foreign(ExpertThreshold(4, decay=0.5, warmup_steps=100), z_loss=0.01)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=skipped == SCALED[1])
+        scaler = torch.amp.GradScaler("cpu", 2.0**10, enabled=skipped in SCALED)
+        follower = follow(model, optimizer)
+        for step, x in enumerate(batches(4)):
+            if step == 2 and spikes:
+                model.train(skipped != "in evaluation mode")
+                with torch.set_grad_enabled(skipped != "without gradients"):
+                    loss = model(factor * x).square().mean()
+                model.train()
+                if loss.requires_grad and skipped != "without backward":
+                    scaler.scale(loss * torch.inf if skipped in SCALED else loss).backward()
+                if skipped in SCALED:
+                    scaler.step(optimizer)
+                    scaler.update()
+                    follower.loss_scale = scaler.get_scale()
+                if skipped.startswith("cleared by"):
+                    (optimizer if skipped == "cleared by the optimizer" else model).zero_grad()
+            follower.loss_scale = scaler.get_scale() if skipped in SCALED else None
+            loss = model(x).square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        states.append(model.states())
+    for found, expected in zip(*states, strict=True):  # a scale of gradients rounds
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_graph_that_is_kept_for_two_backwards_counts_once() -> None:
     model = Foreign(ROUTED[0])
     follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
-    model.eval()(batches(1)[0])
+    y = model(batches(1)[0])
+    y.mean().backward(retain_graph=True)
+    y.square().mean().backward()
+    assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+
+
+@pytest.mark.parametrize("trained", ["experts", "head"])
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_layers_below_all_that_trains_count_too(trained: str, use_reentrant: bool | None) -> None:
+    model = nn.Sequential(Foreign(ROUTED[0], checkpointed=use_reentrant), nn.Linear(8, 8))
+    model.requires_grad_(False)
+    (model[1] if trained == "head" else model[0].layers[0].experts).requires_grad_(True)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    follower = follow(model, optimizer)
+    model(batches(1)[0]).mean().backward()
+    assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+
+
+@pytest.mark.parametrize("again", ["the same optimizer", "another optimizer"])
+def test_a_model_followed_again_is_followed_once(again: str) -> None:
+    """Its rules were updated twice a step: a notebook's cell run again, or a loop of two optimizers."""
+    once, twice = (Foreign(ROUTED[0]) for _ in range(2))
+    for model in (once, twice):
+        optimizers = [torch.optim.SGD(model.layers.parameters(), 0.1), torch.optim.SGD(model.inner.parameters(), 0.1)]
+        if model is twice:
+            follow(model, optimizers[1 if again == "the same optimizer" else 0])
+        follower = follow(model, optimizers[1])
+        model(batches(1)[0]).mean().backward()
+        assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_all_equal(once.states(), twice.states())
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: an optimizer by its class, without the parts of one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def test_wrapped_optimizers_are_followed_and_others_refused() -> None:
+    model = Foreign(ROUTED[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    follow(model, Wrapper(Wrapper(optimizer)))
+    model(batches(1)[0]).mean().backward()
+    before = model.states()
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(model.states(), before, strict=True))
+    for other, kind in ((None, "None"), ([optimizer], "a list"), (model, "a Foreign")):
+        with pytest.raises(ValueError, match=f"optimizer is {kind}, not a torch.optim.Optimizer"):
+            follow(model, other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_followed_model_is_not_followed(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model = Foreign(ROUTED[0])
+    follower = follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    twin = copied(model)
+    twin(batches(1)[0]).mean().backward()
     assert not follower.observations
-    model.train()(batches(1)[0])
-    assert len(follower.observations) == 2
+    model(batches(1)[0]).mean().backward()
+    assert_all_equal(gradients(twin), gradients(model))
 
 
 def test_a_step_that_saw_nothing_moves_nothing() -> None:
@@ -217,7 +328,7 @@ def test_accumulation_without_a_scale_of_losses_warns_once() -> None:
             for x in batches(2):
                 model(x).mean().backward()
             if warns and step == 0:
-                with pytest.warns(UserWarning, match=r"2 forwards before one optimizer step.*loss_scale=1 / 2"):
+                with pytest.warns(UserWarning, match=r"2 backward passes .*loss_scale=1 / 2"):
                     optimizer.step()
             else:
                 optimizer.step()
@@ -233,11 +344,23 @@ def test_a_first_step_that_saw_no_forward_warns() -> None:
     optimizer.step()
 
 
+def test_a_loop_that_stays_in_evaluation_mode_warns() -> None:
+    """Rules stopped silently where a loop called `eval()` for a validation and `train()` never again."""
+    model = Foreign(ROUTED[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    follow(model, optimizer)
+    model(batches(1)[0]).mean().backward()
+    optimizer.step()
+    model.eval()(batches(1)[0]).mean().backward()
+    with pytest.warns(UserWarning, match=r"call model.train\(\)"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", ROUTED, ids=lambda rule: type(rule).__name__)
 def test_describe_nonfinite_moves_no_rule_and_is_reported(rule: Rule, value: float) -> None:
     model = Foreign(rule)
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)  # which makes no weight NaN
     follow(model, optimizer)
     model(batches(1)[0]).mean().backward()
     optimizer.step()
@@ -245,13 +368,12 @@ def test_describe_nonfinite_moves_no_rule_and_is_reported(rule: Rule, value: flo
     row = model.layers[1].router.weight.data[2]
     whole = row.clone()
     row[0] = value
-    model(batches(1)[0])
-    optimizer.zero_grad()
+    model(batches(1)[0]).mean().backward()
     with pytest.warns(UserWarning, match=r"scores of expert 2 in layers\.1\.router are not finite; this step moved no"):
         optimizer.step()
     assert_all_equal(model.states(), before)
     row.copy_(whole)
-    model(batches(1)[0])
+    model(batches(1)[0]).mean().backward()
     optimizer.step()
     with pytest.raises(AssertionError):
         assert_all_equal(model.states(), before)
@@ -292,11 +414,13 @@ def test_a_rule_without_a_loss_adds_nothing_to_the_training_loss() -> None:
     assert follower.loss() == 0.0
 
 
-def test_a_layer_used_twice_in_one_forward_is_observed_twice() -> None:
-    moe = MoE(8, 12, ROUTED[0])
-    follower = follow(moe, torch.optim.SGD(moe.parameters(), 0.1))
-    moe(moe(batches(1)[0])[0])
+def test_a_layer_used_twice_in_one_forward_is_observed_twice_and_is_no_accumulation() -> None:
+    moe = MoE(8, 12, ROUTED[0], z_loss=0.01)
+    optimizer = torch.optim.SGD(moe.parameters(), 0.1)
+    follower = follow(moe, optimizer)
+    moe(moe(batches(1)[0])[0])[0].mean().backward()
     assert int(follower.observations[moe.router].tokens) == 32
+    optimizer.step()
 
 
 def test_after_remove_nothing_is_seen_and_nothing_moves() -> None:

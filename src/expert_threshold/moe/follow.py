@@ -3,36 +3,58 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.variable import Variable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
-from torch.utils.module_tracker import ModuleTracker
 
 from ..routing import Observation, Routing, all_finite, scores_not_finite, summed_over_ranks
 from .router import Router
 
 
-class _WithLoss(torch.autograd.Function):
-    """The identity on gates; its backward also adds the gradient of scale · loss."""
+class _Watched(torch.autograd.Function):
+    """The identity on gates; its first backward calls `reached`, and every one adds the gradient of scale · loss."""
 
     @staticmethod
-    def forward(ctx: Any, gates: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        ctx.save_for_backward(loss)
+    def forward(ctx: Any, gates: Tensor, loss: Tensor | None, scale: float, reached: Callable[[], None]) -> Tensor:
+        ctx.scale, ctx.reached = scale, reached
         return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx: Any, dgates: Tensor) -> tuple[Tensor, Tensor, None]:
-        (loss,) = ctx.saved_tensors
-        return dgates, torch.full_like(loss, ctx.scale), None
+    def backward(ctx: Any, dgates: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        if ctx.reached is not None:
+            ctx.reached()
+            ctx.reached = None  # a graph that is kept for another backward is still one forward
+        return dgates, dgates.new_full((), ctx.scale) if ctx.needs_input_grad[1] else None, None, None
+
+
+class _Hook:
+    """Passes a router's forward to its follower; its copies, in copies of the model, do nothing."""
+
+    def __init__(self, follower: Follower | None = None, call: Callable[..., Any] | None = None) -> None:
+        self.follower = follower
+        self._call = call
+
+    @torch.compiler.disable  # the compiler would run the backward's side effects while it traces
+    def __call__(self, *args: Any) -> Any:
+        return None if self._call is None else self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
+
+    A forward counts when backward reaches its gates, and no longer once its gradients are set to None. So batches
+    without backward, skipped by a GradScaler or discarded by the loop change no rule, and recomputation under
+    activation checkpointing counts once.
 
     loss_scale: as in `follow`; it may be set before any forward, for example when a GradScaler changes its scale.
     observations: each router's observation on this rank since the last step.
@@ -49,18 +71,25 @@ class Follower:
         self.loss_scale = loss_scale
         self.observations: dict[Router, Observation] = {}
         self._group = group
+        self._optimizer = _innermost(optimizer)
         self._loss: Tensor | float = 0.0
-        self._losses: dict[Router, int] = {}  # number of losses since the last step
-        self._has_seen = False
+        self._passes: dict[Router, set[int]] = {}  # backward passes with a loss since the last step
+        self._pass = -1
+        self._with_gradient: list[Tensor] = []  # parameters, after the last backward pass
+        self._has_stepped = self._reached_evaluation = False
         self._names = {module: name for name, module in model.named_modules() if isinstance(module, Router)}
         if not self._names:
             name = type(model).__name__
             raise ValueError(f"model {name} has no Mixture-of-Experts layer to follow; build it with MoE(...)")
-        self._groups = {router: router.group for router in self._names}
-        self._handles: list[RemovableHandle] = [optimizer.register_step_post_hook(self._update)]
         for router in self._names:
-            self._handles.append(router.register_forward_pre_hook(self._join))
-            self._handles.append(router.register_forward_hook(self._gather))
+            for hook in [*router._forward_hooks.values()]:
+                if isinstance(hook, _Hook) and hook.follower is not None:  # two would update a rule twice a step
+                    hook.follower.remove()
+        self._groups = {router: router.group for router in self._names}
+        self._handles: list[RemovableHandle] = [self._optimizer.register_step_post_hook(self._update)]
+        for router in self._names:
+            self._handles.append(router.register_forward_pre_hook(_Hook(self, self._join)))
+            self._handles.append(router.register_forward_hook(_Hook(self, self._gather)))
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -83,34 +112,60 @@ class Follower:
         for router, group in self._groups.items():
             router.group = group
 
-    def _join(self, router: nn.Module, _inputs: Any) -> None:
-        assert isinstance(router, Router)
+    def _join(self, router: Router, _inputs: Any) -> None:
         router.group = self.group  # set here, since the default group may be created after `follow`
 
-    def _gather(self, router: nn.Module, _inputs: Any, routing: Routing) -> Routing | None:
-        assert isinstance(router, Router)
-        if not router.training:
-            return None
-        # A forward inside backward is recomputation under activation checkpointing, which was counted already.
-        if not ModuleTracker().is_bw:
-            seen = self.observations.get(router)
-            self.observations[router] = routing.observation if seen is None else seen + routing.observation
-            if routing.loss is not None:
-                self._loss = self._loss + routing.loss.detach()
-                self._losses[router] = self._losses.get(router, 0) + 1
-        if routing.loss is None:
+    def _gather(self, router: Router, _inputs: Any, routing: Routing) -> Routing | None:
+        recomputed = torch._C._current_graph_task_id() != -1  # inside backward, under activation checkpointing
+        if routing.loss is not None and not recomputed:
+            self._loss = self._loss + routing.loss.detach()
+        reached = self._note_evaluation
+        if router.training:
+            reached = partial(self._count, router, routing.observation, routing.loss is not None)
+        if not routing.gates.requires_grad:  # backward will not come here: nothing below trains, or nothing at all
+            if torch.is_grad_enabled() and not recomputed:
+                reached()
             return None
         # The loss enters through the gates, on which the layer's output depends, so that backward reaches it under
         # checkpointing and FSDP too. The loss passed on is detached, so that a model that adds it does not count twice.
         scale = 1.0 if self.loss_scale is None else self.loss_scale
-        gates = _WithLoss.apply(routing.gates, routing.loss, scale)
-        return Routing(**{**routing._asdict(), "gates": gates, "loss": routing.loss.detach()})
+        gates = _Watched.apply(routing.gates, routing.loss, scale, reached)
+        loss = None if routing.loss is None else routing.loss.detach()
+        return Routing(**{**routing._asdict(), "gates": gates, "loss": loss})
 
-    def _update(self, *_: Any) -> None:
-        self._tell_misuse()
-        seen = dict(self.observations)
+    def _note_evaluation(self) -> None:
+        self._reached_evaluation = True
+
+    def _count(self, router: Router, observation: Observation, has_loss: bool) -> None:
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass = current
+            if any(parameter.grad is None for parameter in self._with_gradient):
+                self._forget()  # the gradients of what was counted so far were discarded
+            if current != -1:
+                Variable._execution_engine.queue_callback(self._note_gradients)
+        seen = self.observations.get(router)
+        self.observations[router] = observation if seen is None else seen + observation
+        if has_loss:
+            self._passes.setdefault(router, set()).add(current)
+
+    def _note_gradients(self) -> None:
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+
+    def _forget(self) -> None:
         self.observations.clear()
-        self._losses.clear()
+        self._passes.clear()
+        self._with_gradient = []
+
+    def _update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # a fused optimizer skips a GradScaler's step by itself
+        if found_inf is not None and found_inf > 0:
+            self._forget()
+            return
+        self._warn_of_misuse()
+        seen = dict(self.observations)
+        self._forget()
         if self.group is not None:  # a rank without observations takes part too
             mine = [seen[router] if router in seen else _nothing_seen(router) for router in self._names]
             tensors, structure = tree_flatten(mine)
@@ -118,30 +173,43 @@ class Follower:
             tokens = torch.stack([observation.tokens for observation in total]).tolist()
             seen = {router: total[i] for i, router in enumerate(self._names) if tokens[i] > 0}
         if seen and not all_finite(t for observation in seen.values() for t in observation.tensors().values()):
-            told = (scores_not_finite(observation, self._names[router]) for router, observation in seen.items())
-            warnings.warn(f"{next(filter(None, told))}; this step moved no cutoffs and no biases", stacklevel=2)
+            messages = (scores_not_finite(observation, self._names[router]) for router, observation in seen.items())
+            warnings.warn(f"{next(filter(None, messages))}; this step moved no cutoffs and no biases", stacklevel=2)
             return
         for router, observation in seen.items():
             router.update(observation)
 
-    def _tell_misuse(self) -> None:
-        """Warn once about likely mistakes in the training loop."""
-        if not (self.observations or self._has_seen):
+    def _warn_of_misuse(self) -> None:
+        """Warn once about each likely mistake in the training loop."""
+        if not self.observations and (self._reached_evaluation or not self._has_stepped):
             warnings.warn(
-                "follow has seen no forward before the optimizer's first step, so cutoffs and biases do not change; "
-                "call model.train(), and call follow before torch.compile first runs the model",
+                "follow has seen no forward in training mode before this optimizer step, so cutoffs and biases do not "
+                "change; call model.train(), and call follow before torch.compile first runs the model",
                 stacklevel=3,
             )
-        self._has_seen = True
-        micro_batches = max(self._losses.values(), default=1)
+        self._has_stepped, self._reached_evaluation = True, False
+        micro_batches = max(map(len, self._passes.values()), default=1)
         if micro_batches > 1 and self.loss_scale is None:
             self.loss_scale = 1.0
             warnings.warn(
-                f"{micro_batches} forwards before one optimizer step, the routing losses of each with weight 1; use "
-                f"follow(…, loss_scale=1 / {micro_batches}) if the loop divides its loss by {micro_batches}, or "
+                f"{micro_batches} backward passes before one optimizer step, the routing losses of each with weight 1; "
+                f"use follow(…, loss_scale=1 / {micro_batches}) if the loop divides its loss by {micro_batches}, or "
                 "loss_scale=1 if it adds them up",
                 stacklevel=3,
             )
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers such as Accelerate's, which have no hooks. Raises ValueError for others."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = "None" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise ValueError(
+            f"optimizer is {kind}, not a torch.optim.Optimizer; pass the one that the loop steps last, since each of its "
+            "steps updates the rules"
+        )
+    return optimizer
 
 
 def _nothing_seen(router: Router) -> Observation:

@@ -62,11 +62,15 @@ class Router(nn.Module):
         self.group: dist.ProcessGroup | None = None
         self.rate: float | None = None
         self.weight = nn.Parameter(torch.empty(rule.num_scores, d_model))
-        if not self.weight.is_meta:
-            nn.init.normal_(self.weight, std=d_model**-0.5)
         self._state_type = type(rule.init())
         for name, value in rule.init()._asdict().items():
             self.register_buffer(f"state_{name}", value.to(self.weight.device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight and restore the state before the first step, in place."""
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        self.reset_state()
 
     def forward(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
@@ -172,6 +176,17 @@ class Router(nn.Module):
     def reset_state(self) -> None:
         """Restore the state before the first step, in place."""
         self._assign(self.rule.init())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle contains: all but the group, which belongs to this process."""
+        return {**vars(self), "group": None}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load in the state's own dtypes, where assign=True would take the checkpoint's."""
+        for name, value in self.state._asdict().items():
+            if (loaded := state_dict.get(f"{prefix}state_{name}")) is not None:
+                state_dict[f"{prefix}state_{name}"] = loaded.to(value.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _assign(self, state: Iterable[Tensor]) -> None:
         for old, new in zip(self.state, state, strict=True):
