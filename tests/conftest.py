@@ -89,3 +89,13 @@ def tokenizer() -> Tokenizer:
     from cases import small_tokenizer
 
     return small_tokenizer()
+
+
+@pytest.fixture
+def fresh_memory_is_nan() -> Iterator[None]:
+    """Fill with NaN what torch.empty and its like return."""
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -729,13 +729,17 @@ def test_a_layer_that_got_no_token_in_validation_has_no_spread(finished: Path, c
     assert result.load_spread == other
 
 
+TWO: dict[str, Any] = {"rule.experts_per_token": 2}
+"""What every method accepts: gates normalised over one expert are constant."""
+
+
 def test_each_method_is_what_its_name_says() -> None:
-    rules = {name: config.model.rule for name, config in configure({"preset": "tiny"}, list(methods())).items()}
+    rules = {name: config.model.rule for name, config in configure(TWO | {"preset": "tiny"}, list(methods())).items()}
     assert rules["dense"] is None
     assert [rules[f"token_choice{end}"] for end in ("", "_aux", "_loss_free")] == [
-        TokenChoice(balance="none"),
-        TokenChoice(balance="aux"),
-        TokenChoice(balance="loss_free"),
+        TokenChoice(16, 2, balance="none"),
+        TokenChoice(16, 2, balance="aux"),
+        TokenChoice(16, 2, balance="loss_free"),
     ]
     for pool in ("sequence", "batch"):
         rule = rules[f"expert_choice_{pool}"]
@@ -764,13 +768,13 @@ def test_the_kin_of_expert_threshold_differ_in_the_cutoff_and_the_bounds_alone(p
 
 
 def test_all_methods_are_trained_alike() -> None:
-    configs = configure({"preset": "quickstart"}, list(methods())).values()
+    configs = configure(TWO | {"preset": "quickstart"}, list(methods())).values()
     alike = [(config.model.to_dict() | {"rule": None}, config.data, config.optim, config.train) for config in configs]
     assert all(other == alike[0] for other in alike)
 
 
 def test_an_option_of_rules_reaches_every_method_that_leaves_it_open() -> None:
-    given: dict[str, Any] = {"preset": "tiny", "rule.num_experts": 8, "rule.warmup_steps": 7, "rule.decay": 0.5}
+    given = TWO | {"preset": "tiny", "rule.num_experts": 8, "rule.warmup_steps": 7, "rule.decay": 0.5}
     for name, config in configure(given, list(methods())).items():
         rule = config.model.rule
         assert (rule is None) == (name == "dense")

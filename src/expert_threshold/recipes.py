@@ -72,7 +72,7 @@ VARIANTS: dict[str, Method] = {
     "quantile_balancing_softmax": Method(
         "quantile_balancing", {"gate": "softmax"}, "quantile balancing with softmax gates"
     ),
-    # Gates and balancing of published models. Normalised gates are 1 at one expert per token.
+    # Gates and balancing of published models. Normalised gates need --experts-per-token 2 or more.
     "token_choice_mixtral": Method(
         "token_choice", {"balance": "aux", "gate": "softmax_chosen"}, "token choice with Mixtral's gates"
     ),

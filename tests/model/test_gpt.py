@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -650,6 +652,79 @@ def test_a_hook_may_change_what_a_layer_of_experts_hands_on() -> None:
         for _, moe in model.moe_layers():
             moe.register_forward_hook(lambda _module, _inputs, output: (output[0] + 1, output[1]))
         assert not same(model(tokens).logits, plain)
+
+
+class Adapter(nn.Module):
+    """A low-rank change of a linear layer, in its place."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+def call_each(model: GPT, change: Callable[[nn.Module, str, nn.Linear], None]) -> int:
+    """Change every linear layer of the model; return how many there are."""
+    linears = [
+        (module, name, child)
+        for module in list(model.modules())
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear)
+    ]
+    for place in linears:
+        change(*place)
+    return len(linears)
+
+
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_adapters_in_place_of_linear_layers_compute_as_their_merged_weights(activation: Any) -> None:
+    """Those of queries, keys, values, feed-forwards, shared experts and the head changed nothing, without a word."""
+    adapted = lively(RULES["expert_threshold"], activation=activation, value_embeddings="all", smear=True)
+    merged = copy.deepcopy(adapted)
+    call_each(adapted, lambda module, name, linear: setattr(module, name, Adapter(linear)))
+    adapters = [module for module in adapted.modules() if isinstance(module, Adapter)]
+    originals = [module for module in merged.modules() if isinstance(module, nn.Linear)]
+    with torch.no_grad():
+        for adapter, linear in zip(adapters, originals, strict=True):
+            linear.weight += adapter.up.weight @ adapter.down.weight
+    tokens = tokens_of(2, CONTEXT)
+    targets = tokens.roll(-1, 1).index_fill(1, torch.tensor([0]), -1)
+    found, expected = adapted(tokens, targets), merged(tokens, targets)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.token_losses, expected.token_losses, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(adapted(tokens).logits, merged(tokens).logits, rtol=1e-3, atol=1e-3)
+    found.loss.backward()
+    assert all(adapter.up.weight.grad is not None for adapter in adapters)
+
+
+@pytest.mark.parametrize(
+    "register", ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
+)
+def test_hooks_on_every_linear_layer_fire(register: str) -> None:
+    model = lively(RULES["expert_threshold"])
+    called: set[nn.Module] = set()
+    count = call_each(
+        model, lambda _module, _name, linear: getattr(linear, register)(lambda linear, *_: called.add(linear))
+    )
+    tokens = tokens_of(2, CONTEXT)
+    model(tokens, tokens).loss.backward()
+    assert len(called) == count
+
+
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+@pytest.mark.parametrize("children_first", [True, False])
+def test_made_empty_every_module_can_reset_its_own_parameters(children_first: bool) -> None:
+    model = lively(RULES["expert_threshold"], residual_scalars=True, skip_scalars=True, smear=True, backout=True)
+    model.to_empty(device="cpu")
+    modules = list(model.modules())
+    for module in reversed(modules) if children_first else modules:
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from expert_threshold.moe import Follower, MoE, Rule, follow
+from expert_threshold.optim import Muon
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, TokenChoice
 from ranks import join, leave
 
@@ -38,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y, _ = self.moe(x)
-        return x + y
+        y += x  # under `fully_shard` of the layer this ended in a segmentation fault, where y was a view
+        return y
 
 
 class Model(nn.Module):
@@ -86,8 +88,10 @@ def ddp_of_followed(model: Model, start: Callable[[nn.Module], Follower]) -> nn.
 
 def fsdp2(model: Model, start: Callable[[nn.Module], Follower]) -> nn.Module:
     for layer in model.layers:
-        fully_shard(layer)
+        fully_shard(layer.moe)
     fully_shard(model)
+    with pytest.raises(ValueError, match=r"parameter inner.weight of shape \(8, 8\) is sharded, as by fully_shard"):
+        Muon([("inner.weight", model.inner.weight)])  # failed in its first step
     start(model)
     return model
 

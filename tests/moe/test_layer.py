@@ -296,25 +296,27 @@ def test_scores_are_float32_whatever_the_activations_are(rule: Rule) -> None:
 
 @rules
 @pytest.mark.parametrize("dispatch", ["reference", "grouped"])
-def test_autocast_rounds_neither_scores_nor_output(rule: Rule, dispatch: str) -> None:
-    """Foreign loops use autocast, whose bfloat16 scores would tie; the layer computes in the dtype of its input."""
+def test_under_autocast_experts_compute_in_its_dtype_as_linear_layers_do_and_scores_are_not_rounded(
+    rule: Rule, dispatch: str
+) -> None:
+    """Experts computed in float32, where a linear layer is twice as fast; bfloat16 scores would tie."""
     moe = moe_with_history(rule, dispatch=dispatch)
     x = torch.randn(2, 8, 8, requires_grad=True)
-    y, _ = moe(x)
-    (expected,) = torch.autograd.grad(y.sum(), x)
+    expected = moe.compute(x.bfloat16(), moe.router(x))
     with torch.autocast("cpu", torch.bfloat16):
-        assert (x @ x.mT).dtype == torch.bfloat16
+        assert nn.Linear(8, 8)(x).dtype == torch.bfloat16
         under, _ = moe(x)
-    assert torch.equal(under, y)
-    assert torch.equal(torch.autograd.grad(under.sum(), x)[0], expected)
+    assert under.dtype == torch.bfloat16
+    assert torch.equal(under, expected)
+    assert torch.equal(*(torch.autograd.grad(y.sum(), x)[0] for y in (under, expected)))
 
 
 @pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_under_autocast_a_feed_forward_computes_in_the_dtype_of_its_input(activation: Any) -> None:
+def test_under_autocast_a_feed_forward_computes_in_its_dtype(activation: Any) -> None:
     feed_forward, x = FeedForward(8, 12, activation), torch.randn(3, 8)
     with torch.autocast("cpu", torch.bfloat16):
         under = feed_forward(x)
-    assert torch.equal(under, feed_forward(x))
+    assert torch.equal(under, feed_forward(x.bfloat16()))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler does itself
@@ -399,6 +401,29 @@ def test_built_on_the_meta_device_the_state_starts_as_built_directly(rule: Rule)
     assert_same_state(moe, rule.init()._asdict())
     module.to(torch.float32)
     assert_same_state(moe, rule.init()._asdict())
+
+
+@rules
+@pytest.mark.usefixtures("fresh_memory_is_nan")
+def test_made_empty_every_module_can_reset_its_own_parameters(rule: Rule) -> None:
+    """FSDP2's way from the meta device, which left the router's weight uninitialised."""
+    moe = MoE(8, 12, rule).to_empty(device="cpu")
+    for module in moe.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    assert all(value.isfinite().all() for value in moe.state_dict().values())
+    assert 0.5 < float(moe.router.weight.detach().std()) * 8**0.5 < 1.5
+    assert_same_state(moe, rule.init()._asdict())
+
+
+@rules
+def test_a_checkpoint_in_bfloat16_leaves_the_state_its_dtypes(rule: Rule) -> None:
+    saved = moe_with_history(rule).bfloat16().state_dict()
+    rounded = {name: value.bfloat16() if value.is_floating_point() else value for name, value in saved.items()}
+    moe = MoE(8, 12, rule)
+    moe.load_state_dict(rounded, assign=True)
+    assert moe.router.weight.dtype == torch.bfloat16
+    assert [value.dtype for value in moe.router.state] == [value.dtype for value in rule.init()]
 
 
 @rules

@@ -91,6 +91,13 @@ def test_normalised_gates_sum_to_their_scale_however_small_the_scores(gate: Gate
     assert gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("rule", [TokenChoice, QuantileBalancing])
+@pytest.mark.parametrize("gate", ["softmax_chosen", "sigmoid_normalised"])
+def test_one_normalised_gate_is_refused_since_it_is_constant(rule: type[Rule], gate: Gate) -> None:
+    with pytest.raises(ValueError, match=rf"gate={gate!r} of one expert per token is constant.*experts_per_token=2"):
+        rule(EXPERTS, 1, gate=gate)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize("gate", ["softmax", "softmax_chosen"])
 def test_the_auxiliary_loss_takes_the_mean_of_softmax_over_all_experts_without_the_scale(gate: Gate) -> None:
     rule = TokenChoice(EXPERTS, FANOUT, balance="aux", aux_strength=0.5, gate=gate, gate_scale=3.0)
@@ -103,7 +110,7 @@ def test_the_auxiliary_loss_takes_the_mean_of_softmax_over_all_experts_without_t
 
 
 def test_kernels_are_offered_only_plain_sigmoid_gates_and_labels_name_the_others() -> None:
-    rules = [TokenChoice(EXPERTS, gate=gate) for gate in get_args(Gate)]
+    rules = [TokenChoice(EXPERTS, FANOUT, gate=gate) for gate in get_args(Gate)]
     assert [rule.sigmoid_gates for rule in rules] == [True, False, False, False]
     assert [rule.label for rule in rules] == ["TC", "TC softmax", "TC softmax chosen", "TC sigmoid norm."]
     scaled = TokenChoice(EXPERTS, balance="loss_free", gate_scale=2.5)
@@ -188,7 +195,7 @@ def test_null_scores_do_not_enter_the_loss_and_enter_values_over_gates() -> None
 
 def test_a_state_continues_where_its_units_are_the_same() -> None:
     def rule(**options: Any) -> TokenChoice:
-        return TokenChoice(4, 1, balance="loss_free", **options)
+        return TokenChoice(4, 2, balance="loss_free", **options)
 
     gates = rule(over="gates")
     assert rule().continues(rule(gate="softmax", null_scores=2))  # over scores, whatever the gates

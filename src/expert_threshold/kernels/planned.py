@@ -64,6 +64,12 @@ def no_autocast(x: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype in which `nn.Linear` would multiply it; without autocast x itself."""
+    casts = not x.is_meta and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
+
+
 def loads_of(assignment: Tensor) -> list[int]:
     """Return the tokens of each expert in an assignment (tokens, experts) bool, waiting for the device."""
     if not assignment.is_meta:

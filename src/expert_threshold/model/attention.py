@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import attention as kernels
 from ..kernels.planned import on_cpu
-from ..moe import Linear, Past
+from ..moe import Linear, Past, plain
 from .presets import VALUE_GATE_CHANNELS
 
 
@@ -368,6 +368,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = d_model // heads
+        self.kv_heads = kv_heads
         self.window = window
         self.key_offset = key_offset
         self.query = Linear(d_model, heads * self.head_dim)
@@ -398,8 +399,12 @@ class Attention(nn.Module):
         """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
         rotary table; tokens: (batch, time) int64, which value embeddings need.
         """
-        projected = F.linear(x, self.joined().to(x.dtype))
-        kv_heads = len(self.key.weight) // self.head_dim
+        projections = self.query, self.key, self.value
+        if plain(*projections):
+            projected = F.linear(x, self.joined().to(x.dtype))
+        else:
+            projected = torch.cat([projection(x) for projection in projections], -1)
+        kv_heads = self.kv_heads
         if self.value_embed is not None:
             assert tokens is not None
             projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))

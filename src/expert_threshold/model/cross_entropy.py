@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.autograd import refuse_second_derivative
@@ -27,6 +28,12 @@ def softcap_logits(logits: Tensor, softcap: float | None) -> Tensor:
     """Return softcap · tanh(logits / softcap) in float32; None is off."""
     logits = logits.float()
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> CrossEntropy:
+    """Return cross-entropy in nats of logits (tokens, vocab) float32; targets of -1 are ignored."""
+    losses = F.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    return CrossEntropy(losses.sum() / (targets >= 0).sum().clamp(min=1), losses.detach())
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None) -> CrossEntropy:

@@ -23,13 +23,14 @@ from ..moe import (
     Observation,
     Routing,
     Rule,
+    plain,
     require_rule,
     rule_from_dict,
     rule_to_dict,
 )
 from ..option import Bounds, Count, NotNegative, Whole, option, require_valid
 from .attention import Attention, Cache, Span, norm, rotary
-from .cross_entropy import linear_cross_entropy, softcap_logits
+from .cross_entropy import cross_entropy, linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS
 
 Initialization = Literal["paper", "nanochat"]
@@ -315,6 +316,8 @@ class GPT(nn.Module):
         for _, moe in self.moe_layers():
             moe.router.reset_state()
 
+    reset_parameters = init_weights  # the name in loops over `modules()`
+
     def moe_layers(self) -> list[tuple[int, MoE]]:
         """The layers with experts, each with its index among the blocks."""
         return [(i, block.moe) for i, block in enumerate(self.blocks) if block.moe is not None]  # type: ignore[misc]
@@ -382,9 +385,11 @@ class GPT(nn.Module):
         if targets is None:
             logits = softcap_logits(self.head(x[:, -1:] if last else x), self.config.softcap)
             return Output(logits, None, None, None, observations, recorded)
-        mean, token_losses = linear_cross_entropy(
-            x.flatten(0, 1), self.head.weight, targets.flatten(), self.config.softcap
-        )
+        flat, wanted, softcap = x.flatten(0, 1), targets.flatten(), self.config.softcap
+        if plain(self.head):
+            mean, token_losses = linear_cross_entropy(flat, self.head.weight, wanted, softcap)
+        else:
+            mean, token_losses = cross_entropy(softcap_logits(self.head(flat), softcap), wanted)
         loss = sum((routing.loss for routing in routings if routing.loss is not None), mean)
         return Output(None, loss, mean, token_losses.view(targets.shape), observations, recorded)
 

@@ -14,7 +14,7 @@ from ..routing import (
     summed_over_ranks,
 )
 from .backends import BACKENDS, DispatchName
-from .experts import Experts, FeedForward, Linear
+from .experts import Experts, FeedForward, Linear, plain
 from .follow import Follower, follow
 from .layer import GateNorm, MoE, require_rule
 from .router import Past, Router
@@ -38,6 +38,7 @@ __all__ = [
     "Rule",
     "all_finite",
     "follow",
+    "plain",
     "require_rule",
     "rule_from_dict",
     "rule_to_dict",

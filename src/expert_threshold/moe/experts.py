@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..kernels.activation import Activation, ActivationName, activation_named
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
-from ..kernels.planned import no_autocast, on_cpu
+from ..kernels.planned import as_autocast, no_autocast, on_cpu
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -89,6 +89,22 @@ class Linear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
+def plain(*modules: nn.Module) -> bool:
+    """Return True if the modules are our own and without hooks, so that code may use their weights without a call.
+
+    Adapters replace a module, its class or its `forward`; a kernel that read the weights would bypass all of these.
+    """
+    return not any(
+        type(module) not in (Linear, FeedForward)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        for module in modules
+    )
+
+
 class FeedForward(nn.Module):
     """down · relu(up · x)², or down · (silu(gate · x) · (up · x)); without biases.
 
@@ -102,28 +118,28 @@ class FeedForward(nn.Module):
         self.gate = Linear(d_model, d_hidden) if self.activation.width == 2 else None
         self.down = Linear(d_hidden, d_model)
 
-    @property
-    def watched(self) -> bool:
-        """True if the module has hooks, which a kernel that bypasses it would not call."""
-        return bool(self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks)
-
     def forward(self, x: Tensor) -> Tensor:
-        """Map x (…, d_model) to the same shape and dtype, under autocast too."""
+        """Map x (…, d_model) to the same shape and dtype; under autocast, to autocast's dtype."""
+        x = as_autocast(x)
         with no_autocast(x):
             return self._map(x)
 
     def _map(self, x: Tensor) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
+        is_plain = plain(*linears, self.down)
+        fused = is_plain and kernels.applies(x, len(self.up.weight), self.activation.name)
+        if not fused and (not is_plain or torch.compiler.is_compiling()):  # the compiler fuses plain operations
+            hidden = [linear(x) for linear in linears]
+            y: Tensor = self.down(hidden[0].relu().square() if len(hidden) == 1 else F.silu(hidden[0]) * hidden[1])
+            return y
+        flat, down = x.reshape(-1, x.shape[-1]), self.down.weight.to(x.dtype)
         ups = [linear.weight.to(x.dtype) for linear in linears]
-        if kernels.applies(x, len(ups[0]), self.activation.name):
-            return kernels.feed_forward(x.flatten(0, -2), ups[0], self.down.weight.to(x.dtype)).view(x.shape)
-        if torch.compiler.is_compiling():  # the compiler fuses plain operations
-            hidden = [F.linear(x, up) for up in ups]
-            a = hidden[0].relu().square() if len(ups) == 1 else F.silu(hidden[0]) * hidden[1]
-            return F.linear(a, self.down.weight.to(x.dtype))
-        flat = x.reshape(-1, x.shape[-1])
-        y: Tensor = apply(_FeedForwardFunction, flat, self.activation, self.down.weight.to(x.dtype), *ups)
-        return y.view(x.shape)
+        if fused:
+            y = kernels.feed_forward(flat, ups[0], down)
+        else:
+            y = apply(_FeedForwardFunction, flat, self.activation, down, *ups)
+        y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be changed in place under FSDP2
+        return y
 
 
 class Experts(nn.Module):

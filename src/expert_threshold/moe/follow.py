@@ -41,7 +41,7 @@ class _Hook:
         self.follower = follower
         self._call = call
 
-    @torch.compiler.disable  # the compiler would run the backward's side effects while it traces
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # tracing would run the backward's side effects
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
@@ -206,8 +206,8 @@ def _innermost(optimizer: Any) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         kind = "None" if optimizer is None else f"a {type(optimizer).__name__}"
         raise ValueError(
-            f"optimizer is {kind}, not a torch.optim.Optimizer; pass the one that the loop steps last, since each of its "
-            "steps updates the rules"
+            f"optimizer is {kind}, not a torch.optim.Optimizer; pass the one that the loop steps last, since each of "
+            "its steps updates the rules"
         )
     return optimizer
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.activation import ActivationName
-from ..kernels.planned import no_autocast, ranks_of
+from ..kernels.planned import as_autocast, no_autocast, ranks_of
 from ..option import Count, NotNegative, Whole, require_kind
 from ..routing import Observation, Routing, Rule
 from .backends import DispatchName, backend_named
@@ -86,12 +87,14 @@ class MoE(nn.Module):
         return gates / assignment.sum(-1, keepdim=True).clamp(min=1) if self.gate_norm == "fanout" else gates
 
     def compute(self, x: Tensor, routing: Routing) -> Tensor:
-        """Return y for x (batch, time, d_model) under a given routing, in the dtype of x even under autocast."""
+        """Return y for x (batch, time, d_model) under a given routing; under autocast, in autocast's dtype."""
         experts = self.router.rule.num_experts  # null slots and null scores come after them
         assignment = routing.assignment[..., :experts].flatten(0, 1)
         factors = self.factors(routing.gates[..., :experts].flatten(0, 1), assignment)
+        x = as_autocast(x)
         flat = x.flatten(0, 1)
         with no_autocast(x):
             rows = self.max_pairs(len(flat))
-            y = self.dispatch(flat, factors, assignment, self.experts, self.shared, rows=rows).view_as(x)
+            y: Tensor = self.dispatch(flat, factors, assignment, self.experts, self.shared, rows=rows)
+            y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be changed in place under FSDP2
             return y if routing.passthrough is None else y + routing.passthrough[..., None].to(x.dtype) * x

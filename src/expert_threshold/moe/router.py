@@ -68,9 +68,10 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight and restore the state before the first step, in place."""
-        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
-        self.reset_state()
+        """Draw the weight and restore the state before the first step, in place; do nothing on meta."""
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+            self.reset_state()
 
     def forward(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.

@@ -51,11 +51,12 @@ class _Piece(NamedTuple):
 class Muon(Optimizer):
     """Steepest descent under the spectral norm, with Nesterov momentum; matrices of one shape are batched.
 
-    params: each (…, out, in); leading dimensions stack matrices, such as experts'. By default each matrix is updated as
+    params: matrices (out, in), or stacks of them (experts, out, in). By default each matrix is updated as
     by `torch.optim.Muon` without weight decay, which accepts no stacks. ns_dtype: dtype of the iteration's products;
     None is `fast_dtype`. period: a parameter group is updated only in every period-th step, number `phase` of each
     period, at period times the learning rate; in the other steps only its momenta are. turn: the number of the next
-    step. The remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector.
+    step. The remaining options are those of `OptimConfig` and off by default. Raises ValueError for a vector, a
+    convolution of two dimensions or more, and a parameter sharded over ranks.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters. Raises ValueError for an invalid option or a vector."""
+        """Add parameters. Raises ValueError as `Muon` does."""
         super().add_param_group(param_group)
         try:
             _require_movable(self.param_groups[-1])
@@ -150,11 +151,7 @@ class Muon(Optimizer):
         return loss
 
     def _piece(self, weight: Tensor, normuon: bool) -> _Piece:
-        """Return the whole parameter as one piece. normuon: its second moment is used.
-
-        Raises RuntimeError for a stack that cannot be viewed as (matrices, rows, columns), since updates to a copy
-        would be lost.
-        """
+        """Return the whole parameter as one piece. normuon: its second moment is used."""
         assert weight.grad is not None
         state = self.state[weight]
         if not state or (normuon and "second_moment" not in state):
@@ -188,10 +185,13 @@ def _require_movable(group: Mapping[str, Any]) -> None:
         value = group[option]
         require_kind(option, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value, kind)
     for parameter, name in itertools.zip_longest(group["params"], group.get("param_names", ())):
-        if parameter.ndim < 2:
+        wrong = None if parameter.ndim in (2, 3) else "is no matrix or stack of matrices"
+        if hasattr(parameter, "device_mesh"):  # a DTensor
+            wrong = "is sharded, as by fully_shard"
+        if wrong is not None:
             raise ValueError(
-                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} is not a matrix, and Muon "
-                "updates only matrices (…, out, in): give it to another optimizer, such as AdamW"
+                f"parameter {f'{name} ' if name else ''}of shape {tuple(parameter.shape)} {wrong}, and Muon updates "
+                "only whole matrices (out, in) and stacks of them: give it to another optimizer, such as AdamW"
             )
 
 

@@ -89,6 +89,14 @@ class Valued(Gated):
 
     over: Over
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts_per_token == 1 and self.gate in ("softmax_chosen", "sigmoid_normalised"):
+            raise ValueError(
+                f"gate={self.gate!r} of one expert per token is constant, so that the router would not learn; use "
+                "experts_per_token=2 or more, or gate='sigmoid' or 'softmax'"
+            )
+
     def values_of(self, scores: Tensor) -> Tensor:
         """Return the experts' values (batch, time, experts), without gradient; scores: (batch, time, num_scores)."""
         detached = scores.detach()

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...kernels.cpu import TILE, available, reason
 from ...kernels.cpu import experts as kernels
 from ...kernels.planned import on_cpu
-from ..experts import Experts, FeedForward
+from ..experts import Experts, FeedForward, plain
 from .backend import Backend
 from .grouped import grouped
 
@@ -43,8 +43,9 @@ class Cpu(Backend):
     def fused_sum(
         self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
     ) -> Tensor | None:
-        fits = kernels.applies(x, shared.down.weight.shape[-1], experts.activation.name)
-        if not fits or shared.watched or not self.pays(x, experts, rows):
+        if not plain(shared, shared.up, shared.down) or not self.pays(x, experts, rows):
+            return None
+        if not kernels.applies(x, shared.down.weight.shape[-1], experts.activation.name):
             return None
         weights = (experts.up, experts.down, shared.up.weight, shared.down.weight)
         up, down, *alone = (weight.to(x.dtype) for weight in weights)
