@@ -130,15 +130,15 @@ class FeedForward(nn.Module):
         fused = is_plain and kernels.applies(x, len(self.up.weight), self.activation.name)
         if not fused and (not is_plain or torch.compiler.is_compiling()):  # the compiler fuses plain operations
             hidden = [linear(x) for linear in linears]
-            y: Tensor = self.down(hidden[0].relu().square() if len(hidden) == 1 else F.silu(hidden[0]) * hidden[1])
-            return y
+            mapped: Tensor = self.down(hidden[0].relu().square() if len(hidden) == 1 else F.silu(hidden[0]) * hidden[1])
+            return mapped
         flat, down = x.reshape(-1, x.shape[-1]), self.down.weight.to(x.dtype)
         ups = [linear.weight.to(x.dtype) for linear in linears]
         if fused:
-            y = kernels.feed_forward(flat, ups[0], down)
+            rows = kernels.feed_forward(flat, ups[0], down)
         else:
-            y = apply(_FeedForwardFunction, flat, self.activation, down, *ups)
-        y = torch.ops.aten._unsafe_view(y, x.shape)  # a view could not be changed in place under FSDP2
+            rows = apply(_FeedForwardFunction, flat, self.activation, down, *ups)
+        y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)  # a view could not be changed in place under FSDP2
         return y
 
 
