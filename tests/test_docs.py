@@ -106,6 +106,9 @@ def test_every_record_is_cited_by_a_page_and_every_path_a_page_names_is_there() 
         links = [page.parent / link for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)]
         named = [ROOT / path.rstrip(".") for path in re.findall(r"docs/(?:results|log)/[\w./-]+", text)]
         assert [str(path) for path in [*links, *named] if not path.exists()] == [], page.name
+        for link, anchor in re.findall(r"\]\(((?:[^)#:]+\.md)?)#([^)]+)\)", text):
+            headings = re.findall(r"(?m)^#+ (.+)$", (page.parent / link if link else page).read_text(encoding="utf-8"))
+            assert anchor in [re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings], page.name
         cited |= {path.resolve() for path in [*links, *named]}
     for path in folder.rglob("*"):
         within = [each for each in (path, *path.parents) if folder in each.parents]

@@ -267,9 +267,9 @@ class Sweep:
         results = self.results(method)
         trial, best = results[-1], best_of(results)
         outcome = f"loss {trial.loss:.4f}" if trial.loss is not None else f"{trial.state}: {trial.reason}"
-        told = "" if best is None else f"  (best {best.loss:.4f}, trial {best.trial})"
+        best_text = "" if best is None else f"  (best {best.loss:.4f}, trial {best.trial})"
         options = "  ".join(f"{option} {show_value(value)}" for option, value in trial.options.items())
-        say(console, f"{name}  {outcome}{told}  {options}  {clock(trial.seconds)}, {clock(left)} left")
+        say(console, f"{name}  {outcome}{best_text}  {options}  {clock(trial.seconds)}, {clock(left)} left")
 
     def _make(self, method: str, number: int, shown: Status | None) -> None:
         """Make one trial and tell its study; if it is stopped, it does not count.
@@ -290,13 +290,13 @@ class Sweep:
             study.enqueue_trial(spread(space, number - 1 - has_present))
         trial = study.ask({name: entry.distribution() for name, entry in space.items()})
         start = time.monotonic()
-        told: dict[str, Any] = {"present": is_present}
+        attributes: dict[str, Any] = {"present": is_present}
         state, loss = TrialState.FAIL, None
         try:
             try:
                 config = configure({name: space[name].value(drawn) for name, drawn in trial.params.items()})
             except ValueError as error:
-                state, told = TrialState.PRUNED, told | {"state": "refused", "reason": str(error)}
+                state, attributes = TrialState.PRUNED, attributes | {"state": "refused", "reason": str(error)}
             else:
                 alike = (t for t in self.results(method) if t.loss is not None and t.options == trial.params)
                 if (made := next(alike, None)) is None:
@@ -305,17 +305,17 @@ class Sweep:
                     loss = made.loss
                 state = TrialState.COMPLETE
         except optuna.TrialPruned as pruned:
-            state, told = TrialState.PRUNED, told | {"state": "pruned", "reason": str(pruned)}
+            state, attributes = TrialState.PRUNED, attributes | {"state": "pruned", "reason": str(pruned)}
         except DivergedError as error:
             reason = str(error).partition(";")[0]
-            state, told = TrialState.PRUNED, told | {"state": "diverged", "reason": reason}
+            state, attributes = TrialState.PRUNED, attributes | {"state": "diverged", "reason": reason}
         except (MemoryError, RuntimeError, TypeError) as error:
             if not is_out_of_memory(error):
                 raise
-            state, told = TrialState.PRUNED, told | {"state": "refused", "reason": "out of memory"}
+            state, attributes = TrialState.PRUNED, attributes | {"state": "refused", "reason": "out of memory"}
             shutil.rmtree(self._trial_path(method, number), ignore_errors=True)
         finally:
-            for name, value in (told | {"seconds": time.monotonic() - start}).items():
+            for name, value in (attributes | {"seconds": time.monotonic() - start}).items():
                 trial.set_user_attr(name, value)
             study.tell(trial, loss, state=state)
 

@@ -287,7 +287,7 @@ class Run(NamedTuple):
     def ask_harness(self, harness: Harness, max_per_task: int | None) -> dict[str, Any]:
         """Return the results by task and metric, saved beside those of other tasks.
 
-        Every task is evaluated anew: the origin of its questions is unknown, so saved results cannot be trusted.
+        Every task is evaluated each time: the origin of its questions is unknown, so saved results cannot be trusted.
         """
         asked: dict[str, Any] = {}
         for name, found in harness.ask(self.model, self.tokenizer, self.display.task, max_per_task):

@@ -333,18 +333,18 @@ def table(result: Mapping[str, Any]) -> Table:
 
 
 def conclude(sweep: Sweep, given: Given) -> str:
-    """Write the results, those of a finished sweep anew, and the page, and return lines that say where they are."""
+    """Write the results, those of a finished sweep again, and the page, and return lines that say where they are."""
     folder = sweep.folder
     sweep.write()
     best = next((name for name in sweep.methods if (folder / name / "best.json").is_file()), None)
     try:
         sweep.write_page()
-        told = f"results in {folder}: sweep.html and .json, METHOD/best.json"
+        where = f"results in {folder}: sweep.html and .json, METHOD/best.json"
     except ValueError as missing:
-        told = f"results in {folder}, but no page: {missing}"
+        where = f"results in {folder}, but no page: {missing}"
     if best is None:
-        return f"{told}\nno trial has finished; search smaller learning rates"
+        return f"{where}\nno trial has finished; search smaller learning rates"
     preset, steps = given.get("preset", DEFAULT_PRESET), sweep.methods[best].config.train.steps
     longer = f" --steps {steps}" if steps > resolve_run({"preset": preset}).train.steps else ""
     path = shlex.quote(str(folder / best / "best.json"))
-    return f"{told}\nnext: {et()} train {preset} --config {path}{longer}"
+    return f"{where}\nnext: {et()} train {preset} --config {path}{longer}"

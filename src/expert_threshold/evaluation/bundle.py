@@ -56,7 +56,7 @@ def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Tas
     tasks = []
     for label, entry in entries.items():
         if label not in chance:
-            raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle anew")
+            raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle again")
         tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
     return tasks
 
@@ -66,16 +66,16 @@ def _chance(path: Path) -> dict[str, float]:
         try:
             chance = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
         except (KeyError, TypeError, ValueError, csv.Error) as error:
-            raise ValueError(f"{path}: damaged ({error!r}); download the bundle anew") from None
+            raise ValueError(f"{path}: damaged ({error!r}); download the bundle again") from None
     for label, percent in chance.items():
         if not 0 <= percent < 100:
-            raise ValueError(f"{path}: the baseline of {label} is {percent:g} percent; download the bundle anew")
+            raise ValueError(f"{path}: the baseline of {label} is {percent:g} percent; download the bundle again")
     return chance
 
 
 def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing; download the bundle anew")
+        raise ValueError(f"{path}: the file is missing; download the bundle again")
     content = path.read_bytes()
     kind = entry["icl_task_type"]
     rows = []
@@ -85,10 +85,10 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
         except (ValueError, RecursionError):
             row = None
         if not _is_whole(kind, row):
-            raise ValueError(f"{path}: line {number} is not a {kind} question; download the bundle anew")
+            raise ValueError(f"{path}: line {number} is not a {kind} question; download the bundle again")
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: empty; download the bundle anew")
+        raise ValueError(f"{path}: empty; download the bundle again")
     (shots,) = entry["num_fewshot"]
     delimiter = entry.get("continuation_delimiter", DELIMITER)
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
@@ -114,13 +114,13 @@ def _entries(path: Path) -> list[Row]:
         content = yaml.safe_load(path.read_bytes())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         problem = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be parsed ({problem}); download the bundle anew") from None
+        raise ValueError(f"{path}: cannot be parsed ({problem}); download the bundle again") from None
     entries = content.get("icl_tasks") if isinstance(content, dict) else None
     if not (isinstance(entries, list) and entries):
-        raise ValueError(f"{path}: has no icl_tasks; download the bundle anew")
+        raise ValueError(f"{path}: has no icl_tasks; download the bundle again")
     for place, entry in enumerate(entries, start=1):
         if not isinstance(entry, dict):
-            raise ValueError(f"{path}: task {place} is no mapping; download the bundle anew")
+            raise ValueError(f"{path}: task {place} is no mapping; download the bundle again")
         shots = entry.get("num_fewshot")
         whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
         known = all(isinstance(entry.get(name), str) for name in ("label", "dataset_uri", "icl_task_type"))

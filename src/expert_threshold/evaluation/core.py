@@ -91,7 +91,7 @@ def choose_rows(task: Task, max_rows: int | None) -> list[Row]:
     if len(rows) <= task.shots:
         shows = f"{task.label} shows {task.shots} solved examples, drawn from the other rows"
         if max_rows is None or max_rows >= len(task.rows):
-            raise ValueError(f"{shows}, and has {len(rows)} rows in all; leave it out, or download the bundle anew")
+            raise ValueError(f"{shows}, and has {len(rows)} rows in all; leave it out, or download the bundle again")
         raise ValueError(f"max_per_task={max_rows}: {shows}; use at least {task.shots + 1}")
     return rows
 
