@@ -104,10 +104,10 @@ class Page:
                     raise AssertionError(f"{condition} never came true: {error}") from None
         raise AssertionError(f"{condition} never came true")
 
-    def click(self, selector: str) -> None:
+    def click(self, selector: str, times: int = 1) -> None:
         """Click on the first element of a CSS selector, as a mouse does."""
         x, y = self.place(selector)
-        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        for kind in ("mouseMoved", *("mousePressed", "mouseReleased") * times):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 
     def hover(self, selector: str) -> None:

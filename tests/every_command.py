@@ -176,7 +176,7 @@ def generate() -> None:
 
 def serve() -> None:
     """Serve from a thread; tests/serve tests the server as a process."""
-    from expert_threshold.serve import server
+    from expert_threshold.serve import connections
     from served import Running
 
     running: list[tuple[Running, threading.Thread]] = []
@@ -194,7 +194,7 @@ def serve() -> None:
             return answer.read().decode()
 
     try:
-        with mock.patch.object(server, "run_server", start):
+        with mock.patch.object(connections, "run_server", start):
             et(f"serve {RUN} --port 0 --threads 1")
         assert ask("/health")
         (run,) = json.loads(ask("/explorer/runs"))["runs"]

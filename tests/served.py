@@ -15,9 +15,9 @@ from starlette.applications import Starlette
 from cases import small_model, small_tokenizer
 from expert_threshold.generate.engine import Engine, Writing
 from expert_threshold.model import GPT
-from expert_threshold.serve.hosts import bind
-from expert_threshold.serve.limits import Limits
-from expert_threshold.serve.server import Service, configure, create_app
+from expert_threshold.serve.completion import Limits
+from expert_threshold.serve.connections import bind, configure
+from expert_threshold.serve.server import Service, create_app
 from expert_threshold.serve.worker import Worker
 
 PATIENCE = 60

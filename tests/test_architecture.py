@@ -69,14 +69,14 @@ HOMES: dict[str, set[str]] = {
     "matplotlib": set(),
     "optuna": set(),
     "scipy": set(),
-    "starlette": {"serve/server.py"},
+    "starlette": {"serve/explorer.py", "serve/server.py"},
     "tensorboard": set(),
     "tokenizers": {"integrations/transformers.py"},
     "torch.utils.tensorboard": set(),
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
     "triton": {"kernels/gpu/experts.py", "routing/radix.py"},
-    "uvicorn": {"serve/server.py", "serve/protocol.py"},
+    "uvicorn": {"serve/connections.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}
 RUNS_CODE_ON_LOAD = {"dill", "joblib", "marshal", "pickle", "shelve"}

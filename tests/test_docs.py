@@ -28,11 +28,10 @@ import pytest
 
 from cases import TEXT
 from expert_threshold import full_run, sweep
-from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, serve, train
+from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, train
 from expert_threshold.cli import sweep as sweep_command
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
-from expert_threshold.serve.hosts import bind
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "log").glob("*.md"))]
@@ -262,10 +261,11 @@ class Reader:
 def reader(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
     reader = Reader(request.node.name)
     if importlib.util.find_spec("uvicorn") is not None:
-        from expert_threshold.serve import server
+        from expert_threshold.serve import connections
 
-        monkeypatch.setattr(server, "run_server", reader.serve)
-        monkeypatch.setattr(serve, "bind", lambda host, port: bind(host, 0))  # 8000 may be somebody's
+        bind = connections.bind
+        monkeypatch.setattr(connections, "run_server", reader.serve)
+        monkeypatch.setattr(connections, "bind", lambda host, port: bind(host, 0))  # 8000 may be somebody's
     yield reader
     reader.close()
 

@@ -12,16 +12,14 @@ from hypothesis import strategies as st
 from cases import small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate.engine import Step
-from expert_threshold.serve.completion import Answer, Completion, Parser
-from expert_threshold.serve.errors import ApiError
-from expert_threshold.serve.limits import Limits
+from expert_threshold.serve.completion import IDLE, Answer, ApiError, Completion, Limits, Parser
 
 CONTEXT = 64
 
 
 @pytest.fixture(scope="module")
 def parser() -> Parser:
-    return Parser(small_tokenizer(), CONTEXT, ["small"], Limits(n=3, texts=6, stops=2, stop_characters=5))
+    return Parser(small_tokenizer(), CONTEXT, ["small"], Limits(n=3, texts=6, stop_characters=99))
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +131,8 @@ def test_options_reach_the_engine(parser: Parser) -> None:
         ({"seed": 2**63}, 400, "seed"),
         ({"seed": 0.5}, 400, "seed"),
         ({"stop": ""}, 400, "stop"),
-        ({"stop": ["a", "b", "c"]}, 400, "stop"),
-        ({"stop": "123456"}, 400, "stop"),
+        ({"stop": ["a"] * 100}, 400, "stop"),
+        ({"stop": "a" * 100}, 400, "stop"),
         ({"stop": [1]}, 400, "stop"),
         ({"echo": 1}, 400, "echo"),
         ({"stream": "yes"}, 400, "stream"),
@@ -142,9 +140,12 @@ def test_options_reach_the_engine(parser: Parser) -> None:
         ({"stream": True, "stream_options": []}, 400, "stream_options"),
         ({"stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, 400, "stream_options.include_usage"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, 400, "stream_options.include_obfuscation"),
         ({"best_of": 2}, 400, "best_of"),
         ({"best_of": True}, 400, "best_of"),
         ({"presence_penalty": 0.5}, 400, "presence_penalty"),
+        ({"presence_penalty": False}, 400, "presence_penalty"),
+        ({"ignore_eos": 0}, 400, "ignore_eos"),
         ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
         ({"suffix": "x"}, 400, "suffix"),
         ({"user": 1}, 400, "user"),
@@ -279,11 +280,16 @@ def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Pars
     assert choice.piece(prompt, steps, finished=True)["logprobs"]["text_offset"] == [0, 1, 1, 2]
 
 
-def test_obfuscation_may_be_declined(parser: Parser) -> None:
-    options = {"include_usage": True, "include_obfuscation": False}
-    assert parse(parser, prompt="a", stream=True, stream_options=options).include_usage
-    with pytest.raises(ApiError, match="include_obfuscation"):
-        parse(parser, prompt="a", stream=True, stream_options={"include_obfuscation": True})
+def test_what_is_not_supported_may_be_declined(parser: Parser) -> None:
+    """As clients do that send every field they know."""
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
+    idle = {name: value for name, (value, *_) in IDLE.items()}
+    assert parse(parser, prompt="a", stream=True, stream_options=options, **idle).include_usage
+
+
+def test_stop_strings_are_limited_by_their_characters_alone(parser: Parser) -> None:
+    stops = tuple(map(chr, range(99, 99 + 64)))
+    assert parse(parser, stop=stops).request.stop == stops
 
 
 def test_of_token_ids_the_first_has_no_logprob(parser: Parser, tokenizer: Tokenizer) -> None:

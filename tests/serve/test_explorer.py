@@ -26,7 +26,7 @@ from expert_threshold.cli import generate as command
 from expert_threshold.cli import main
 from expert_threshold.generate.engine import Engine, generate
 from expert_threshold.model import GPT
-from expert_threshold.serve.errors import ApiError
+from expert_threshold.serve.completion import ApiError, Limits
 from expert_threshold.serve.explorer import (
     HEADERS,
     STATIC,
@@ -37,7 +37,6 @@ from expert_threshold.serve.explorer import (
     require_own_page,
     routes,
 )
-from expert_threshold.serve.limits import Limits
 from expert_threshold.serve.server import create_app
 from expert_threshold.serve.worker import Worker
 from served import PATIENCE, Served, served, until
@@ -287,7 +286,16 @@ def test_the_servers_own_page_is_let_in(headers: dict[str, str]) -> None:
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 def test_no_other_page_is(headers: dict[str, str]) -> None:
     with pytest.raises(ApiError) as refused:
-        require_own_page(headers, ["localhost", "gpu"])
+        require_own_page(headers, ["localhost", "gpu"], ["lab.example"])
+    assert refused.value.status == 403
+
+
+@pytest.mark.parametrize("host", ["lab.example", "127.0.0.1:8000"])  # nginx's default is the latter
+def test_the_page_is_let_in_through_a_proxy_whose_name_is_known(host: str) -> None:
+    headers = {"host": host, "origin": "https://lab.example", "sec-fetch-site": "same-origin"}
+    require_own_page(headers, [], ["lab.example"])
+    with pytest.raises(ApiError, match="--public-host NAME") as refused:
+        require_own_page(headers, [])
     assert refused.value.status == 403
 
 
@@ -334,12 +342,9 @@ def test_the_page_names_no_other_host_and_puts_no_text_into_html() -> None:
             assert way not in content, f"{file.name}: {way}"
 
 
-def test_with_a_key_a_browser_is_asked_for_it() -> None:
+def test_with_a_key_the_endpoints_ask_for_it() -> None:
     model = small_model()
     with served(model, api_key="secret", routes=routes([explored(model)])) as server:
-        status, headers, _ = fetch(server, "/")
-        assert status == 401
-        assert "Basic" in {name.lower(): value for name, value in headers.items()}["www-authenticate"]
         assert fetch(server, "/", Authorization="Basic OnNlY3JldA==")[0] == 200  # :secret
         assert fetch(server, "/", Authorization="Basic OnNlY3JldHM=")[0] == 401  # :secrets
         assert fetch(server, "/", Authorization="Basic !")[0] == 401
@@ -393,7 +398,7 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
 
 def serve_with(*arguments: str) -> Any:
     """The app that et serve would run."""
-    with mock.patch("expert_threshold.serve.server.run_server") as run:
+    with mock.patch("expert_threshold.serve.connections.run_server") as run:
         assert main(["serve", *arguments, "--port", "0"]) == 0
     return run.call_args.args[0]
 
@@ -408,12 +413,14 @@ def test_the_explorer_is_there_for_this_machine_alone_unless_asked_for(tmp_path:
     assert explorer <= paths(serve_with(run))
     assert not explorer & paths(serve_with(run, "--host", "0.0.0.0"))
     assert explorer <= paths(serve_with(run, "--host", "0.0.0.0", "--explorer"))
+    assert not explorer & paths(serve_with(run, "--public-host", "lab.example"))
+    assert explorer <= paths(serve_with(run, "--public-host", "lab.example", "--explorer"))
 
 
 def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = str(write_run(tmp_path / "run", small_model()).path)
     second = str(write_run(tmp_path / "other" / "run", small_model(RULES["dense"])).path)
-    with mock.patch("expert_threshold.cli.serve.routes", return_value=[]) as made:
+    with mock.patch("expert_threshold.serve.explorer.routes", return_value=[]) as made:
         serve_with(first, "--compare", second)
         assert [run.name for run in made.call_args.args[0]] == ["run", second]
         serve_with(first, "--compare", first, "--compare", first)

@@ -17,11 +17,8 @@ from ..install import install
 from ..model import GPT
 from ..option import Bounds, Count
 from ..runs import load_model
-from ..serve.explorer import Explored, routes
-from ..serve.hosts import bind
-from ..serve.independence import require_independent
-from ..serve.limits import Limits
-from ..serve.worker import Worker
+from ..serve.completion import Limits
+from ..serve.worker import Worker, require_independent
 from ..train.checks import require_few
 from ..train.device import pick_device, pick_dtype
 from .options import COMPUTE, STEP, Command, Option, field_options, parse_all
@@ -34,7 +31,8 @@ OPTIONS = [
     Option("port", Annotated[int, Bounds(least=0, most=65535)], 8000, "The port; 0 picks a free one."),
     Option("name", str | None, None, "The model's name in requests; none is the folder's name."),
     Option("compare", str, None, "Another run for the explorer to show beside it; may be repeated.", many=True),
-    Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local --host always has it."),
+    Option("explorer", bool, False, "Serve the explorer at / to other machines too; a local server always has it."),
+    Option("public_host", str, None, "A name under which a proxy offers this server; may be repeated.", many=True),
     Option("api_key", str | None, None, f"Key required on every route but /health; none is {API_KEY}'s, if set."),
     Option("slots", Count, 8, "Texts generated at once."),
     Option("strict", bool, False, "Compute row by row, for the same bits whoever shares the batch."),
@@ -52,17 +50,24 @@ def run(arguments: Sequence[str]) -> None:
     command = Command("et serve", "Serve a trained model over HTTP, with OpenAI's completions API.", groups)
     options = parse_all(command, arguments)
     try:
-        from ..serve.server import create_app, run_server
+        from ..serve.connections import bind, run_server
+        from ..serve.explorer import Explored, routes
+        from ..serve.server import create_app, host_name
     except ModuleNotFoundError as error:
         raise ValueError(f"et serve needs {error.name}, which is missing; run: {install('serve')}") from None
     if options["threads"] is not None:
         require_few(options["threads"])
     limits = Limits(**{option.name.removeprefix("max_"): options[option.name] for option in LIMITS})
+    public = [name.lower() for name in options["public_host"] or []]
+    for name in public:
+        if host_name(name) != name:
+            raise ValueError(f"--public-host {name}: give a host name alone, such as explorer.example.org")
     local = is_local(options["host"])
+    private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
     if api_key is not None and (not api_key or api_key != api_key.strip()):
         raise ValueError(f"--api-key or {API_KEY} is empty or has spaces around it; give a key, or leave both out")
-    shown = local or options["explorer"]
+    shown = private or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
         raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
@@ -80,14 +85,14 @@ def run(arguments: Sequence[str]) -> None:
             runs[0].name,
             limits=limits,
             api_key=api_key,
-            hosts=tuple(dict.fromkeys((*LOCAL, options["host"]))) if local else None,
-            routes=routes(runs, ("localhost", socket.gethostname(), options["host"])) if shown else (),
+            hosts=tuple(dict.fromkeys((*LOCAL, options["host"], *public))) if local else None,
+            routes=routes(runs, ("localhost", socket.gethostname(), options["host"]), public) if shown else (),
             workers=[run.worker for run in runs if run.worker is not None],
             threads=options["threads"],
         )
-        if not local:
-            who = "anyone with the key" if api_key else "anyone"
-            print(f"et serve: at {options['host']}, {who} who reaches this machine can use it", file=sys.stderr)
+        if not private:
+            who, where = "anyone with the key" if api_key else "anyone", ", ".join((*public, options["host"]))
+            print(f"et serve: {who} who reaches {where} can use this server", file=sys.stderr)
         run_server(app, sockets)
 
 

@@ -1,4 +1,4 @@
-"""Requests and responses of /v1/completions, in OpenAI's format.
+"""Requests, responses and errors of /v1/completions, in OpenAI's format, and the limits of a request.
 
 Unknown fields are rejected, as OpenAI does. OpenAI's fields that this server does not support (`best_of`,
 `logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null means the default. Two
@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
 from ..generate.engine import Request, Step, Text, ending
-from .errors import ApiError, invalid, shown
-from .limits import Limits
+from ..option import Count, Positive, option, require_valid
 
 MAX_TOKENS = 16
 """max_tokens of a request that gives none, or the most it may ask for; OpenAI's default."""
@@ -28,8 +28,81 @@ IDLE: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "suffix": ("",),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "ignore_eos": (False,),
 }
-"""OpenAI's fields that are known but not supported, with the neutral values that are accepted."""
+"""Fields of OpenAI and vLLM that are not supported, with the neutral values that are accepted."""
+
+
+class ApiError(Exception):
+    """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
+
+    headers: pairs, since a header may come twice. retry: seconds after which the client should retry.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Iterable[tuple[str, str]] = (),
+        retry: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = (*headers, *([] if retry is None else [("Retry-After", str(retry))]))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
+    """Return a 400 error for a field, with its name, its value and the requirement."""
+    return ApiError(400, f"{name}={shown(value)} {must}", param=name, code=code)
+
+
+def shown(value: object) -> str:
+    """Return a client's value for an error message, truncated if it is long."""
+    try:
+        text = ascii(value)
+    except RecursionError:
+        return "…"
+    return text if len(text) <= 60 else f"{text[:60]}…"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, and all of them together, may ask for. Each is at least 1, seconds above 0.
+
+    None: only the context limits it.
+    """
+
+    body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
+    prompt_tokens: Count | None = option(None, "Tokens in a prompt; none is as many as fit in the context.")
+    output_tokens: Count | None = option(None, "Tokens to generate per text; none is as many as fit in the context.")
+    n: Count = option(8, "Texts per prompt, the field n.")
+    texts: Count = option(32, "Texts per request: its prompts times n.")
+    logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
+    stop_characters: Count = option(4096, "Characters in all stop strings of a request together.")
+    queue: Count = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
+    seconds: Positive = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
+    body_seconds: Positive = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
+    header_seconds: Positive = option(
+        10.0, "Seconds that a request's headers may take to arrive; then the connection is closed."
+    )
+    unfinished: Count = option(
+        64, "Connections per address without a complete request; beyond that the oldest is closed."
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a limit that lets nothing through."""
+        require_valid(Limits, vars(self))
 
 
 class Range(NamedTuple):
@@ -102,7 +175,7 @@ class Parser:
         numbers = {name: fields.number(name, allowed) for name, allowed in self.ranges.items()}
         n, max_tokens, top_p = numbers["n"], numbers["max_tokens"], numbers["top_p"]
         if len(prompts) * n > limits.texts:
-            message = f"{len(prompts)} prompts times n={n} are more than the {limits.texts} texts a request may ask for"
+            message = f"prompts × n = {len(prompts)} × {n} texts; a request may ask for at most {limits.texts}"
             raise ApiError(400, message, param="n" if len(prompts) <= limits.texts else "prompt", code="too_many_texts")
         request = Request(
             prompt=(),
@@ -123,8 +196,11 @@ class Parser:
             raise invalid("rate", rate, must, code="unsupported")
         for name, idle in (IDLE | {"best_of": (1, n)}).items():
             value = fields.take(name)
-            if value is not None and not any(value == v and type(value) is not bool for v in idle):
-                raise invalid(name, value, f"is not supported; leave it out or give {idle[0]!r}", code="unsupported")
+            neutral = value in idle and isinstance(value, bool) == isinstance(idle[0], bool)
+            if value is not None and not neutral:
+                raise invalid(
+                    name, value, f"is not supported; leave it out or give {json.dumps(idle[0])}", code="unsupported"
+                )
         if not isinstance(fields.take("user"), str | None):
             raise ApiError(400, "user must be a string", param="user", code="invalid_type")
         fields.require_no_more()
@@ -148,9 +224,6 @@ class Parser:
             raise _not_a_prompt(value)
         if all(type(item) is int for item in value):
             value = [value]
-        if len(value) > self.limits.texts:
-            message = f"{len(value)} prompts are more than the {self.limits.texts} texts a request may ask for"
-            raise ApiError(400, message, param="prompt", code="too_many_texts")
         if all(isinstance(item, str) for item in value):
             return tuple((self.tokenizer.bos, *self.tokenizer.encode(text)) for text in value), True
         for item in value:
@@ -166,11 +239,10 @@ class Parser:
         stops = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
             raise invalid("stop", value, "must be a string or a list of strings", code="invalid_type")
-        if len(stops) > self.limits.stops:
-            raise invalid("stop", value, f"has {len(stops)} strings; at most {self.limits.stops} are allowed")
-        for stop in stops:
-            if not 1 <= len(stop) <= self.limits.stop_characters:
-                raise invalid("stop", stop, f"must have from 1 to {self.limits.stop_characters} characters")
+        if "" in stops or sum(map(len, stops)) > self.limits.stop_characters:
+            raise invalid(
+                "stop", value, f"must not be empty, nor have over {self.limits.stop_characters} characters in all"
+            )
         return tuple(stops)
 
     def _include_usage(self, fields: Fields, stream: bool) -> bool:
@@ -183,8 +255,9 @@ class Parser:
             raise invalid("stream_options", value, "needs stream=true")
         options = Fields(value, "stream_options.")
         include_usage = options.flag("include_usage")
-        if options.flag("include_obfuscation"):
-            raise invalid("stream_options.include_obfuscation", True, "is not supported; leave it out or give false")
+        for name in ("include_obfuscation", "continuous_usage_stats"):
+            if options.flag(name):
+                raise invalid(f"stream_options.{name}", True, "is not supported; leave it out or give false")
         options.require_no_more()
         return include_usage
 

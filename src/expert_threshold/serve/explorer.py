@@ -15,9 +15,12 @@ import ipaddress
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 from torch import Tensor
 
 from ..data import Tokenizer
@@ -25,16 +28,9 @@ from ..generate.engine import Request, Step, TokenRouting, largest_rate
 from ..glossary import as_html
 from ..model import GPT
 from ..moe import Router
-from .completion import SEEDS, Fields, Range, read_object
-from .errors import ApiError
-from .hosts import host_name
-from .limits import Limits
+from .completion import SEEDS, ApiError, Fields, Limits, Range, read_object
+from .server import EventStream, answer, host_name, read_body, service, unknown_host
 from .worker import Work, Worker
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
-    from starlette.routing import Route
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -174,23 +170,25 @@ def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explor
     return run, request
 
 
-def require_own_page(headers: Mapping[str, str], names: Collection[str]) -> None:
+def require_own_page(headers: Mapping[str, str], names: Collection[str], public: Collection[str] = ()) -> None:
     """Raise ApiError 403 unless the request can only come from a page of this server, or from no page at all.
 
     Origin and Sec-Fetch-Site reveal another site's page. A site whose name resolves to this server (DNS rebinding) has
     our origin in the browser's eyes, but its name is in the Host header: only `names` and addresses, which cannot be
-    rebound, are allowed.
+    rebound, are allowed. public: names of a proxy, which may send its own Host with a browser's Origin.
     """
     host = headers.get("host", "").lower()
     name, origin = host_name(host), headers.get("origin")
     try:
-        foreign = origin is not None and urlsplit(origin.lower()).netloc != host
+        site = None if origin is None else urlsplit(origin.lower())
+        foreign = site is not None and site.netloc != host and site.hostname not in public
     except ValueError:
         foreign = True
-    if not (_is_address(name) or name in names):
-        raise ApiError(403, f"reach the explorer by an address or as {', '.join(names)}", code="unknown_host")
+    if not (_is_address(name) or name in names or name in public):
+        raise unknown_host([*names, *public])
     if foreign or headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-        raise ApiError(403, "the explorer only answers its own page", code="foreign_origin")
+        message = "the explorer only answers its own page; behind a proxy it needs et serve --public-host NAME"
+        raise ApiError(403, message, code="foreign_origin")
 
 
 def _is_address(name: str) -> bool:
@@ -210,16 +208,13 @@ async def events(run: Explored, work: Work) -> AsyncGenerator[dict[str, Any]]:
         yield {"tokens": tokens}
 
 
-def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) -> list[Route]:
-    """Return the routes for `create_app`. The first run is the server's own. names: host names that may reach it."""
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from .server import EventStream, answer, read_body, service
-
+def routes(
+    runs: Sequence[Explored], names: Collection[str] = ("localhost",), public: Collection[str] = ()
+) -> list[Route]:
+    """Return the routes for `create_app`. The first run is the server's own. Names as in `require_own_page`."""
     files = {path.name: path for path in sorted(STATIC.iterdir()) if path.suffix in TYPES}
     facts = [describe(run) for run in runs]
-    names = [name.lower() for name in names]
+    names, public = [name.lower() for name in names], [name.lower() for name in public]
 
     async def page(request: HttpRequest) -> Response:
         text = files["index.html"].read_text(encoding="utf-8").replace("<!-- glossary -->", as_html())
@@ -232,13 +227,13 @@ def routes(runs: Sequence[Explored], names: Collection[str] = ("localhost",)) ->
         return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
 
     async def list_runs(request: HttpRequest) -> Response:
-        require_own_page(request.headers, names)
+        require_own_page(request.headers, names, public)
         response = answer({"runs": facts})
         response.headers.update(HEADERS)
         return response
 
     async def read(request: HttpRequest) -> Response:
-        require_own_page(request.headers, names)
+        require_own_page(request.headers, names, public)
         here = service(request)
         run, asked = parse(await read_body(request, here.limits), runs, here.limits)
         work = (run.worker or here.worker).submit([asked])

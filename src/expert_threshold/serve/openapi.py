@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .. import __version__
-from .completion import IDLE, Range, ranges
-from .limits import Limits
+from .completion import IDLE, Limits, Range, ranges
 
 Schema = dict[str, Any]
 
@@ -74,7 +73,7 @@ def request_schema(model: str, limits: Limits, context: int, vocab_size: int, di
             "additionalProperties": False,
         },
         "echo": flag,
-        "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop) | {"maxItems": limits.stops}]},
+        "stop": {"anyOf": [stop, {"type": "null"}, _list_of(stop)]},
         "rate": {"type": "null"},  # unless it has a range
         "user": {"type": ["string", "null"]},
         "best_of": {"type": ["integer", "null"], "description": "1, or the value of n."},

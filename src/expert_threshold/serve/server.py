@@ -9,13 +9,12 @@ import dataclasses
 import json
 import logging
 import secrets
-import socket
-import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -24,20 +23,12 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..generate.engine import Engine
-from .completion import Answer, Parser, model_body, require_model
-from .errors import ApiError, shown
-from .hosts import host_name, listen, url
-from .limits import Limits
-from .metrics import Metrics
+from .completion import Answer, ApiError, Limits, Parser, model_body, require_model, shown
 from .openapi import schema
-from .protocol import bounded
 from .worker import Work, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
-
-CONNECTIONS = 1024
-"""Beyond this uvicorn itself answers with 503."""
 
 
 def create_app(
@@ -92,41 +83,6 @@ def create_app(
     return app
 
 
-def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
-    """Serve on bound sockets until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
-    config = configure(app)
-    listen(sockets, config.backlog)
-    with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run(list(sockets))
-
-
-class _Server(uvicorn.Server):
-    """Says where it runs once it handles signals."""
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        assert sockets
-        if self.started:
-            print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
-
-
-def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
-    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers.
-
-    grace: seconds that requests in progress have after the first signal.
-    """
-    here: Service = app.state.service
-    return uvicorn.Config(
-        app,
-        http=bounded(here.limits),
-        ws="none",
-        limit_concurrency=CONNECTIONS,
-        timeout_graceful_shutdown=grace,
-        access_log=False,
-        server_header=False,
-    )
-
-
 class Service:
     """State that the handlers share. others: workers of the runs that are served beside this one."""
 
@@ -142,6 +98,42 @@ class Service:
 def service(request: Request) -> Service:
     found: Service = request.app.state.service
     return found
+
+
+class Metrics:
+    """Metrics in Prometheus's text format."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
+        self._worker = worker
+
+    def text(self) -> str:
+        worker, counts = self._worker, self._worker.engine.counts
+        requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(self.requests.items())}
+        fanout = counts.assignments / counts.routed if counts.routed else 0.0
+        metrics = [
+            _metric("requests_total", "Requests answered.", requests),
+            _metric("prompt_tokens_total", "Prompt tokens read.", counts.read),
+            _metric("completion_tokens_total", "Tokens generated.", counts.written),
+            _metric("slots", "Texts that can be generated at once.", worker.slots),
+            _metric("texts_running", "Texts being generated.", worker.running),
+            _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
+            _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
+            _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
+            _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
+        ]
+        return "".join(metrics)
+
+
+def _metric(name: str, text: str, value: float | Mapping[str, float]) -> str:
+    """Format one metric, a counter if its name says total. value: a number, or a number for each set of labels."""
+    kind = "counter" if name.endswith("_total") else "gauge"
+    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
+    if isinstance(value, Mapping):
+        lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]
+    else:
+        lines.append(f"et_{name} {value}")
+    return "\n".join(lines) + "\n"
 
 
 class _Gate:
@@ -190,14 +182,16 @@ class _Gate:
 
     def _refusal(self, request: Request) -> ApiError | None:
         if self.hosts is not None and host_name(request.headers.get("host", "")) not in self.hosts:
-            return ApiError(403, f"reach this server as {', '.join(self.hosts)}", code="unknown_host")
+            return unknown_host(self.hosts)
         if self.key is None or request.scope["path"] == "/health":  # request.url depends on the Host header
             return None
         if secrets.compare_digest(_given_key(request), self.key):
             return None
-        error = ApiError(401, "wrong or no API key; send Authorization: Bearer KEY", code="invalid_api_key")
-        error.headers = {"WWW-Authenticate": 'Bearer, Basic realm="API key as password"'}
-        return error
+        # Two headers: Chromium prompts for no password if both challenges are in one.
+        schemes = ("Bearer", 'Basic realm="API key as password"')
+        challenges = [("WWW-Authenticate", scheme) for scheme in schemes]
+        message = "wrong or no API key; send Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key", headers=challenges)
 
 
 def _given_key(request: Request) -> bytes:
@@ -217,6 +211,19 @@ def _as_sent(text: str) -> bytes:
     except UnicodeDecodeError:
         return text.encode()
     return sent
+
+
+def host_name(header: str) -> str:
+    """Return the name or address in a Host header, in lower case, without brackets and port; "" if there is none."""
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def unknown_host(hosts: Sequence[str]) -> ApiError:
+    message = f"reach this server as {', '.join(hosts)}; another name needs et serve --public-host NAME"
+    return ApiError(403, message, code="unknown_host")
 
 
 # Handlers.
@@ -296,7 +303,8 @@ class EventStream(Response):
         done: str = "[DONE]",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-store", **(headers or {})})
+        now = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would hold events back otherwise
+        super().__init__(media_type="text/event-stream", headers=now | dict(headers or {}))
         del self.headers["content-length"]
         self._work, self._events, self._limits, self._done = work, events, limits, done
         self._started = False
@@ -399,7 +407,8 @@ def answer(content: Any, status: int = 200) -> Response:
 
 def _answer_error(error: ApiError) -> Response:
     response = answer(error.body, error.status)
-    response.headers.update(error.headers)
+    for name, value in error.headers:
+        response.headers.append(name, value)
     return response
 
 
@@ -410,23 +419,21 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, headers = shown(request.scope["path"]), error.headers or {}
+    path, headers, code = shown(request.scope["path"]), error.headers or {}, None
     if error.status_code == 404:
-        answered = ApiError(404, f"{path} does not exist; {_remedy(request)}", code="unknown_path")
+        message, code = f"{path} does not exist; {_remedy(request.scope['path'])}", "unknown_path"
     elif error.status_code == 405:
-        answered = ApiError(405, f"{path} takes {headers['Allow']}, not {request.method}", code="method_not_allowed")
+        message, code = f"{path} takes {headers['Allow']}, not {request.method}", "method_not_allowed"
     else:
-        answered = ApiError(error.status_code, f"{request.method} here: {error.detail}")
-    answered.headers = headers
-    return _answer_error(answered)
+        message = f"{request.method} here: {error.detail}"
+    return _answer_error(ApiError(error.status_code, message, code=code, headers=headers.items()))
 
 
-def _remedy(request: Request) -> str:
+def _remedy(path: str) -> str:
     """Return what to use in place of a path that does not exist."""
-    if "/chat/" in request.scope["path"]:
+    if "/chat/" in path:
         return "this model continues texts and was not trained on chats: POST to /v1/completions, with a prompt"
-    paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
-    return f"use {', '.join(paths)}; see /openapi.json"
+    return "the API is at /v1/completions and /v1/models; see /openapi.json"
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from ..generate.engine import Engine, Request, Step, Writing
-from .errors import ApiError
+from ..model import GPT
+from .completion import ApiError
 
 log = logging.getLogger("uvicorn.error")
 
@@ -106,7 +107,7 @@ class Worker:
         if self.failed:
             raise ApiError(503, "the engine has failed; the server's log says why", code="engine_failed")
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
-            message = f"the queue is full: {self.waiting} texts wait, at most {self._queue_limit} may; retry later"
+            message = f"the queue is full, with {self.waiting} of {self._queue_limit} texts waiting; retry later"
             raise ApiError(429, message, code="queue_full", retry=1)
         work = Work(self, requests)
         self._works.add(work)
@@ -175,3 +176,32 @@ class Worker:
         self.failed = True
         for work in self._works:
             work.updates.put_nowait(None)
+
+
+@torch.no_grad()
+def require_independent(model: GPT) -> None:
+    """Raise ValueError if a token's experts depend on the scores of tokens that share its batch.
+
+    The first half of a sequence is routed twice, beside different scores. Rules that use cutoffs or a token's own top
+    scores give it the same experts both times; rules with pools do not.
+    """
+    for index, moe in model.moe_layers():
+        router = moe.router
+        rule = router.rule
+        generator = torch.Generator().manual_seed(0)
+        shape = (2, max(64, 4 * rule.num_experts), rule.num_scores)  # enough for a pool's k to be at least 1
+        thresholds = router.thresholds()
+        scores = torch.randn(shape, generator=generator)
+        if thresholds is not None:
+            scores[..., : rule.num_experts] += thresholds.cpu()
+        scores = scores.to(router.weight.device)
+        half = shape[1] // 2
+        others = scores + 2
+        others[0, :half] = scores[0, :half]
+        routings = [rule.route(each, router.state, training=False) for each in (scores, others)]
+        a, b = ((routing.assignment[0, :half], routing.gates[0, :half]) for routing in routings)
+        if not (torch.equal(a[0], b[0]) and torch.equal(a[1] * a[0], b[1] * b[0])):
+            raise ValueError(
+                f"rule {type(rule).__name__} of layer {index} routes tokens by a pool: a text would depend on who "
+                "shares its batch; serve a run whose rule looks at no other text in inference, such as expert_threshold"
+            )

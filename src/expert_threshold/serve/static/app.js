@@ -1,6 +1,6 @@
 // The page: its input, its requests to the server, its view, and the link that restores it.
 
-import { make } from "./dom.js";
+import { make, plural } from "./dom.js";
 import { EXAMPLES } from "./examples.js";
 import { Panel } from "./panel.js";
 import { read, runs as fetchRuns } from "./reader.js";
@@ -11,9 +11,10 @@ const PAUSE = 350; // milliseconds after the last keystroke before the text is r
 
 let panels = [];
 let scale = null; // { by, bins }
-let asked = null; // the requests in flight: { controller, keep }, and { writer, text } while generating
+let asked = null; // the requests in flight: { controller, keep, write }
 let timer = null;
-let written = location.hash; // the last link we set
+let linked = location.hash; // the last link we set
+const past = []; // texts that Undo restores
 
 // Reading and generating.
 
@@ -22,23 +23,21 @@ async function go({ write = false } = {}) {
   clearTimeout(timer);
   const keep = write ? null : (selection() ?? asked?.keep ?? null);
   asked?.controller.abort();
-  const mine = (asked = { controller: new AbortController(), keep });
+  const mine = (asked = { controller: new AbortController(), keep, write });
   const { signal } = mine.controller;
-  tell(write ? "Generating…" : "Reading…");
+  report(write ? "Generating…" : "Reading…");
   fail(null);
   busy(write);
   try {
-    const writer = panels.find(({ run }) => run.name === $("writer").value) ?? panels[0];
-    const text = $("text").value;
+    const writer = write ? (panels.find(({ run }) => run.name === $("writer").value) ?? panels[0]) : null;
     if (write) {
-      Object.assign(mine, { writer, text });
-      await follow(writer, { text, ...options() }, signal);
+      remember();
+      await follow(writer, { text: $("text").value, ...options() }, signal);
       if (signal.aborted) return;
-      $("text").value = text + spoken(writer);
     }
-    const others = shown().filter((panel) => !write || panel !== writer);
+    const others = shown().filter((panel) => panel !== writer);
     await Promise.all(others.map((panel) => follow(panel, { text: $("text").value }, signal)));
-    if (mine === asked) tell(outcome(write ? writer : null));
+    if (mine === asked) report(outcome(writer));
   } finally {
     if (mine === asked) {
       asked = null;
@@ -49,19 +48,24 @@ async function go({ write = false } = {}) {
   }
 }
 
-/** Fill a panel with the tokens of a response as they come; the panel shows errors. */
+/**
+ * Fill a panel with the tokens of a response as they come, and the text field with those generated, so that none is lost
+ * whatever ends the response. The panel shows errors, and keeps what it shows if the request is refused.
+ */
 async function follow(panel, request, signal) {
-  panel.clear();
+  panel.fail(null);
   try {
     const rate = panel.run.dial && value("rate") !== null ? { rate: value("rate") } : {};
     for await (const { run, tokens } of read({ run: panel.run.name, ...request, ...rate }, signal)) {
       if (signal.aborted) return;
       if (run) panel.begin(run);
       if (tokens) panel.add(tokens, scale);
+      if (panel.spoken) $("text").value = request.text + panel.spoken;
     }
   } catch (error) {
     if (!signal.aborted) panel.fail(error.message);
   }
+  panel.draw();
 }
 
 function options() {
@@ -73,40 +77,53 @@ function value(id) {
   return $(id).value === "" ? null : Number($(id).value);
 }
 
-/** Returns the text that a panel's run has generated, without the prompt, which may not be read to its end yet. */
-function spoken(panel) {
-  return panel.tokens.filter((token) => token.written).map((token) => token.text).join("");
-}
-
+/** Returns what the runs did, a sentence for each. */
 function outcome(writer) {
-  const failed = panels.some((panel) => !panel.error.hidden);
-  if (failed) return "";
-  const count = (panel) => panel.tokens.length;
-  if (!writer) return shown().map((panel) => `${panel.run.name} read ${count(panel)} tokens.`).join(" ");
-  const made = writer.tokens.filter((token) => token.written).length;
-  const why = { stop: " and ended the document", length: "" }[writer.tokens.at(-1)?.finish] ?? "; stopped";
-  return `${writer.run.name} wrote ${made} tokens${why}.`;
+  const said = ({ run, tokens }) => `${run.name} read ${plural(tokens.length, "token")}.`;
+  const wrote = ({ run, tokens, times }) => {
+    const made = plural(times.length, "token");
+    const full = tokens.length < run.context ? "" : `, which fills its context of ${run.context}`;
+    return `${run.name} wrote ${made}${tokens.at(-1)?.finish === "stop" ? " and ended the document" : full}.`;
+  };
+  const done = shown().filter((panel) => panel.error.hidden);
+  return done.map((panel) => (panel === writer ? wrote(panel) : said(panel))).join(" ");
 }
 
 function stop() {
-  if (!asked) return;
-  const { controller, writer, text } = asked;
-  controller.abort();
-  asked = null;
-  $("text").value = text + spoken(writer);
-  go().then(() => tell("Stopped."));
+  if (asked?.write) go().then(() => report("Stopped."));
+}
+
+/** Keep the text for Undo, before something other than typing changes it. */
+function remember() {
+  const text = $("text").value;
+  if (past.at(-1) !== text) past.push(text);
+  enable("undo", past.length);
+}
+
+function replace(text) {
+  remember();
+  $("text").value = text;
+}
+
+function undo() {
+  if (!past.length) return;
+  $("text").value = past.pop();
+  enable("undo", past.length);
+  go();
 }
 
 function busy(writing) {
-  const held = [$("write"), $("stop")].includes(document.activeElement);
-  $("write").hidden = writing;
-  $("stop").hidden = !writing;
-  if (held) $(writing ? "stop" : "write").focus(); // hiding a focused button would lose the focus
+  enable("write", !writing);
+  enable("stop", writing);
   $("text").readOnly = writing;
-  document.body.toggleAttribute("data-busy", writing);
 }
 
-function tell(message) {
+/** Mark a button as of use or not; unlike a disabled one it keeps the focus. */
+function enable(id, on) {
+  $(id).setAttribute("aria-disabled", `${!on}`);
+}
+
+function report(message) {
   $("status").textContent = message;
 }
 
@@ -162,14 +179,14 @@ function link() {
   if (value("rate") !== null) view.set("rate", value("rate"));
   const hidden = panels.filter((panel) => panel.element.hidden).map(({ run }) => run.name);
   if (hidden.length) view.set("without", hidden.join("\n"));
-  written = `#${view}`;
-  history.replaceState(null, "", written);
+  linked = `#${view}`;
+  history.replaceState(null, "", linked);
 }
 
-/** Restore the view from the URL, or show an example. */
+/** Restore the view from the URL, or show an example, unless a text was typed while the page loaded. */
 async function restore() {
   const view = new URLSearchParams(location.hash.slice(1));
-  $("text").value = view.get("text") ?? EXAMPLES.Code;
+  $("text").value ||= view.get("text") ?? EXAMPLES.Code;
   const plain = panels.some(({ run }) => run.experts) ? "fanout" : "loss";
   $("by").value = Object.hasOwn(MEASURES, view.get("by")) ? view.get("by") : plain;
   $("rate").value = view.get("rate") ?? "";
@@ -216,7 +233,7 @@ function offerRuns() {
 function offerExamples() {
   for (const [name, text] of Object.entries(EXAMPLES)) {
     const use = () => {
-      $("text").value = text;
+      replace(text);
       panels.forEach((panel) => panel.select(null));
       go();
     };
@@ -231,9 +248,10 @@ function listen() {
   });
   $("controls").addEventListener("submit", (event) => {
     event.preventDefault();
-    go({ write: true });
+    if (!asked?.write) go({ write: true });
   });
   $("stop").addEventListener("click", stop);
+  $("undo").addEventListener("click", undo);
   $("by").addEventListener("change", () => {
     recolour();
     link();
@@ -242,25 +260,38 @@ function listen() {
     clearTimeout(timer);
     timer = setTimeout(go, PAUSE);
   });
-  $("copy").addEventListener("click", async () => {
+  $("copy-text").addEventListener("click", () => {
+    $("text").select();
+    copy($("text").value, "Text copied.", "The text is selected; copy it by the keyboard.");
+  });
+  $("copy-link").addEventListener("click", () => {
     link();
-    try {
-      await navigator.clipboard.writeText(location.href);
-      tell("Link copied.");
-    } catch {
-      tell("The link is in the address bar.");
-    }
+    copy(location.href, "Link copied.", "The link is in the address bar.");
   });
   addEventListener("keydown", (event) => {
     if (event.key === "Escape") release();
   });
-  addEventListener("hashchange", () => location.hash !== written && restore());
+  addEventListener("hashchange", () => {
+    if (location.hash === linked) return;
+    replace("");
+    restore();
+  });
+}
+
+/** Browsers let a page copy only over HTTPS or from this machine. */
+async function copy(text, done, otherwise) {
+  try {
+    await navigator.clipboard.writeText(text);
+    report(done);
+  } catch {
+    report(otherwise);
+  }
 }
 
 /** Undo the latest of: generating, a pinned expert, an open token. */
 function release() {
   const pinned = panels.find((panel) => panel.pinned);
-  if (!$("stop").hidden) stop();
+  if (asked?.write) stop();
   else if (pinned) pinned.pin(null);
   else if (selection()) select(panels[0], null);
 }

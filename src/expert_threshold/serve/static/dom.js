@@ -25,9 +25,25 @@ export function number(value) {
   return (Number.isInteger(value) ? `${value}` : value.toPrecision(3)).replace("-", "−").replace(/e\+?/, "e");
 }
 
+// Characters without width, or that change the order of others: controls, joiners, right-to-left marks, and an accent
+// without its letter.
+const UNSEEN = /((?!\t)[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]|^\p{M}+)/u;
+
+/** Returns a token's text with its unseen characters visible, as children of an element; copied, it is the text alone. */
+export function visible(text) {
+  const parts = text.split(UNSEEN); // every second one is unseen
+  return parts.map((part, i) => (i % 2 ? make("span", { class: "unseen", "data-sign": sign(part) }, part) : part));
+}
+
+function sign(unseen) {
+  if (/\p{M}/u.test(unseen)) return "◌";
+  return unseen === "\n" ? "↵" : `U+${unseen.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+}
+
 /** Returns a token's text in quotes, with its white space visible. */
 export function quoted(label) {
-  return `‘${label.replaceAll("\n", "↵").replaceAll("\t", "⇥")}’`;
+  const parts = label.replaceAll("\t", "⇥").split(UNSEEN);
+  return `‘${parts.map((part, i) => (i % 2 && !/\p{M}/u.test(part) ? sign(part) : part)).join("")}’`;
 }
 
 export function plural(count, word) {

@@ -1,9 +1,10 @@
 // One run's view of the text: its tokens, the loads of its experts, and one token in detail.
 
 import { Cells } from "./cells.js";
-import { make, neighbour, number, percent, plural, quoted } from "./dom.js";
+import { make, neighbour, number, percent, plural, quoted, visible } from "./dom.js";
 import { MEASURES, aim, fanout, step } from "./scale.js";
 
+const ENCODER = new TextEncoder();
 let made = 0; // panels
 
 export class Panel {
@@ -43,7 +44,7 @@ export class Panel {
       this.loadsHint,
       this.loads.element,
     );
-    this.inspector = make("section", { class: "inspector", "aria-label": "Token details" });
+    this.inspector = make("section", { class: "inspector", "aria-label": `Token details of ${run.name}` });
     this.element = make(
       "section",
       { class: "panel", "aria-labelledby": title },
@@ -80,12 +81,16 @@ export class Panel {
   /** Prepare for a new text, read by a run of this description. */
   begin(facts) {
     this.now = facts;
-    this.#total();
+    this.clear();
   }
 
   clear() {
     this.tokens = [];
+    this.spoken = ""; // the text generated
+    this.times = []; // in milliseconds, when each generated token came
     this.spans = [];
+    this.fresh = []; // spans that are not on the page yet
+    this.sums = { nats: 0, losses: 0, bytes: 0, fanout: 0 };
     this.starts = []; // where each token begins in the text
     this.length = 0;
     this.counts = this.run.layers.map(() => new Array(this.run.experts).fill(0));
@@ -93,28 +98,42 @@ export class Panel {
     this.selected = null;
     this.focused = 0;
     this.tokensBox.replaceChildren();
-    this.fail(null);
-    this.#look();
     this.#inspect();
-    this.#total();
+    this.draw();
   }
 
   add(tokens, scale) {
-    const box = this.tokensBox;
-    const atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 40;
     for (const token of tokens) {
       this.starts.push(this.length);
       this.length += token.text.length;
       const span = this.#span(token, this.tokens.length);
       this.tokens.push(token);
       this.spans.push(span);
+      this.fresh.push(span);
       this.#paint(span, token, scale);
+      if (token.written) {
+        this.spoken += token.text;
+        this.times.push(performance.now());
+      }
+      this.sums.nats += token.loss ?? 0;
+      this.sums.losses += token.loss !== null;
+      this.sums.bytes += ENCODER.encode(token.text).length;
+      this.sums.fanout += fanout(token);
       token.layers.forEach((routed, i) => this.#count(this.routers[i], routed));
     }
-    box.append(...this.spans.slice(this.spans.length - tokens.length));
-    if (atEnd && tokens.at(-1)?.written) box.scrollTop = box.scrollHeight;
+    this.frame ??= requestAnimationFrame(() => this.draw()); // tokens may come faster than frames
+  }
+
+  /** Bring the page up to date. */
+  draw() {
+    cancelAnimationFrame(this.frame);
+    this.frame = null;
+    const box = this.tokensBox;
+    const atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 40;
+    box.append(...this.fresh.splice(0));
+    if (atEnd && this.spoken) box.scrollTop = box.scrollHeight;
     this.#total();
-    if (this.looked ?? this.pinned) this.#look();
+    this.#look();
   }
 
   #count(layer, { scores, experts }) {
@@ -131,8 +150,8 @@ export class Panel {
 
   #span(token, index) {
     const opens = index === 0;
-    const shown = opens ? "start" : token.text || (token.finish === "stop" ? "end" : token.label);
     const special = opens || !token.text;
+    const sign = opens ? "start" : token.finish === "stop" ? "end" : token.label; // drawn by CSS: no part of the text
     const words = [
       opens ? "start of the text" : quoted(token.label),
       ...(this.run.experts ? [plural(fanout(token), "expert")] : []),
@@ -145,11 +164,9 @@ export class Panel {
       "aria-selected": "false",
       "aria-label": words.join(", "),
       "data-index": index,
+      ...(special ? { "data-sign": sign } : {}),
     });
-    shown.split("\n").forEach((line, i) => {
-      if (i) span.append(make("span", { class: "break" }, "↵"), "\n");
-      span.append(line);
-    });
+    span.append(...visible(token.text));
     return span;
   }
 
@@ -206,18 +223,17 @@ export class Panel {
   }
 
   #total() {
-    const { tokens } = this;
-    const losses = tokens.flatMap(({ loss }) => (loss === null ? [] : [loss]));
-    const nats = losses.reduce((a, b) => a + b, 0);
-    const text = tokens.map((token) => token.text).join("");
-    const bytes = new TextEncoder().encode(text).length;
-    const sent = tokens.reduce((sum, token) => sum + fanout(token), 0);
+    const { tokens, sums, times } = this;
     const shares = this.routers.flatMap((layer) => this.counts[layer]).map((n) => n / Math.max(tokens.length, 1));
-    const entries = [["tokens", `${tokens.length}`]];
-    if (losses.length) entries.push(["nats per token", (nats / losses.length).toFixed(2)]);
-    if (losses.length && bytes) entries.push(["bits per byte", (nats / Math.LN2 / bytes).toFixed(2)]);
+    const entries = [[`tokens, ${this.run.context - tokens.length} left of the context`, `${tokens.length}`]];
+    if (times.length > 1) {
+      const speed = (1000 * (times.length - 1)) / Math.max(times.at(-1) - times[0], 1);
+      entries.push(["generated tokens a second", speed.toFixed(speed < 10 ? 1 : 0)]);
+    }
+    if (sums.losses) entries.push(["nats per token", (sums.nats / sums.losses).toFixed(2)]);
+    if (sums.losses && sums.bytes) entries.push(["bits per byte", (sums.nats / Math.LN2 / sums.bytes).toFixed(2)]);
     if (this.run.experts && tokens.length) {
-      const mean = sent / tokens.length / this.routers.length;
+      const mean = sums.fanout / tokens.length / this.routers.length;
       entries.push([`experts per token and layer, target ${this.now.experts_per_token}`, mean.toFixed(2)]);
     }
     const shown = entries.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
@@ -372,7 +388,7 @@ export class Panel {
     const names = make("tr", {}, ...head.map((name) => make("th", { scope: "col" }, name)));
     return make(
       "div",
-      { class: "scroll", tabIndex: 0, role: "region", "aria-label": "All numbers" },
+      { class: "scroll", tabIndex: 0, role: "region", "aria-label": `All numbers of ${this.run.name}` },
       make("table", {}, make("thead", {}, names), make("tbody", {}, ...rows)),
     );
   }

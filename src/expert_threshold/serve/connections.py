@@ -1,0 +1,206 @@
+"""uvicorn and its connections: sockets, and HTTP that withstands clients that never finish sending a request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .completion import Limits
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+CONNECTIONS = 1024
+"""Beyond this uvicorn itself answers with 503."""
+
+SETTLE = 0.25
+"""Seconds before an unfinished connection counts, since many may open at once and then send their requests."""
+
+
+def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
+    """Serve on bound sockets until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
+    config = configure(app)
+    listen(sockets, config.backlog)
+    with contextlib.suppress(KeyboardInterrupt):
+        _Server(config).run(list(sockets))
+
+
+class _Server(uvicorn.Server):
+    """Says where it runs once it handles signals."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets
+        if self.started:
+            print(f"et serve: running on {url(sockets[0])} until Ctrl-C", file=sys.stderr)
+
+
+def configure(app: Starlette, *, grace: int = 10) -> uvicorn.Config:
+    """Return uvicorn's configuration, with h11, which is strict and limits the size of headers.
+
+    grace: seconds that requests in progress have after the first signal.
+    """
+    return uvicorn.Config(
+        app,
+        http=bounded(app.state.service.limits),
+        ws="none",
+        limit_concurrency=CONNECTIONS,
+        timeout_graceful_shutdown=grace,
+        access_log=False,
+        server_header=False,
+    )
+
+
+def bounded(limits: Limits) -> type[H11Protocol]:
+    """Return the protocol class of a server with these limits, for uvicorn's option `http`."""
+    return type("Bounded", (_Bounded,), {"limits": limits, "hanging": defaultdict(dict)})
+
+
+class _Bounded(H11Protocol):
+    """uvicorn's protocol, with a deadline for headers and a limit on the unfinished connections of an address.
+
+    A connection is unfinished from when it opens, or from its last response, until a whole request has arrived. Headers
+    have their deadline here, bodies in `read_body`, which can tell the client. Beyond the limit the oldest connection
+    is closed, not the newest, so that a client that does send a request gets a response, from that address too.
+
+    No server provides this. uvicorn's timeout for idle connections ends with the first byte. Hypercorn's and granian's
+    cover the headers, but neither limits connections per address, nor lets code do so.
+    """
+
+    limits: Limits
+    hanging: defaultdict[str | None, dict[_Bounded, None]]  # by address, oldest first
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._timers: list[asyncio.TimerHandle] = []
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._look()
+
+    def on_response_complete(self) -> None:
+        self._expect_request()
+        super().on_response_complete()  # starts on a request that arrived meanwhile
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_waiting()
+        super().connection_lost(exc)
+
+    def _expect_request(self) -> None:
+        self._end_waiting()
+        self._timers = [
+            self.loop.call_later(SETTLE, self._hang),
+            # Abort rather than close: output that is still unsent by then was not being read, either.
+            self.loop.call_later(self.limits.header_seconds, self.transport.abort),
+        ]
+
+    def _look(self) -> None:
+        """Check whether the request is complete, and start or stop its deadline."""
+        if self.cycle is None or self.cycle.response_complete:
+            return
+        if self.cycle.more_body:
+            self._timers[-1].cancel()
+        else:
+            self._end_waiting()
+
+    def _hang(self) -> None:
+        crowd = self.hanging[self._address]
+        crowd[self] = None
+        if len(crowd) > self.limits.unfinished:
+            oldest = next(iter(crowd))
+            oldest._end_waiting()
+            oldest.transport.abort()
+
+    def _end_waiting(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        crowd = self.hanging[self._address]
+        crowd.pop(self, None)
+        if not crowd:
+            del self.hanging[self._address]
+
+    @property
+    def _address(self) -> str | None:
+        return self.client and self.client[0]
+
+
+def url(listener: socket.socket) -> str:
+    """Return the URL of a server that listens on this socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Return a bound socket for each address of the host, not yet listening; with port 0 all share one free port.
+
+    Raises ValueError where no server can listen.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError):
+        raise ValueError(f"--host {host}: unknown name; give a name or an address of this machine") from None
+    sockets: list[socket.socket] = []
+    with contextlib.ExitStack() as opened:
+        foreign = None
+        for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+            try:
+                sockets.append(opened.enter_context(_bound(family, (address[0], port, *address[2:]))))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 is off on some machines
+                    raise _refusal(host, port, error) from None
+                foreign = error
+            else:
+                port = sockets[0].getsockname()[1]
+        if not sockets:
+            raise ValueError(
+                f"--host {host}: not an address of this machine; leave it out, or give 0.0.0.0 for all"
+            ) from foreign
+        opened.pop_all()
+    return sockets
+
+
+def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":  # reuse a port just released; elsewhere this option steals ports in use
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # IPv4 has a socket of its own
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def listen(sockets: Sequence[socket.socket], backlog: int) -> None:
+    """Listen on the sockets. Raises ValueError if another server bound to the same address listened first."""
+    for each in sockets:
+        try:
+            each.listen(backlog)
+        except OSError as error:
+            host, port = each.getsockname()[:2]
+            raise _refusal(host, port, error) from None
+
+
+def _refusal(host: str, port: int, error: OSError) -> ValueError:
+    if error.errno == errno.EADDRINUSE:
+        return ValueError(f"--port {port}: in use at {host}; give another one, or 0 for one that is free")
+    if error.errno == errno.EACCES:
+        return ValueError(f"--port {port}: not allowed for this user; give one of 1024 or more")
+    return ValueError(f"--host {host} --port {port}: {error.strerror}; give another address")
