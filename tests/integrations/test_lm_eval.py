@@ -16,6 +16,7 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.generate import generate
 from expert_threshold.install import install
 from expert_threshold.model import GPT
+from expert_threshold.model.score import TOKENS_AT_ONCE
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[eval]'")
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the harness's many packages are not ours
@@ -75,7 +76,7 @@ def test_a_continuation_longer_than_the_context_is_reported_and_its_end_scored(
 ) -> None:
     ((found, _),) = lm.loglikelihood(requests("loglikelihood", [("a", " the cat sat" * 60)]))
     assert found < 0
-    assert f"1 continuations exceed the context of {CONTEXT}" in caplog.text
+    assert f"continuations beyond the context of {CONTEXT}, of which only the end is scored: 1" in caplog.text
 
 
 def test_a_whole_text_is_scored_in_windows_each_token_once(lm: HarnessModel, model: GPT, tokenizer: Tokenizer) -> None:
@@ -143,8 +144,14 @@ def test_an_unknown_way_to_sample_is_refused(options: dict[str, Any]) -> None:
 
 def test_a_run_is_a_model_by_its_name(model: GPT, tokenizer: Tokenizer, tmp_path: Path) -> None:
     write_run(tmp_path / "run", model)
-    lm = RunModel.create_from_arg_string(f"run={tmp_path / 'run'}", {"batch_size": 3, "device": "cpu"})
-    assert lm.tokens_at_once == 3 * CONTEXT
+    for batch_size, most, tokens in (
+        ("auto:4", None, TOKENS_AT_ONCE),
+        ("auto", 2, 2 * CONTEXT),
+        (3, None, 3 * CONTEXT),
+    ):
+        options = {"batch_size": batch_size, "max_batch_size": most, "device": "cpu"}
+        lm = RunModel.create_from_arg_string(f"run={tmp_path / 'run'}", options)
+        assert lm.tokens_at_once == tokens
     pair = requests("loglikelihood", [("the cat", " sat")])
     ((found, _),) = lm.loglikelihood(pair)
     assert found == pytest.approx(HarnessModel(model, tokenizer).loglikelihood(pair)[0][0], abs=1e-5)

@@ -33,12 +33,11 @@ PAIRS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["texts", "tokens"])
-def client(request: pytest.FixtureRequest, model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The prompts are sent as texts; or, by a tokenizer that opens a document, as token ids, several in a request."""
+@pytest.fixture(scope="module")
+def client(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """As docs/serving.md says."""
     folder = tmp_path_factory.mktemp("run")
     export_run(write_run(folder / "run", model).path, folder / "exported")
-    tokens = {"tokenized_requests": request.param == "tokens", "add_bos_token": request.param == "tokens"}
     with served(model) as server:
         yield LocalCompletionsAPI(
             model="small",
@@ -46,9 +45,9 @@ def client(request: pytest.FixtureRequest, model: GPT, tmp_path_factory: pytest.
             tokenizer=str(folder / "exported"),
             tokenizer_backend="huggingface",
             max_length=CONTEXT,
-            batch_size=4 if request.param == "tokens" else 1,
+            batch_size=4,
             max_retries=1,
-            **tokens,
+            add_bos_token=True,
         )
 
 
@@ -64,12 +63,23 @@ def test_log_likelihoods_are_those_of_our_model_class(client: Any, model: GPT, t
         if tokenizer.encode(context + step.text) == [*tokenizer.encode(context), step.token]
     ]
     assert likeliest
-    pairs = [*PAIRS, *likeliest]
+    pairs = [*PAIRS, *likeliest, ("", "the cat"), ("", " sat on")]
     expected = HarnessModel(model, tokenizer).loglikelihood(requests("loglikelihood", pairs))
     found = client.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)
     assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
     assert {greedy for _, greedy in found} == {False, True}
     assert [nats for nats, _ in found] == pytest.approx([nats for nats, _ in expected], abs=1e-3)
+
+
+def test_whole_texts_have_the_scores_of_our_model_class_as_the_client_opens_them_itself(
+    client: Any, model: GPT, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: by the documented route the token that opens a text was scored, or sent as characters."""
+    longest = tokenizer.decode(tokenizer.encode("the cat sat on the mat; " * 9)[: CONTEXT - 2])
+    texts = requests("loglikelihood_rolling", [("the hat of the cat",), ("",), (longest,)])
+    expected = HarnessModel(model, tokenizer).loglikelihood_rolling(texts)
+    monkeypatch.setattr(client, "add_bos_token", False)
+    assert client.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(expected, abs=1e-3)
 
 
 def test_texts_are_those_of_our_model_class(client: Any, model: GPT, tokenizer: Tokenizer) -> None:

@@ -95,7 +95,7 @@ class HarnessModel(TemplateLM):
         length = self.model.config.context + 1  # the last token is predicted, not read
         lost = sum(len(c.tokens) - c.start > length - 1 for c in continuations)
         if lost:
-            log.warning("%d continuations exceed the context of %d: only their ends are scored", lost, length - 1)
+            log.warning("continuations beyond the context of %d, of which only the end is scored: %d", length - 1, lost)
         by_beginning: dict[tuple[int, ...], list[int]] = {}
         for i, c in enumerate(continuations):
             by_beginning.setdefault(tuple(c.tokens[: c.start]), []).append(i)
@@ -165,7 +165,7 @@ def read_request(options: Mapping[str, Any], context: int) -> Request:
 class RunModel(HarnessModel):
     """The model of a run folder, for the harness's own command line.
 
-    step: the checkpoint, None is the last. batch_size: texts of full context length at once, or "auto".
+    step: the checkpoint, None is the last. batch_size: texts of full context length at once, or "auto", "auto:4", ….
     """
 
     def __init__(
@@ -182,7 +182,8 @@ class RunModel(HarnessModel):
         if not torch.cuda.is_available() and (device is None or device.startswith("cuda")):
             device = "cpu"  # the harness passes cuda:0 by default
         model, tokenizer = load_model(run, step, device or "cuda", getattr(torch, dtype))
-        sizes = [int(size) for size in (batch_size, max_batch_size) if size not in (None, "auto")]
+        given = (batch_size, max_batch_size)
+        sizes = [int(size) for size in given if size is not None and not str(size).startswith("auto")]
         at_once = min(sizes) * model.config.context if sizes else TOKENS_AT_ONCE
         super().__init__(model, tokenizer, tokens_at_once=at_once)
 
