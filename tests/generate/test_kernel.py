@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from cases import PIECES, RULES, small_model
 from expert_threshold.generate import kernel
-from expert_threshold.generate.accelerator import Decoded
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.generate.engine import Sampler, sample
+from expert_threshold.generate.kernel import Decoded
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.cpu import build
 from expert_threshold.kernels.cpu.decode import decoder_create, decoder_destroy
@@ -93,7 +93,7 @@ def test_it_equals_torchs_operations_at_any_size(
 @needs_kernel
 @pytest.mark.parametrize("rule", [*RULES.values(), *SOFTMAX], ids=[*RULES, *(rule.label for rule in SOFTMAX)])
 def test_it_decodes_every_rule_whose_gates_are_of_scores_alone(rule: Any) -> None:
-    assert Decoder(small_model(rule), 1, 8).accelerator is not None
+    assert Decoder(small_model(rule), 1, 8).kernel is not None
 
 
 def test_switched_off_no_kernel_decodes() -> None:
@@ -101,7 +101,7 @@ def test_switched_off_no_kernel_decodes() -> None:
     model = small_model(RULES["expert_threshold"])
     with off():
         assert kernel.library() is None
-        assert Decoder(model, 1, 8).accelerator is None
+        assert Decoder(model, 1, 8).kernel is None
 
 
 @pytest.mark.usefixtures("by")
@@ -237,7 +237,7 @@ def test_without_a_compiler_there_is_no_kernel_and_nothing_is_said(
 def test_other_dtypes_are_decoded_by_operations() -> None:
     model = small_model(ExpertThreshold(4, 1))
     model.compute_dtype = torch.float64
-    assert Decoder(model, 1, 4).accelerator is None
+    assert Decoder(model, 1, 4).kernel is None
 
 
 @needs_kernel

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -238,18 +237,6 @@ def test_tokens_are_at_their_places_in_the_text(client: Any) -> None:
         assert choice.text[offset:].startswith(token)
 
 
-def test_openais_client_raises_the_matching_error(client: Any) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not exist") as unknown:
-        client.completions.create(model="other", prompt="")
-    assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
-    with pytest.raises(openai.BadRequestError) as hot:
-        client.completions.create(model="small", prompt="", temperature=3)
-    assert hot.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="small", prompt="the cat " * 60)
-    assert long.value.code == "context_length_exceeded"
-
-
 # Alone and among others.
 
 
@@ -371,14 +358,19 @@ def test_an_invalid_request_gets_the_matching_status(server: Served) -> None:
         (ask(server, path, b"{"), 400),
         (ask(server, path, {"model": "small", "prompt": "", "n": 9}), 400),
         (ask(server, path, {"model": "\ud800", "prompt": ""}), 404),
-        (ask(server, path), 405),
+        (wrong := ask(server, path), 405),
         (ask(server, "/v1/models", {}), 405),
         (ask(server, "/v1/models/%ff"), 404),
         (ask(server, "/v1/models/..%2f..%2fetc%2fpasswd"), 404),
-        (ask(server, "/nowhere"), 404),
+        (chat := ask(server, "/v1/chat/completions", {}), 404),
+        (other := ask(server, "/nowhere"), 404),
     ):
         assert answer.status == status
         assert answer.error["type"] == "invalid_request_error"
+    assert "POST to /v1/completions, with a prompt" in chat.error["message"]
+    assert other.error["code"] == "unknown_path"
+    assert "at /v1/completions and /v1/models; see" in other.error["message"]
+    assert (wrong.headers["Allow"], wrong.error["code"]) == ("POST", "method_not_allowed")
 
 
 def test_a_full_queue_answers_429_and_queued_requests_are_served() -> None:
@@ -517,47 +509,23 @@ def leave(connection: http.client.HTTPConnection, stream: bool) -> None:
         response.close()
 
 
-def test_an_unknown_path_gets_404_with_a_remedy(server: Served) -> None:
-    chat = ask(server, "/v1/chat/completions", {"model": "small", "messages": []})
-    assert (chat.status, chat.error["code"]) == (404, "unknown_path")
-    assert "POST to /v1/completions, with a prompt" in chat.error["message"]
-    other = ask(server, "/nowhere")
-    assert (other.status, other.error["code"]) == (404, "unknown_path")
-    assert "/v1/completions and /v1/models" in other.error["message"]
-    wrong = ask(server, "/v1/completions")
-    assert (wrong.status, wrong.headers["Allow"], wrong.error["code"]) == (405, "POST", "method_not_allowed")
-    assert "takes POST, not GET" in wrong.error["message"]
-
-
-def test_a_client_that_leaves_in_the_middle_of_a_stream_frees_its_row() -> None:
-    with served(held=True, engine={"slots": 1}) as server:
-        server.engine.open.set()
-        with client_of(server) as client:
-            stream = client.completions.create(model="small", prompt="", max_tokens=60, stream=True, seed=0)
-            next(iter(stream))
-            server.engine.open.clear()
-            stream.close()
-        until(lambda: server.worker.unfinished == 0)
-        until(lambda: not server.engine.busy)
-
-
 # Who may come in.
 
 
 def test_a_key_is_asked_for_on_every_route_but_health() -> None:
-    with served(api_key="sécret") as server:
+    with served(api_key="secret") as server:
         assert ask(server, "/health").status == 200
         for path, body in (
             ("/v1/models", None), ("/v1/models/small", None), ("/metrics", None), ("/openapi.json", None),
             ("/nowhere", None), ("/v1/completions", {"model": "small"}), ("/health/", None), ("//health", None),
         ):  # fmt: skip
-            for headers in ({}, {"Authorization": "Bearer secret"}, {"Authorization": "Basic sécret"}):
-                answer = ask(server, path, body, **headers)
+            for given in ("", "Bearer sécret", "Bearer", "secret", "Basic secret", "Basic OnNlY3JldHM="):  # :secrets
+                answer = ask(server, path, body, Authorization=given)
                 assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
         for host in ("x/health?", "x/health#", "["):  # a URL made of Host and path would have another path
             assert ask(server, "/v1/models", Host=host).status == 401, host
-        for encoding in ("utf-8", "latin-1"):  # curl sends the one, Python's own client the other
-            assert ask(server, "/v1/models", Authorization="Bearer sécret".encode(encoding)).status == 200
+        for given in ("Bearer secret", "bearer  secret", "Basic OnNlY3JldA=="):  # :secret
+            assert ask(server, "/v1/models", Authorization=given).status == 200
     with served(api_key="key") as server, client_of(server, "key") as client:
         assert client.completions.create(model="small", prompt="").choices
         with client_of(server, "other") as stranger, pytest.raises(openai.AuthenticationError):
@@ -768,20 +736,6 @@ def test_a_port_in_use_is_one_line_and_2_before_anything_starts(
     assert error == f"et serve: --port {port}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
 
 
-def test_a_port_taken_between_bind_and_listen_is_one_line_and_exit_code_2(
-    model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both may bind it; while one of them loads its model, the other listens."""
-    run = write_run(tmp_path / "run", model)
-    bound = bind("127.0.0.1", 0)
-    address = bound[0].getsockname()
-    monkeypatch.setattr("expert_threshold.serve.connections.bind", lambda host, port: bound)
-    with contextlib.closing(socket.create_server(address)):
-        assert main(["serve", str(run.path), "--port", str(address[1])]) == 2
-    error = capsys.readouterr().err
-    assert error == f"et serve: --port {address[1]}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
-
-
 def test_a_server_has_the_port_at_all_addresses_of_its_host() -> None:
     sockets = bind("localhost", 0)
     assert len({each.getsockname()[1] for each in sockets}) == 1
@@ -814,7 +768,7 @@ def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path
         (["--host", "a" * 70], f"--host {'a' * 70}: unknown name"),
         (["--public-host", "https://a.b/"], "--public-host https://a.b/: give a host name alone, such as"),
         (["--api-key", ""], "--api-key: must not be empty"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY is empty or has spaces around it"),
+        (["--api-key", "key "], "--api-key or ET_API_KEY must be letters, digits and signs of ASCII"),
     ],
 )
 def test_nonsense_is_one_line_and_2(
@@ -834,11 +788,3 @@ def test_missing_packages_are_reported_with_the_command_to_install_them(
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert main(["serve", "run"]) == 2
     assert capsys.readouterr().err == f"et serve: et serve needs uvicorn, which is missing; run: {install('serve')}\n"
-
-
-def test_limits_are_frozen_and_shown_in_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "--max-body-bytes INT" in text
-    assert "65536" in text
-    assert replace(Limits(), n=2).n == 2

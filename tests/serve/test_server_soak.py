@@ -26,6 +26,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
+from tests.serve.test_completion import NAMES, VALUES
+
 from cases import small_model, write_run
 
 pytestmark = [
@@ -143,20 +145,7 @@ def test_requests_of_schemathesis_meet_no_5xx_and_no_growth(server: Process, tmp
     report("schemathesis", server, before)
 
 
-NAMES = ["model", "prompt", "max_tokens", "n", "stream", "stream_options", "logprobs", "echo", "stop", "temperature"]
-NAMES += ["top_p", "top_k", "seed", "rate", "user", "best_of", "logit_bias", "suffix", "presence_penalty"]
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 70)
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["small", "the cat sat", "", "a" * 500])
-    | st.text(st.characters(), max_size=12),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(NAMES) | st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-FIELDS = st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), VALUES, max_size=5)
+FIELDS = st.dictionaries(NAMES | st.text(max_size=4), VALUES, max_size=5)
 BODIES = st.one_of(
     FIELDS.map(lambda fields: json.dumps({"model": "small"} | fields).encode()),
     st.fixed_dictionaries(

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import itertools
 import os
+import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -65,13 +66,13 @@ def run(arguments: Sequence[str]) -> None:
     local = is_local(options["host"])
     private = local and not public
     api_key = os.environ.get(API_KEY) if options["api_key"] is None else options["api_key"]
-    if api_key is not None and (not api_key or api_key != api_key.strip()):
-        raise ValueError(f"--api-key or {API_KEY} is empty or has spaces around it; give a key, or leave both out")
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise ValueError(f"--api-key or {API_KEY} must be letters, digits and signs of ASCII; or leave both out")
     shown = private or options["explorer"]
     compared = options["compare"] or []
     if compared and not shown:
         raise ValueError(f"--compare {compared[0]} is for the explorer, which is off for others; add --explorer")
-    # Bind first, so that a failure is reported before a model is loaded.
+    # Listen first, so that a failure is reported before a model is loaded.
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
         model, engine = _open(options["run"], options["step"], options)

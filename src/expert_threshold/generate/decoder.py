@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..model import GPT
-from .accelerator import Decoded
-from .kernel import kernel_of
+from .kernel import Decoded, kernel_of
 
 PREFILL = 256
 """Prompt tokens per forward; bounds the memory of masks and logits."""
 
 
 class Decoder:
-    """Appends tokens to sequences by `GPT.forward` with a cache, or by an accelerator where there is one.
+    """Appends tokens to sequences by `GPT.forward` with a cache, or by a kernel where there is one.
 
     Uses a snapshot of the model. rows: sequences at once; capacity: tokens per row. strict: a sequence gets the same
-    bits alone and in company. An accelerator always guarantees that. Without one, a strict step computes row by row;
+    bits alone and in company. A kernel always guarantees that. Without one, a strict step computes row by row;
     otherwise rounding depends on the number of rows and on how threads divide them.
     """
 
@@ -26,14 +25,14 @@ class Decoder:
         self.model = model.snapshot()
         self.rows, self.capacity, self.strict = rows, capacity, strict
         self.cache = self.model.new_cache(rows, capacity)
-        self.accelerator = kernel_of(self.model, self.cache)
+        self.kernel = kernel_of(self.model, self.cache)
 
     def open(self, row: int, rate: float | None = None) -> None:
         """Begin an empty sequence in a row. rate: routed experts per token for this row; None is the model's rate."""
         pasts = {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
         self.cache.begin(row, pasts)
-        if self.accelerator is not None:
-            self.accelerator.begin(row, pasts)
+        if self.kernel is not None:
+            self.kernel.begin(row, pasts)
 
     def close(self, row: int, *, wipe: bool = False) -> None:
         """End a row's sequence. wipe: forget its keys and values, too, which must be done if they may not be finite:
@@ -48,31 +47,33 @@ class Decoder:
         count = len(tokens)
         assert 0 < count <= PREFILL, f"{count} tokens at once"
         self._require_room([row], count)
-        if self.accelerator is not None and count <= self.accelerator.most:
+        if self.kernel is not None and count <= self.kernel.most:
             start = self.cache.lengths[row]
-            return self._accelerate([row] * count, tokens, range(start, start + count), 0 if every else count - 1)
+            return self._step_kernel([row] * count, tokens, range(start, start + count), 0 if every else count - 1)
         return self._forward([row], [tokens], last=not every)
 
     def step(self, tokens: Mapping[int, int]) -> Decoded:
         """Append one token to the sequence of each given row; the result has one row for each, in ascending order."""
         rows = sorted(tokens)
         self._require_room(rows, 1)
-        if self.accelerator is not None:
+        if self.kernel is not None:
             lengths = self.cache.lengths
-            return self._accelerate(rows, [tokens[row] for row in rows], [lengths[row] for row in rows])
+            return self._step_kernel(rows, [tokens[row] for row in rows], [lengths[row] for row in rows])
         together = [[row] for row in rows] if self.strict else [rows]
         return Decoded.join([self._forward(some, [[tokens[row]] for row in some]) for some in together])
 
-    def _accelerate(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
-        assert self.accelerator is not None
-        decoded = self.accelerator.append(rows, tokens, places, first)
+    def _step_kernel(
+        self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0
+    ) -> Decoded:
+        assert self.kernel is not None
+        decoded = self.kernel.append(rows, tokens, places, first)
         for row in rows:
             self.cache.lengths[row] += 1
         return decoded
 
     def _require_room(self, rows: Sequence[int], count: int) -> None:
         longest = max(self.cache.lengths[row] for row in rows) + count
-        if longest > self.capacity:  # the accelerator would write beyond the row
+        if longest > self.capacity:  # the kernel would write beyond the row
             raise ValueError(f"{longest} tokens do not fit in a row of {self.capacity}")
 
     @torch.inference_mode()

@@ -16,8 +16,8 @@ from ..data import Tokenizer
 from ..kernels.cpu.decode import decoder_sample
 from ..model import GPT
 from . import decoder, kernel
-from .accelerator import Decoded, Peak
 from .decoder import Decoder
+from .kernel import Decoded, Peak
 
 Finish = Literal["stop", "length"]
 NOT_FINITE = "the model's logits are not finite, so no token can be chosen; use another checkpoint"

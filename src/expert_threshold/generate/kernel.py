@@ -1,4 +1,4 @@
-"""A whole decoding step in one call of C++ (`kernels/cpu/decode.cpp`)."""
+"""A decoding step's result, and the kernel for a whole step in one call of C++ (`kernels/cpu/decode.cpp`)."""
 
 from __future__ import annotations
 
@@ -6,26 +6,87 @@ import ctypes
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels import cpu, switched_off
 from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy
-from ..model import GPT, Cache
+from ..model import GPT, Cache, Output
 from ..model.attention import rotary
 from ..model.gpt import Block
 from ..moe import Past, Router
-from .accelerator import Accelerator, Decoded, Peak
 
 SHARED = 2**19
 """Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
 
 
+class Peak(NamedTuple):
+    """The index of the highest logit, its value, and log Σ exp(logit)."""
+
+    likeliest: int
+    highest: float
+    logsumexp: float
+
+
+class Decoded(NamedTuple):
+    """The results of appending tokens to sequences.
+
+    logits: (tokens asked for, vocab), float32; peaks: one for each row of them. Routing has all tokens and MoE layers:
+    scores (layers, tokens, num_scores), boolean assignment and gates (layers, tokens, experts), where gates of None are
+    σ(scores). assigned: token-expert pairs in total.
+    """
+
+    logits: Tensor
+    peaks: list[Peak]
+    scores: Tensor
+    assignment: Tensor
+    gates: Tensor | None
+    assigned: int
+
+    @classmethod
+    def of(cls, output: Output, num_experts: int) -> Decoded:
+        """Build the record from a recorded forward without targets."""
+        assert output.logits is not None
+        assert output.routings is not None
+        logits = output.logits.flatten(0, 1)
+        highest, likeliest = logits.max(-1)
+        peaks = list(map(Peak, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
+        if not output.routings:
+            nothing = logits.new_empty(0, len(logits), 0)
+            return cls(logits, peaks, nothing, nothing.bool(), nothing, 0)
+        scores, assignment, gates = (
+            torch.stack([getattr(routing, name).flatten(0, 1) for routing in output.routings])
+            for name in ("scores", "assignment", "gates")
+        )
+        assignment, gates = assignment[..., :num_experts], gates[..., :num_experts]  # null slots may follow them
+        return cls(logits, peaks, scores, assignment, gates, int(assignment.sum()))
+
+    @classmethod
+    def join(cls, parts: Sequence[Decoded]) -> Decoded:
+        """Return the results for the tokens of all parts, in order. Gates must be given."""
+        if len(parts) == 1:
+            return parts[0]
+        logits, peaks, scores, assignment, gates, assigned = zip(*parts, strict=True)
+        return cls(
+            logits=torch.cat(logits),
+            peaks=[peak for some in peaks for peak in some],
+            scores=torch.cat(scores, 1),
+            assignment=torch.cat(assignment, 1),
+            gates=torch.cat(gates, 1),
+            assigned=sum(assigned),
+        )
+
+
 class Kernel:
-    """Holds a decoder in C++ with a model's weights, the thresholds of each row, and a cache."""
+    """Appends a few tokens to sequences in a cache, as `GPT.forward` does; same bits whichever rows share a batch.
+
+    Holds a decoder in C++ with a model's weights, the thresholds of each row, and the cache.
+    """
 
     most = 64
+    """Up to this many tokens of one row, it is faster than matrix products."""
 
     def __init__(self, model: GPT, cache: Cache) -> None:
         config = model.config
@@ -57,12 +118,17 @@ class Kernel:
             self._add(block, *scalars)
 
     def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+        """Begin an empty sequence in a row; arguments as in `Cache.begin`."""
         for layer, thresholds in self._thresholds.items():
             past = pasts[layer].thresholds
             assert past is not None
             thresholds[row] = past
 
     def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
+        """Compute each token at its place in a row of the cache, those of one row in order; logits from `first` on.
+
+        Raises IndexError if a token is not in the vocabulary.
+        """
         count = len(tokens)
         if not 0 <= min(tokens) <= max(tokens) < self._vocab:
             raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
@@ -124,7 +190,7 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
     return [up, down] if gate is None else [up, down, gate]
 
 
-def kernel_of(model: GPT, cache: Cache) -> Accelerator | None:
+def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
     a compiler or switched off, or unless the rule has sigmoid or softmax gates and either thresholds or a biased top k.
     """

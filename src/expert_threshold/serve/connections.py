@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import os
 import socket
 import sys
 from collections import defaultdict
@@ -28,11 +27,9 @@ SETTLE = 0.25
 
 
 def run_server(app: Starlette, sockets: Sequence[socket.socket]) -> None:
-    """Serve on bound sockets until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
-    config = configure(app)
-    listen(sockets, config.backlog)
+    """Serve until SIGINT or SIGTERM; a second signal ends requests in progress at once."""
     with contextlib.suppress(KeyboardInterrupt):
-        _Server(config).run(list(sockets))
+        _Server(configure(app)).run(list(sockets))
 
 
 class _Server(uvicorn.Server):
@@ -146,9 +143,9 @@ def url(listener: socket.socket) -> str:
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Return a bound socket for each address of the host, not yet listening; with port 0 all share one free port.
+    """Return a listening socket for each address of the host; with port 0 all share one free port.
 
-    Raises ValueError where no server can listen.
+    Raises ValueError where no server can listen. Clients that connect before the server runs wait for it.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -157,9 +154,9 @@ def bind(host: str, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     with contextlib.ExitStack() as opened:
         foreign = None
-        for family, address in dict.fromkeys((family, address) for family, *_, address in found):
+        for family, address in dict.fromkeys((family, address[0]) for family, *_, address in found):
             try:
-                sockets.append(opened.enter_context(_bound(family, (address[0], port, *address[2:]))))
+                sockets.append(opened.enter_context(socket.create_server((address, port), family=family)))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # IPv6 is off on some machines
                     raise _refusal(host, port, error) from None
@@ -172,30 +169,6 @@ def bind(host: str, port: int) -> list[socket.socket]:
             ) from foreign
         opened.pop_all()
     return sockets
-
-
-def _bound(family: int, address: tuple[Any, ...]) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":  # reuse a port just released; elsewhere this option steals ports in use
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:  # IPv4 has a socket of its own
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def listen(sockets: Sequence[socket.socket], backlog: int) -> None:
-    """Listen on the sockets. Raises ValueError if another server bound to the same address listened first."""
-    for each in sockets:
-        try:
-            each.listen(backlog)
-        except OSError as error:
-            host, port = each.getsockname()[:2]
-            raise _refusal(host, port, error) from None
 
 
 def _refusal(host: str, port: int, error: OSError) -> ValueError:

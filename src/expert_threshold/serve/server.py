@@ -200,17 +200,7 @@ def _given_key(request: Request) -> bytes:
     if scheme.lower() == "basic":
         with contextlib.suppress(ValueError):
             return base64.b64decode(given, validate=True).partition(b":")[2]
-    return _as_sent(given.strip()) if scheme.lower() == "bearer" else b""
-
-
-def _as_sent(text: str) -> bytes:
-    """Return the bytes of a header that was decoded as Latin-1; clients such as curl send UTF-8."""
-    sent = text.encode("latin-1")
-    try:
-        sent.decode("utf-8")
-    except UnicodeDecodeError:
-        return text.encode()
-    return sent
+    return given.strip().encode() if scheme.lower() == "bearer" else b""
 
 
 def host_name(header: str) -> str:

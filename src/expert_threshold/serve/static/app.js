@@ -80,8 +80,8 @@ function value(id) {
 /** Returns what the runs did, a sentence for each. */
 function outcome(writer) {
   const said = ({ run, tokens }) => `${run.name} read ${plural(tokens.length, "token")}.`;
-  const wrote = ({ run, tokens, times }) => {
-    const made = plural(times.length, "token");
+  const wrote = ({ run, tokens, written }) => {
+    const made = plural(written, "token");
     const full = tokens.length < run.context ? "" : `, which fills its context of ${run.context}`;
     return `${run.name} wrote ${made}${tokens.at(-1)?.finish === "stop" ? " and ended the document" : full}.`;
   };
@@ -299,10 +299,7 @@ function release() {
 async function start() {
   try {
     const runs = await fetchRuns();
-    panels = runs.map((run) => {
-      const panel = new Panel(run, { select: (index, show) => select(panel, index, show), pin: link });
-      return panel;
-    });
+    panels = runs.map((run) => new Panel(run, { select, pin: link }));
   } catch (error) {
     fail(error.message);
     return;

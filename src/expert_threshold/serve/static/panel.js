@@ -8,7 +8,7 @@ const ENCODER = new TextEncoder();
 let made = 0; // panels
 
 export class Panel {
-  /** Calls on.select(index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
+  /** Calls on.select(panel, index, show) when a token is opened, and on.pin() when an expert is pinned or released. */
   constructor(run, on) {
     this.run = run;
     this.now = run; // the run as described for this text: another rate has other cutoffs
@@ -87,7 +87,8 @@ export class Panel {
   clear() {
     this.tokens = [];
     this.spoken = ""; // the text generated
-    this.times = []; // in milliseconds, when each generated token came
+    this.written = 0; // tokens generated
+    this.began = this.last = performance.now(); // when the response began, and when its last generated token came
     this.spans = [];
     this.fresh = []; // spans that are not on the page yet
     this.sums = { nats: 0, losses: 0, bytes: 0, fanout: 0 };
@@ -113,7 +114,8 @@ export class Panel {
       this.#paint(span, token, scale);
       if (token.written) {
         this.spoken += token.text;
-        this.times.push(performance.now());
+        this.written++;
+        this.last = performance.now();
       }
       this.sums.nats += token.loss ?? 0;
       this.sums.losses += token.loss !== null;
@@ -223,13 +225,11 @@ export class Panel {
   }
 
   #total() {
-    const { tokens, sums, times } = this;
+    const { tokens, sums, written } = this;
     const shares = this.routers.flatMap((layer) => this.counts[layer]).map((n) => n / Math.max(tokens.length, 1));
     const entries = [[`tokens, ${this.run.context - tokens.length} left of the context`, `${tokens.length}`]];
-    if (times.length > 1) {
-      const speed = (1000 * (times.length - 1)) / Math.max(times.at(-1) - times[0], 1);
-      entries.push(["generated tokens a second", speed.toFixed(speed < 10 ? 1 : 0)]);
-    }
+    const speed = (1000 * written) / Math.max(this.last - this.began, 1);
+    if (written) entries.push(["generated a second", speed.toFixed(speed < 10 ? 1 : 0)]);
     if (sums.losses) entries.push(["nats per token", (sums.nats / sums.losses).toFixed(2)]);
     if (sums.losses && sums.bytes) entries.push(["bits per byte", (sums.nats / Math.LN2 / sums.bytes).toFixed(2)]);
     if (this.run.experts && tokens.length) {
@@ -252,7 +252,7 @@ export class Panel {
 
   #onClick(event) {
     const token = event.target.closest(".token");
-    if (token) this.on.select(Number(token.dataset.index), true);
+    if (token) this.on.select(this, Number(token.dataset.index), true);
   }
 
   #onKey(event) {
@@ -262,10 +262,10 @@ export class Panel {
     if (next !== null) {
       event.preventDefault();
       this.focus(next);
-      if (this.selected !== null) this.on.select(next);
+      if (this.selected !== null) this.on.select(this, next);
     } else if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
-      this.on.select(place, true);
+      this.on.select(this, place, true);
     }
   }
 
