@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..model import GPT
+from ..moe import Past
 from .kernel import Decoded, kernel_of
 
 PREFILL = 256
@@ -26,13 +27,17 @@ class Decoder:
         self.rows, self.capacity, self.strict = rows, capacity, strict
         self.cache = self.model.new_cache(rows, capacity)
         self.kernel = kernel_of(self.model, self.cache)
+        self._pasts = self._pasts_at(None)  # the snapshot never changes
 
     def open(self, row: int, rate: float | None = None) -> None:
         """Begin an empty sequence in a row. rate: routed experts per token for this row; None is the model's rate."""
-        pasts = {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
+        pasts = self._pasts if rate is None else self._pasts_at(rate)
         self.cache.begin(row, pasts)
         if self.kernel is not None:
             self.kernel.begin(row, pasts)
+
+    def _pasts_at(self, rate: float | None) -> dict[int, Past]:
+        return {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
 
     def close(self, row: int, *, wipe: bool = False) -> None:
         """End a row's sequence. wipe: forget its keys and values, too, which must be done if they may not be finite:
