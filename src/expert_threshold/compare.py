@@ -109,7 +109,7 @@ class Findings(NamedTuple):
             figures["differences"] = partial(draw_differences, judged, self.baseline, self.margin)
         for name, figure in figures.items():
             save_figure(figure, folder / name)
-        text = comparison_page(self.headline, self.results, judged, self.baseline, self.margin, self.costs)
+        text = comparison_page(self.headline, self.results, judged, self.baseline, self.margin, self.costs, folder)
         replace_file(folder / "compare.html", text.encode())
         return list(figures)
 

@@ -94,7 +94,18 @@ SECTIONS: dict[str, type] = {"model": GPTConfig, "data": DataConfig, "optim": Op
 
 
 # The other entries of config.json: facts of that run, which have no effect on another.
-FACTS = ("format", "version", "corpus", "versions", "compiled", "kernels", "init_from", "continue_warmup", "time")
+FACTS = (
+    "format",
+    "version",
+    "corpus",
+    "versions",
+    "compiled",
+    "kernels",
+    "init_from",
+    "continue_warmup",
+    "time",
+    "command",
+)
 
 
 def check_changes(changes: Options) -> None:

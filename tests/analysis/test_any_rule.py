@@ -47,7 +47,7 @@ def subject_of(rule: Rule, recorded: dict[str, Any] | None = None) -> Subject:
     }
     layers = {str(layer): recorded or {} for layer in range(model.dense_layers, model.layers)}
     train = [{"step": step, "split": "train", "layers": layers} for step in (1, 2, 3)]
-    run = Run("run", config, model, train, [], [], [], 3)
+    run = Run(Path("run"), config, model, train, [], [], [], 3)
     return Subject(None, run, rule.label, rule.label)  # type: ignore[arg-type]
 
 

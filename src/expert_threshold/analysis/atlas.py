@@ -16,8 +16,8 @@ from .comparison import HEADERS, NOTES, cells, read_result, summarise
 from .figures.study import Study
 from .figures.style import style
 from .material import Material
-from .methods import Subject, legend
-from .page import Exhibit, LeftOut, attempt, exhibits, left_out, page, save_figure, table
+from .methods import Subject, legend, options
+from .page import Exhibit, LeftOut, attempt, exhibits, left_out, links, page, save_figure, table
 from .plain import Data, plain
 from .sentences import counted, listed, short
 
@@ -43,7 +43,7 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
     if failed and not any(isinstance(entry, Exhibit) for entry in every):
         raise ValueError(failed[0])
     report = out / "report.html"
-    replace_file(report, render(material, entries, partly).encode(errors="replace"))
+    replace_file(report, render(material, entries, partly, out).encode(errors="replace"))
     return report
 
 
@@ -61,7 +61,9 @@ def save(study: Study, computed: Data, out: Path, partly: list[LeftOut]) -> Exhi
     return Exhibit(study.title, sentence, figure, study.name, rows)
 
 
-def render(material: Material, entries: dict[str, list[Exhibit | LeftOut]], partly: Sequence[LeftOut]) -> str:
+def render(
+    material: Material, entries: dict[str, list[Exhibit | LeftOut]], partly: Sequence[LeftOut], out: Path
+) -> str:
     """Return the page: figures, tables, and the list of omissions."""
     methods = list(material.methods)
     runs = [LeftOut(f"Run {path}", why) for path, why in material.selection.left_out.items()]
@@ -73,7 +75,8 @@ def render(material: Material, entries: dict[str, list[Exhibit | LeftOut]], part
             as_html(),
             *(exhibits(section, found) for section, found in entries.items()),
             _results(material),
-            _runs(material.subjects),
+            _runs(material.subjects, out),
+            _differences(material),
             left_out([*chain.from_iterable(entries.values()), *partly, *runs]),
         ],
     )
@@ -104,11 +107,11 @@ def _results(material: Material) -> str:
         return ""
     rows = cells(summarise(results), lambda text: text)
     notes = NOTES + (f" Without a final validation, so not in this table: {listed(without)}." if without else "")
-    return f'<section><h2>Results</h2>{table(HEADERS, rows)}<p class="muted">{escape(notes)}</p></section>'
+    return f'<section><h2>Results</h2>{table(HEADERS, rows, "Results")}<p class="muted">{escape(notes)}</p></section>'
 
 
-def _runs(subjects: Sequence[Subject]) -> str:
-    """Return the table of analysed runs."""
+def _runs(subjects: Sequence[Subject], out: Path) -> str:
+    """Return the table of analysed runs, with links to their reports."""
     head = ("run", "method", "seed", "step", "tokens", "parameters", "active")
     rows = []
     for subject in subjects:
@@ -125,4 +128,15 @@ def _runs(subjects: Sequence[Subject]) -> str:
                 short(parameters["active"]),
             )
         )
-    return f"<section><h2>Runs</h2>{table(head, rows)}</section>"
+    reports = {f"{s.method}, seed {s.run.config['train']['seed']}": s.folder.report for s in subjects}
+    return f"<section><h2>Runs</h2>{table(head, rows, 'Runs')}{links(reports, out)}</section>"
+
+
+def _differences(material: Material) -> str:
+    """Return the table of the options in which the methods differ; empty if they do not."""
+    found = {method: options(subjects[0].run) for method, subjects in material.methods.items()}
+    names = dict.fromkeys(name for each in found.values() for name in each)
+    values = {name: [str(each.get(name, "–")) for each in found.values()] for name in names}
+    rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
+    head = ["option", *found]
+    return f"<section><h2>Options that differ</h2>{table(head, rows, 'Options that differ')}</section>" if rows else ""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
+from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from .figures.learning import draw_losses, seconds_axis
 from .figures.style import GRID, INK, METHODS, MUTED, WIDE
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .judgement import shown as interval
-from .page import SORT, exhibit, exhibits, page, table
+from .page import exhibit, exhibits, links, page, table
 from .paired import Verdict
 from .plain import Data
 
@@ -36,8 +37,14 @@ def comparison_page(
     baseline: str,
     margin: float,
     costs: Mapping[str, Mapping[str, Any]],
+    folder: Path,
 ) -> str:
-    """Return the page. costs: as in `load_cells`. Raises ValueError if matplotlib is missing."""
+    """Return the page in a comparison's folder, with links to its runs' reports.
+
+    costs: as in `load_cells`. Raises ValueError if matplotlib is missing.
+    """
+    reports = {f"{r.method}, seed {r.seed}": folder / r.method / f"seed_{r.seed}" / "report.html" for r in results}
+    reports["Analysis"] = folder / "analysis" / "report.html"
     rows = summarise(results)
     band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
     shown = []
@@ -49,15 +56,15 @@ def comparison_page(
         shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: draw(by_seconds(results))))
     body = [
         f"<h1>Comparison</h1><p>{escape(headline)}</p>",
-        table(MEASURED, cells(rows, str), sortable=True),
+        table(MEASURED, cells(rows, str), "Losses and loads"),
         f'<p class="muted">{escape(NOTES)}</p>',
         f"<h2>Against {escape(baseline)}</h2>",
-        table(HEADERS, judged_cells(judged, baseline), sortable=True),
+        table(HEADERS, judged_cells(judged, baseline), f"Against {baseline}"),
         "<h2>Load and cost of routing</h2>",
-        table(LOADS, load_cells(results, costs), sortable=True),
+        table(LOADS, load_cells(results, costs), "Load and cost of routing"),
         f'<p class="muted">{escape(notes(baseline, margin))}</p>',
         exhibits("Figures", shown),
-        f"<script>{SORT}</script>",
+        links(reports, folder),
     ]
     return page("Comparison", body)
 

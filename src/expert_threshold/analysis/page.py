@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import re
 import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
+
+import numpy as np
 
 from ..files import replace_file
 from .figures.style import NARROW, THEME, style
-from .plain import NotShownError
+from .plain import NotShownError, plain
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -81,54 +86,12 @@ def _describe(error: Exception) -> str:
 
 DPI = 200  # of PNG
 
-CSS = """
-*, ::before, ::after { box-sizing: border-box }
-body { margin: 0; background: var(--page); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif }
-main { max-width: 58rem; margin: auto; padding: 2rem 1rem 4rem }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 .25rem; text-wrap: balance }
-h2 { font-size: 1.25rem; margin: 3rem 0 .5rem }
-h3 { font-size: 1rem; margin: 0 0 .5rem }
-p { margin: .5rem 0; max-width: 44rem }
-.muted, figcaption, dt, th { color: var(--muted) }
-.numbers { display: flex; flex-wrap: wrap; gap: .75rem 2.25rem; margin: 1.5rem 0; padding: 0; list-style: none }
-.numbers li { color: var(--muted); font-size: .875rem }
-.numbers b { display: block; font-size: 1.6rem; line-height: 1.2; font-weight: 600; color: var(--ink) }
-.numbers li:first-child b { color: var(--accent) }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; margin: 0; font-size: .9375rem }
-dd { margin: 0; overflow-wrap: anywhere }
-.figures { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2.25rem 2rem; margin-top: 1rem }
-figure { margin: 0; min-width: 0 }
-figure.wide { grid-column: 1 / -1 }
-.files { white-space: nowrap }
-a { color: var(--accent) }
-figcaption { font-size: .875rem; margin-top: .25rem; max-width: 44rem }
-.chart { overflow-x: auto }
-svg { display: block; width: 100%; min-width: 22rem; height: auto; overflow: visible;
-  font-variant-numeric: tabular-nums }
-.wide svg { min-width: 46rem }
-svg * { stroke-linejoin: round; stroke-linecap: butt }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem 1.25rem .3rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--grid) }
-th { font-weight: 500 }
-th:first-child, td:first-child { text-align: left }
-th button { all: unset; cursor: pointer } th button:focus-visible { outline: 2px solid var(--accent) }
-th[aria-sort=ascending] button::after { content: " ↑" } th[aria-sort=descending] button::after { content: " ↓" }
-pre { margin: .5rem 0; padding: 1rem; border: 1px solid var(--grid); border-radius: .375rem; font-size: .8125rem;
-  line-height: 1.45; white-space: pre-wrap; overflow-wrap: anywhere }
-summary { cursor: pointer; padding: .25rem 0 }
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px }
-@media (max-width: 50rem) {
-  main { padding-top: 1.25rem }
-  .figures { grid-template-columns: minmax(0, 1fr) }
-  dl { font-size: .875rem; column-gap: .75rem }
-}
-@media print { .figures { break-inside: avoid } }
-"""
+HERE = Path(__file__).parent
+CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
 COLOURS = {"page": ("#ffffff", "#14171a"), **THEME}
 NAMES = {light: name for name, (light, _) in COLOURS.items()}
 LIGHT, DARK = (";".join(f"--{name}:{pair[i]}" for name, pair in COLOURS.items()) for i in (0, 1))
-VARIABLES = f":root {{ {LIGHT} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}"
+VARIABLES = f":root {{ {LIGHT} }}\n@media screen and (prefers-color-scheme: dark) {{ :root {{ {DARK} }} }}\n"
 
 
 def page(title: str, body: Iterable[str]) -> str:
@@ -148,6 +111,8 @@ def page(title: str, body: Iterable[str]) -> str:
 <main>
 {"".join(body)}
 </main>
+<script>
+{SCRIPT}</script>
 </body>
 </html>
 """
@@ -174,38 +139,29 @@ def left_out(entries: Iterable[Exhibit | LeftOut]) -> str:
     return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if lines else ""
 
 
-SORT = """
-for (const head of document.querySelectorAll("th button")) head.onclick = () => {
-  const column = head.closest("th"), index = column.cellIndex, body = column.closest("table").tBodies[0];
-  const up = column.ariaSort !== "ascending";
-  for (const other of column.parentNode.cells) other.ariaSort = "none";
-  column.ariaSort = up ? "ascending" : "descending";
-  const units = { k: 1e3, M: 1e6, B: 1e9, T: 1e12 };
-  const key = row => {
-    const text = row.cells[index].textContent;
-    const found = text.replace(/,/g, "").replace("−", "-").match(/[-+]?[0-9.]+([kMBT]?)/);
-    return index && found ? parseFloat(found[0]) * (units[found[1]] ?? 1) : text;
-  };
-  const rows = [...body.rows].sort((a, b) => {
-    const [x, y] = [key(a), key(b)];
-    if (typeof x !== typeof y) return typeof x === "number" ? -1 : 1;
-    return (x < y ? -1 : x > y ? 1 : 0) * (up ? 1 : -1);
-  });
-  body.append(...rows);
-};
-"""
-"""Sorts the rows of a sortable table by the column whose head is clicked; cells without a number come last."""
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table") -> str:
+    """Return a table, which scrolls if it is too wide, and sorts its rows by the column whose head is clicked.
 
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, sortable: bool = False) -> str:
-    """Return a table that scrolls if it is too wide. sortable: on a page with the script `SORT`."""
-    labels = (f"<button>{escape(name)}</button>" if sortable else escape(name) for name in head)
-    names = "".join(f'<th scope="col">{label}</th>' for label in labels)
-    lines = "\n".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    name: for screen readers, which list the tables of a page.
+    """
+    names = "".join(f'<th scope="col"><button>{escape(label)}</button></th>' for label in head)
+    lines = "\n".join("<tr>" + "".join(f"<td>{_breakable(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="Table"><table><thead><tr>{names}</tr></thead>\n'
-        f"<tbody>{lines}</tbody></table></div>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
+        f"<table><thead><tr>{names}</tr></thead>\n<tbody>{lines}</tbody></table></div>"
     )
+
+
+def _breakable(text: str) -> str:
+    """Return text that may be broken after an underscore or a slash: names of methods and paths are long."""
+    return re.sub("([_/])", r"\1<wbr>", escape(text))
+
+
+def links(pages: Mapping[str, Path], folder: Path) -> str:
+    """Return links from a page in `folder` to those of the pages that exist."""
+    found = {name: os.path.relpath(path.resolve(), folder.resolve()) for name, path in pages.items() if path.is_file()}
+    items = "".join(f'<a href="{quote(path)}">{escape(name)}</a>' for name, path in found.items())
+    return f'<nav aria-label="Reports">{items}</nav>' if items else ""
 
 
 def text_block(text: str) -> str:
@@ -216,14 +172,57 @@ def text_block(text: str) -> str:
 
 def _figure(name: str, exhibit: Exhibit) -> str:
     prefix = re.sub(r"\W+", "-", name.lower())
-    alt = f"Chart: {exhibit.title}"  # the caption describes it
+    drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes it
+    charted = json.dumps(panels) if (panels := charts(exhibit.figure)) else ""
     return (
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
-        + f'<div class="chart">{svg(exhibit.figure, prefix, alt)}</div>'
-        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)}</figcaption>"
-        + (f"<details><summary>As a table</summary>{table(*exhibit.table)}</details>" if exhibit.table else "")
+        + f'<div class="chart">{drawn}</div>'
+        + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)} <span class=scales></span></figcaption>"
+        + (
+            f"<details><summary>Summary</summary>{table(*exhibit.table, exhibit.title)}</details>"
+            if exhibit.table
+            else ""
+        )
+        + (VALUES.format(charted.replace("<", "\\u003c")) if charted else "")
         + "</figure>"
     )
+
+
+VALUES = '<details class="values"><summary>Values</summary></details><script type="application/json">{}</script>'
+
+
+def charts(figure: Figure) -> list[dict[str, Any]]:
+    """Return the panels of a drawn figure with named lines, for the page's script: their scales, places and numbers.
+
+    box: left, top, right and bottom, in the units of the SVG. scalable: other axes are a matter of moving the lines.
+    """
+    width, height = 72 * figure.get_size_inches()
+    found = []
+    for place, axes in enumerate(figure.axes):
+        lines = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+        lines = [line for line in lines if line.get_transform() == axes.transData and np.size(line.get_xdata())]
+        if not lines:
+            continue
+        left, bottom, right, top = axes.get_position().extents
+        data = [np.asarray(line.get_xydata(), dtype=float) for line in lines]
+        below = (other.get_xlabel() for other in [axes, *reversed(figure.axes)])
+        found.append(
+            {
+                "axes": place,
+                "title": axes.get_title(loc="left") or axes.get_ylabel(),
+                "xlabel": next(filter(None, below), ""),
+                "box": [left * width, (1 - top) * height, right * width, (1 - bottom) * height],
+                "xlim": axes.get_xlim(),
+                "ylim": axes.get_ylim(),
+                "log": [axis.get_scale() == "log" for axis in (axes.xaxis, axes.yaxis)],
+                "scalable": not axes.images and not axes.patches and max(map(len, data)) > 2,
+                "lines": [
+                    {"name": str(line.get_label()), "x": points[:, 0], "y": points[:, 1]}
+                    for line, points in zip(lines, data, strict=True)
+                ],
+            }
+        )
+    return list(plain(found))
 
 
 def _links(files: str | None) -> str:
@@ -252,6 +251,9 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
     prefix: of all ids, unique on the page. alt: the text for screen readers.
     """
     file = io.StringIO()
+    for axes in figure.axes:
+        for part, name in ((axes, "axes"), (axes.xaxis, "xaxis"), (axes.yaxis, "yaxis")):
+            part.set_gid(name)
     with style():
         figure.savefig(file, format="svg")
     root = ElementTree.fromstring(file.getvalue())
@@ -261,12 +263,18 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
         element.text, element.tail = (element.text or "").strip() or None, None
         attributes = {_local(name): value for name, value in element.attrib.items()}
         element.attrib.clear()
+        if attributes.get("id") in CLASSES:
+            element.attrib["class"] = attributes["id"]
         element.attrib.update({n: _for_page(n, v, prefix) for n, v in attributes.items() if n != "id" or v in used})
         for child in list(element):
             if _local(child.tag) in ("metadata", "style"):
                 element.remove(child)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt}
     return ElementTree.tostring(root, encoding="unicode")
+
+
+CLASSES = ("axes", "xaxis", "yaxis", "leader")
+"""The parts of a figure that the page's script finds by class."""
 
 
 def _for_page(name: str, value: str, prefix: str) -> str:
@@ -276,7 +284,8 @@ def _for_page(name: str, value: str, prefix: str) -> str:
     if name == "href" and value.startswith("#"):
         return f"#{prefix}-{value[1:]}"
     if name == "style":
-        value = re.sub(r"font: ([\d.]+px)[^;]*", r"font-size: \1", value)  # use the page's typeface
+        family = "; font-family: monospace" if "Mono" in value else ""  # otherwise the page's
+        value = re.sub(r"font: ([\d.]+px)[^;]*", rf"font-size: \1{family}", value)
         value = re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", value)
     return value
 

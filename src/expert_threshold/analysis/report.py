@@ -55,11 +55,14 @@ def header(run: Run) -> str:
     """Return the title, the main results and the configuration in brief."""
     parameters = parameter_counts(run.model)
     title = f"{run.rule_name[0].upper()}{run.rule_name[1:]}, {short(parameters['total'])} parameters"
+    # The page of a comparison is written after its runs' reports.
+    inside = (run.path.parent.parent / "compare.json").is_file()
+    comparison = '<nav><a href="../../compare.html">The comparison of this run</a></nav>' if inside else ""
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
     facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(run, parameters))
     return (
         f'<header><h1>{escape(title)}</h1><p class="muted">Run {escape(run.name)}</p>\n'
-        f'<ul class="numbers">{numbers}</ul>\n<dl>{facts}</dl></header>'
+        f'<ul class="numbers">{numbers}</ul>\n<dl>{facts}</dl>{comparison}</header>'
     )
 
 
@@ -95,7 +98,9 @@ def _facts(run: Run, parameters: dict[str, int]) -> Iterator[tuple[str, str]]:
         yield "Initialised from", run.config["init_from"]
     threads = f", {counted(train['threads'], 'thread')}" if train["device"] == "cpu" else ""
     yield "Machine", f"{train['device']}, {train['dtype']}{threads}"
-    yield "Versions", ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items())
+    yield "Versions", ", ".join(f"{name.replace('_', '-')} {version}" for name, version in versions.items() if version)
+    if "command" in run.config:
+        yield "Command", run.config["command"]
 
 
 def warnings(run: Run) -> str:
@@ -147,7 +152,7 @@ def validations(run: Run) -> str:
                 fixed(max(spreads, default=None), 2),
             )
         )
-    return f"<section><h2>Validation</h2>{table(head, rows)}</section>"
+    return f"<section><h2>Validation</h2>{table(head, rows, 'Validation')}</section>"
 
 
 def configuration(run: Run) -> str:

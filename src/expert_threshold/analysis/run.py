@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..model import GPTConfig
@@ -14,7 +15,7 @@ from .records import Points, Record, series
 class Run(NamedTuple):
     """A run folder that was read."""
 
-    name: str
+    path: Path
     config: dict[str, Any]
     model: GPTConfig
     train: Sequence[Record]
@@ -22,6 +23,10 @@ class Run(NamedTuple):
     events: Sequence[Record]
     samples: list[tuple[str, str]]  # name and text, first to last
     step: int  # the last one in metrics or checkpoints
+
+    @property
+    def name(self) -> str:
+        return self.path.name
 
     @property
     def rule(self) -> dict[str, Any]:
@@ -78,5 +83,5 @@ def read_run(folder: RunFolder) -> Run:
     ]
     train, validation, events = ([r for r in records if r["split"] == s] for s in ("train", "validation", "event"))
     step = max([record["step"] for record in records] + folder.checkpoints(), default=0)
-    name, model = folder.path.resolve().name, GPTConfig.from_dict(config["model"])
-    return Run(name, config, model, train, validation, events, samples, step)
+    path, model = folder.path.resolve(), GPTConfig.from_dict(config["model"])
+    return Run(path, config, model, train, validation, events, samples, step)

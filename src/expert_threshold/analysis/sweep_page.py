@@ -33,9 +33,9 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
         f"<header><h1>{escape(title)}</h1>\n<dl>",
         *(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
         "</dl></header>",
-        f"<section><h2>Best options</h2>{table(*best_options(studies))}<p>Losses in nats per token of validation. In "
-        f"parentheses: the range within which the fitted loss stays within {TOLERANCE} of its optimum, the other "
-        "options at theirs.</p></section>",
+        f"<section><h2>Best options</h2>{table(*best_options(studies), 'Best options')}<p>Losses in nats per token of "
+        f"validation. In parentheses: the range within which the fitted loss stays within {TOLERANCE} of its optimum, "
+        "the other options at theirs.</p></section>",
         *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
         *(trials(name, study) for name, study in studies.items()),
     ]
@@ -114,7 +114,7 @@ def trials(name: str, study: Mapping[str, Any]) -> str:
     ]
     return (
         f"<section><h2>Trials of {escape(name)}</h2><details><summary>{counted(len(rows), 'trial')}</summary>"
-        f"{table(['trial', 'loss', *options, 'seconds', 'reason'], rows)}</details></section>"
+        f"{table(['trial', 'loss', *options, 'seconds', 'reason'], rows, f'Trials of {name}')}</details></section>"
     )
 
 

@@ -76,7 +76,8 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
         optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.place(step))
-        values = step_values(model, sums.observations)  # with the cutoffs that routed this step, so before the update
+        # With the cutoffs that routed this step, so before the update.
+        values = step_values(model, sums.observations) | {"grad_norm": norm}
         model.update_rules(sums.observations)
         state.add_to_interval(sums, values)
     shards.finish_step()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -87,6 +90,7 @@ def prepare(
     else:
         record["init_from"] = None if init_from is None else str(init_from.resolve())
         record["continue_warmup"] = continue_warmup
+        record["command"] = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
         if minutes is not None:
             record["time"] = {"minutes": minutes, "decisions": []}
     record["compiled"] = pick_compile(model, config, device, parallel.world_size, display.say)
@@ -288,8 +292,23 @@ def _record(
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),
+            "commit": _commit(),
         },
     }
+
+
+def _commit() -> str | None:
+    """Return the commit of this package's source, marked if files differ from it; None outside its repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # a package may be installed inside another repository
+        return git("describe", "--always", "--dirty", "--abbrev=12")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 # Options that must be equal for weights to fit; rules may differ, but not in their number of experts.

@@ -27,6 +27,7 @@ def train_record(model: GPT, interval: Interval) -> Record:
     return {
         "loss": float(sums.loss / sums.micro_batches),
         "cross_entropy": float(sums.cross_entropy / sums.micro_batches),
+        "grad_norm": _number(interval.means["grad_norm"]),
         "steps": interval.steps,
         "layers": layers,
     }

@@ -222,7 +222,7 @@ def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes]
     for (layer, points), colour in zip(values.items(), layer_colours(len(values)), strict=True):
         steps, thinned = np.array(points).T
         steps, thinned = thin(steps, thinned, len(values))
-        axes.plot(steps, thinned, color=colour, linewidth=1.3, **marker(len(steps)))
+        axes.plot(steps, thinned, color=colour, linewidth=1.3, label=f"layer {layer}", **marker(len(steps)))
         if len(values) <= 6 or layer in (min(values), max(values)):
             labels[f"layer {layer}"] = points, colour
     if scale is None:
@@ -258,7 +258,8 @@ def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
     for (x, y, text, colour), place in zip(ends, places, strict=True):
         axes.annotate(
             text, (x, y), (1 + gap, place), textcoords="axes fraction", color=colour, va="center",
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5)},
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5),
+                        "gid": "leader"},
         )  # fmt: skip
 
 
@@ -449,5 +450,5 @@ def mark_warmup(axes: Axes, steps: int, labelled: bool = True) -> None:
         if labelled:
             axes.annotate(
                 "warmup ends", (steps, 1), (3, -1), xycoords=("data", "axes fraction"), textcoords="offset points",
-                color=MUTED, va="top", fontsize=SMALL,
+                color=MUTED, va="top", fontsize=SMALL, gid="leader",
             )  # fmt: skip

@@ -346,8 +346,8 @@ def draw_cutoffs_and_biases(data: Data) -> Figure:
     figure, every = panels(WIDE, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
     for axes, entry, title, stroke in zip(every, methods, titles, strokes(methods), strict=True):
         steps, values = array(entry["steps"]), array(entry["values"])
-        for expert, colour in zip(values, expert_colours(len(values)), strict=True):
-            axes.plot(steps, expert, color=colour, linewidth=0.9, **marker(len(steps)))
+        for expert, (line, colour) in enumerate(zip(values, expert_colours(len(values)), strict=True)):
+            axes.plot(steps, line, color=colour, linewidth=0.9, label=f"expert {expert}", **marker(len(steps)))
         axes.set_title(title, color=stroke["color"])
         step_axis(axes)
         axes.set_xlabel("")

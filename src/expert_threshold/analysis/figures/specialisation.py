@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unicodedata import combining, east_asian_width
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CELLS = 108
 """The most tokens of a passage shown in cells: two rows on a wide page."""
 
-TEXT = SMALL
+TEXT, MONO = SMALL, "DejaVu Sans Mono"
 ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
 CELL = 0.17  # inches of a token's column
 LONGEST = 9  # characters of a token below its column
@@ -177,12 +177,8 @@ def passage_intensity(material: Material) -> Data:
 def draw_passage_intensity(data: Data) -> Figure:
     """Draw passages as text; the colour behind each token shows its fanout."""
     from matplotlib.figure import Figure
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.patches import PathPatch, Rectangle
-    from matplotlib.textpath import TextPath
-    from matplotlib.transforms import Affine2D
+    from matplotlib.patches import Rectangle
 
-    font = FontProperties(family="DejaVu Sans Mono")
     advance = 0.602 * TEXT / 72  # inches: DejaVu Sans Mono is 0.602 em wide
     columns = int((WIDE - 2 * RIGHT - 0.3) / advance)
     texts = [list(lay_out(passage["tokens"], columns)) for passage in data["passages"]]
@@ -200,28 +196,27 @@ def draw_passage_intensity(data: Data) -> Figure:
         for token in placed:
             value = passage["values"][token.token]
             x, y = RIGHT + token.column * advance, top + TOP + token.line * ROW
-            box = (x, y), len(token.text) * advance, 0.92 * ROW
+            box = (x, y), cells(token.text) * advance, 0.92 * ROW
             axes.add_patch(Rectangle(*box, color=colour, alpha=0.8 * value / max(most, 1), linewidth=0))
-        for line in range(placed[-1].line + 1):
-            text = "".join(token.text for token in placed if token.line == line)
-            if text.strip():
-                place = Affine2D().scale(1, -1).translate(RIGHT, top + TOP + (line + 0.7) * ROW)
-                path = TextPath((0, 0), text, size=TEXT / 72, prop=font).transformed(place)
-                axes.add_patch(PathPatch(path, color=INK, linewidth=0))
+            if text := token.text.strip():  # each token in its place, since fonts differ in their advance
+                at = x + (cells(token.text) - cells(token.text.lstrip())) * advance
+                axes.text(at, y + 0.7 * ROW, text, fontsize=TEXT, family=MONO, color=INK)
         top += height
     return figure
 
 
 def lay_out(tokens: Sequence[str], columns: int) -> Iterator[Placed]:
-    """Lay out tokens on lines of `columns` characters; a line break is shown as ⏎, a missing glyph as □."""
+    """Lay out tokens on lines of `columns` cells; a line break is shown as ⏎, a control character as □."""
     line = column = 0
     for number, token in enumerate(tokens):
         for piece in re.split(r"(?<=\n)", token.replace("\r", "")):
             text = _visible(piece.expandtabs(4))[:columns]
-            if column + len(text) > columns:
+            while cells(text) > columns:
+                text = text[:-1]
+            if column + cells(text) > columns:
                 line, column = line + 1, 0
             yield Placed(line, column, text, number)
-            column += len(text)
+            column += cells(text)
             if piece.endswith("\n"):
                 line, column = line + 1, 0
 
@@ -325,7 +320,7 @@ def _blocks(data: Data, width: float, height: float, draw: Callable[[Axes, np.nd
         axes.grid(False)
         axes.spines[:].set_visible(True)
         names = [_short(token) for token in tokens]
-        axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family="DejaVu Sans Mono")
+        axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=SMALL, family=MONO)
         axes.tick_params(length=0, pad=2)
         axes.set_ylabel(label, fontsize=SMALL)
         top += room
@@ -339,16 +334,12 @@ def _short(token: str) -> str:
 
 
 def _visible(text: str) -> str:
-    glyphs = _glyphs()
-    return "".join(character if ord(character) in glyphs else "□" for character in text.replace("\n", "⏎"))
+    return "".join(c if c.isprintable() else "□" for c in text.replace("\n", "⏎"))
 
 
-@cache
-def _glyphs() -> set[int]:
-    """Return the characters in the font."""
-    from matplotlib.font_manager import findfont, get_font
-
-    return set(get_font(findfont("DejaVu Sans Mono")).get_charmap())
+def cells(text: str) -> int:
+    """Return the columns that a text takes in a font of one width: two for a wide character, none for a mark."""
+    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def _intensity_key(axes: Axes, most: float, colour: str) -> None:

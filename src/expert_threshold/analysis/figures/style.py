@@ -5,8 +5,9 @@ Every colour comes from `THEME`, which has a counterpart for dark pages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -118,13 +119,16 @@ STYLE: dict[Any, Any] = {
 """matplotlib's settings; they must be active while a figure is drawn and saved."""
 
 
-def style() -> AbstractContextManager[None]:
-    """Return a context in which `STYLE` is active. Raises ValueError with the remedy if matplotlib is missing."""
+@contextmanager
+def style() -> Iterator[None]:
+    """Make `STYLE` active in a context. Raises ValueError with the remedy if matplotlib is missing."""
     try:
         import matplotlib
     except ImportError:
         raise ValueError(f"figures need matplotlib, which is missing; run: {install('viz')}") from None
-    return matplotlib.rc_context(STYLE)
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a page's browser has it; a PNG shows a box
+        yield
 
 
 def layer_colours(count: int) -> list[str]:
@@ -149,10 +153,14 @@ def method_colours(kinds: Sequence[str]) -> dict[str, str]:
 
 
 def strokes(methods: Sequence[Data]) -> list[dict[str, Any]]:
-    """Return the colour and the dashes of each method; methods of one kind share the colour."""
+    """Return the colour, the dashes and the label of each method; methods of one kind share the colour."""
     kinds = [entry["kind"] for entry in methods]
     colours = method_colours(kinds)
     return [
-        {"color": colours[kind], "linestyle": DASHES[kinds[:place].count(kind) % len(DASHES)]}
-        for place, kind in enumerate(kinds)
+        {
+            "color": colours[entry["kind"]],
+            "linestyle": DASHES[kinds[:place].count(entry["kind"]) % len(DASHES)],
+            "label": entry["method"],
+        }
+        for place, entry in enumerate(methods)
     ]

@@ -16,11 +16,12 @@ import numpy as np
 from ..page import Exhibit, LeftOut, exhibit
 from ..records import Points, Record, expert_series, finite, layer_series, mean_loss, series
 from ..run import Run
-from ..sentences import of_deviation, percent, short
+from ..sentences import listed, of_deviation, percent, short
 from .axes import (
     HEAT,
     LONGEST,
     expert_key,
+    few_ticks,
     inner_labels_off,
     label_ends,
     layer_lines,
@@ -37,7 +38,7 @@ from .axes import (
     tokens_axis,
     whole_ticks,
 )
-from .style import ACCENT, INK, MUTED, NARROW, WIDE, expert_colours, layer_colours
+from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, expert_colours, layer_colours
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,9 +61,9 @@ def draw_loss(train: Sequence[Record], validation: Sequence[Record]) -> Figure:
     figure, axes = single(WIDE, height=2)
     raw, measured = series(train, "cross_entropy"), series(validation, "loss")
     smoothed = smooth(raw)
-    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
-    line(axes, smoothed, ACCENT)
-    line(axes, measured, INK, marker="o", linestyle="none", markersize=4)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="training")
+    line(axes, smoothed, ACCENT, label="training, running mean")
+    line(axes, measured, INK, marker="o", linestyle="none", markersize=4, label="validation")
     label_ends(axes, {"training {:.3f}": (smoothed, ACCENT), "validation {:.3f}": (measured, INK)})
     axes.set_title("cross-entropy (nats per token)")
     step_axis(axes)
@@ -88,7 +89,7 @@ def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
 def draw_bits_per_byte(points: Points) -> Figure:
     """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
     figure, axes = single(NARROW)
-    line(axes, points, ACCENT, marker="o")
+    line(axes, points, ACCENT, marker="o", label="bits per byte")
     label_ends(axes, {"{:.3f}": (points, ACCENT)})
     axes.set_title("validation, bits per byte")
     tokens_axis(axes)
@@ -151,8 +152,8 @@ def draw_load_spread(train: Sequence[Record], validation: Sequence[Record], warm
     """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
     figure, axes = single(WIDE)
     dots = layer_series(validation, "load_spread")
-    for points, colour in zip(dots.values(), layer_colours(len(dots)), strict=True):
-        line(axes, points, colour, marker="o", linestyle="none", markersize=4)
+    for (layer, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
+        line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"layer {layer}, validation")
     lines = layer_series(train, "load_spread")
     every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
     layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
@@ -186,8 +187,8 @@ def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0) -> Figure:
             steps, values = thin(*batches[layer], lines)
             axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
         steps, values = thin(*means[layer], lines)
-        for expert, colour in zip(values.T, expert_colours(values.shape[1]), strict=True):
-            axes.plot(steps, expert, color=colour, linewidth=1, **marker(len(steps)))
+        for expert, (line_values, colour) in enumerate(zip(values.T, expert_colours(values.shape[1]), strict=True)):
+            axes.plot(steps, line_values, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
         axes.set_title(f"layer {layer}, score")
         step_axis(axes)
         mark_warmup(axes, warmup_steps, labelled=axes is every[0])
@@ -292,14 +293,67 @@ def draw_speed(train: Sequence[Record]) -> Figure:
     figure, axes = single(NARROW)
     raw = series(train, "tokens_per_second")
     smoothed = smooth(raw)
-    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8)
-    line(axes, smoothed, ACCENT)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="tokens per second")
+    line(axes, smoothed, ACCENT, label="running mean")
     axes.set_ylim(bottom=0)
     label_ends(axes, {"{:,.0f}": (smoothed, ACCENT)})
     axes.set_title("tokens per second")
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     step_axis(axes)
     return figure
+
+
+def draw_learning_rates(train: Sequence[Record]) -> Figure:
+    """Draw the learning rate of each group of parameters over steps, logarithmic."""
+    figure, axes = single(NARROW)
+    rates = learning_rates(train)
+    for (group, points), colour in zip(rates.items(), METHODS, strict=False):
+        line(axes, points, colour, label=group)
+    axes.set_yscale("log")
+    axes.set_title("learning rate")
+    few_ticks(axes.yaxis, *axes.get_ylim())
+    step_axis(axes)
+    label_ends(axes, {group: (points, colour) for (group, points), colour in zip(rates.items(), METHODS, strict=False)})
+    return figure
+
+
+def learning_rates(train: Sequence[Record]) -> dict[str, Points]:
+    """Return the learning rates by group of parameters; groups with the same rates share a line."""
+    groups = train[-1]["learning_rate"] if train else {}
+    lines: dict[tuple[tuple[float, float], ...], list[str]] = {}
+    for group in groups:
+        rates = [(r["step"], r["learning_rate"][group]) for r in train if r.get("learning_rate", {}).get(group)]
+        lines.setdefault(tuple(rates), []).append(group)
+    return {", ".join(names): points for points, names in lines.items() if points}
+
+
+def say_learning_rates(train: Sequence[Record]) -> str:
+    rates = learning_rates(train).items()
+    parts = [f"{max(y for _, y in points):.3g} to {points[-1][1]:.3g} ({group})" for group, points in rates]
+    return f"From the highest to the last: {listed(parts)}."
+
+
+def draw_grad_norm(train: Sequence[Record]) -> Figure:
+    """Draw the norm of the gradient over steps, raw and smoothed."""
+    figure, axes = single(NARROW)
+    raw = series(train, "grad_norm")
+    smoothed = smooth(raw)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="gradient norm")
+    line(axes, smoothed, ACCENT, label="running mean")
+    axes.set_ylim(bottom=0)
+    label_ends(axes, {"{:.2g}": (smoothed, ACCENT)})
+    axes.set_title("norm of the gradient")
+    step_axis(axes)
+    return figure
+
+
+def say_grad_norm(train: Sequence[Record]) -> str:
+    norms = [y for _, y in finite(series(train, "grad_norm"))]
+    step, most = max(finite(series(train, "grad_norm")), key=lambda point: point[1])
+    return (
+        f"The norm over all parameters, before clipping, has a median of {median(norms):.3g} and was {most:.3g} at "
+        f"most, at step {step:,}."
+    )
 
 
 def say_speed(train: Sequence[Record]) -> str:
@@ -399,6 +453,20 @@ def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
         finite(series(train, "tokens_per_second")),
         partial(draw_speed, train),
         partial(say_speed, train),
+    )
+    yield _entry(
+        "Learning rate",
+        "no line of training metrics was written yet",
+        learning_rates(train),
+        partial(draw_learning_rates, train),
+        partial(say_learning_rates, train),
+    )
+    yield _entry(
+        "Gradient norm",
+        "no line of training metrics was written yet",
+        finite(series(train, "grad_norm")),
+        partial(draw_grad_norm, train),
+        partial(say_grad_norm, train),
     )
 
 
