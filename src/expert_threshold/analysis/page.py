@@ -85,6 +85,7 @@ def _describe(error: Exception) -> str:
 
 
 DPI = 200  # of PNG
+BREAKABLE = 30  # longer names in tables may be broken
 
 HERE = Path(__file__).parent
 CSS, SCRIPT = ((HERE / f"page.{kind}").read_text(encoding="utf-8") for kind in ("css", "js"))
@@ -153,8 +154,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
 
 
 def _breakable(text: str) -> str:
-    """Return text that may be broken after an underscore or a slash: names of methods and paths are long."""
-    return re.sub("([_/])", r"\1<wbr>", escape(text))
+    """Return text that may be broken after an underscore or a slash if it is long, as names of runs and paths are."""
+    return re.sub("([_/])", r"\1<wbr>", escape(text)) if len(text) > BREAKABLE else escape(text)
 
 
 def links(pages: Mapping[str, Path], folder: Path) -> str:
