@@ -652,7 +652,7 @@ def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_the
     losses = {"4": 3.0, "16": 3.01, "8": 9.0}
     trials = [trial(n, loss, d=d)._asdict() for n, (d, loss) in enumerate(losses.items())]
     options = {"d": {"space": "4|16|8", "scale": None, "best": "4", "fit": None}}
-    figure = draw_options({"options": options, "trials": trials, "best": trials[0]}, 6.0)
+    figure = draw_options({"options": options, "trials": trials, "best": trials[0]})
     (axes,) = [axes for axes in figure.axes if axes.get_title() == "d"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "8", "16"]
     top = axes.get_ylim()[1]
