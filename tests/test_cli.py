@@ -21,8 +21,6 @@ from typing import Annotated, Any, Literal, get_type_hints
 from unittest import mock
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -579,14 +577,6 @@ def test_a_prompt_that_is_not_utf_8_is_named(run: Path, capsys: pytest.CaptureFi
     assert (told.out, told.err) == ("", "et generate: --prompt 'a\\udcff' is not UTF-8; give a text in UTF-8\n")
 
 
-def test_a_terminal_of_ascii_gets_escapes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = io.BytesIO()
-    monkeypatch.setattr(generate_command, "generate", lambda *_, **__: iter([Step(0, "é", 0.0, "length", None)]))
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
-    assert et("generate", run, "--prompt", "p") == 0
-    assert shown.getvalue() == b"p\\xe9\n"
-
-
 def write(path: Path, text: str | bytes) -> Path:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
@@ -767,13 +757,6 @@ def test_data_that_cannot_be_read_is_refused_and_nothing_is_made(
     before = content(tmp_path)
     assert_refused(capsys, et("train", "tiny", "--data", path, *options, "--out", tmp_path / "run"), *parts)
     assert content(tmp_path) == before
-
-
-def test_a_parquet_file_without_the_column_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"body": ["x", "y"]}), path)
-    assert_refused(capsys, et("train", "tiny", "--data", path, "--out", tmp_path / "run"), "a.parquet", "text")
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,15 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "fetch", lambda url, path, *_: path.write_bytes(content(url)))
 
 
+def write_shards(folder: Path) -> Path:
+    """Three shards of three row groups each."""
+    folder.mkdir(parents=True)
+    for third in range(3):
+        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
+        pyarrow.parquet.write_table(table, folder / f"shard_{third}.parquet", row_group_size=10)
+    return folder
+
+
 def test_help_names_what_there_is_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert et("data", "--help") == 0
     text = capsys.readouterr().out
@@ -138,11 +147,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It was written beside the folder and looked for beside the shards."""
-    shards = tmp_path / "text" / "data"
-    shards.mkdir(parents=True)
-    for third in range(3):
-        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
-        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet")
+    shards = write_shards(tmp_path / "text" / "data")
     assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
     assert (
@@ -161,11 +166,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
 
 def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The index was emptied when tokenizing went on, and written with the next new part."""
-    shards = tmp_path / "text"
-    shards.mkdir()
-    for third in range(3):
-        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
-        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet", row_group_size=10)
+    shards = write_shards(tmp_path / "text")
     assert et("data", "tokenizer", shards, "--vocab-size", 270) == 0
     assert et("data", "tokenize", shards, "--out", tmp_path / "tokens") == 0
     index = tmp_path / "tokens" / "train.jsonl"
@@ -192,11 +193,7 @@ def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
 def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shards = tmp_path / "text"
-    shards.mkdir()
-    for third in range(3):
-        table = pyarrow.table({"text": TEXTS[30 * third : 30 * third + 30]})
-        pyarrow.parquet.write_table(table, shards / f"shard_{third}.parquet")
+    shards = write_shards(tmp_path / "text")
     damaged = shards / "shard_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:4] + bytes(60) + damaged.read_bytes()[64:])
     make = ["data", "tokenizer", shards, "--vocab-size", 270]
@@ -214,7 +211,7 @@ def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
 def test_the_eval_bundle_is_found_by_evaluate(
     world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert et("data", "core", "--cache", cache) == 0
+    assert et("data", "core") == 0
     assert f"1 tasks in {cache / 'core'}" in capsys.readouterr().out
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
@@ -228,7 +225,7 @@ def test_the_eval_bundle_is_found_by_evaluate(
 
 
 def test_what_cannot_be_done_is_one_line(
-    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(message: str, *arguments: object) -> None:
         assert et("data", *arguments) == 2
@@ -243,9 +240,10 @@ def test_what_cannot_be_done_is_one_line(
     refused("fineweb-edu is not in", "tokenizer")
     file = tmp_path / "file"
     file.write_text("some text\n\n" * 2000)
-    refused("cannot be written", "core", "--cache", file)
-    refused("cannot be written", "fineweb-edu", "--cache", file / "below")
-    assert et("data", "fineweb-edu", "--shards", 2, "--cache", cache) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv(VARIABLE, str(file))
+        refused("cannot be written", "core")
+    assert et("data", "fineweb-edu", "--shards", 2) == 0
     refused("vocab_size=65536 is too large for this text: it supports fewer than", "tokenizer")
     refused("no tokenizer.json beside fineweb-edu; make one with et data tokenizer", "tokenize")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")

@@ -310,5 +310,5 @@ def test_the_cache_folder_is_the_environments_or_the_users(monkeypatch: pytest.M
 
 def test_a_cache_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot be written \(.*\): name another cache with --cache or EXPERT_"):
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\): name another cache in EXPERT_"):
         require_writable(tmp_path / "file" / "folder")

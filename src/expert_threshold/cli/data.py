@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from ..analysis.sentences import short
 from ..data import Corpus, Tokenizer, open_source
-from ..data.cache import VARIABLE, cache_folder, require_writable
+from ..data.cache import cache_folder, require_writable
 from ..data.files import find
 from ..data.public import CORE, FINEWEB_EDU, HUB, fetch_core, fetch_dataset, fetch_fineweb_edu
 from ..data.token_files import TOKENIZER, write_tokens
@@ -32,9 +31,8 @@ from .options import HELP_FLAGS, Command, Option, parse
 Given = Mapping[str, Any]
 
 # Defaults that follow from other options, as --help shows them.
-TOLD = USERS_CACHE, BESIDE, TOKENS_OUT = "~/.cache/expert-threshold", f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
+TOLD = BESIDE, TOKENS_OUT = f"SOURCE/{TOKENIZER}", "SOURCE-tokens"
 
-CACHE = Option("cache", str, USERS_CACHE, f"Where downloads are kept; {VARIABLE} sets it too.")
 SOURCE = Option("source", str, FINEWEB_EDU, "The text: fineweb-edu as downloaded, or a folder of shards.", True)
 TEXT_FIELD = Option("text_field", str, "text", "Column that holds the text.")
 SKIP = Option("skip_damaged", bool, False, "Skip shards, and parts of them, that cannot be read, and report them.")
@@ -61,8 +59,6 @@ def run(arguments: Sequence[str]) -> None:
     entry = ENTRIES[name]
     summary = entry.summary[0].upper() + entry.summary[1:] + "."
     given = parse(Command(f"et data {name}", summary, {"data": entry.options}), rest)
-    if "cache" in given:
-        os.environ[VARIABLE] = given["cache"]
     values = {option.name: None if option.default in TOLD else option.default for option in entry.options} | given
     console = Console(stderr=True)
     with Display(console) as display:
@@ -104,7 +100,7 @@ def _core(given: Given, display: Display) -> str:
 
 def _tokenizer(given: Given, display: Display) -> str:
     require_vocab_size(given["vocab_size"])
-    corpus = _open(given, display)
+    corpus = _open(given)
     if given["out"] is None and _beside(given).is_file():
         raise ValueError(f"--out is missing: {given['source']} is a file, not a folder; name the file to make")
     out = Path(given["out"] or _beside(given) / TOKENIZER)
@@ -112,6 +108,7 @@ def _tokenizer(given: Given, display: Display) -> str:
         raise ValueError(f"{out} already exists; delete it, or name another --out")
     require_writable(out.absolute().parent, OUT)
     start = time.monotonic()
+    display.say(corpus.describe())
     display.say(f"training a tokenizer of {given['vocab_size']:,} tokens")
     texts = corpus.beginning(given["characters"], display.task("reading"))
     tokenizer = Tokenizer.train(_announced(texts, lambda: display.say("merging")), given["vocab_size"])
@@ -129,7 +126,7 @@ def _announced(texts: Iterator[str], end: Callable[[], None]) -> Iterator[str]:
 
 
 def _tokenize(given: Given, display: Display) -> str:
-    corpus = _open(given, display)
+    corpus = _open(given)
     if corpus.parts is None or corpus.tokenized:
         raise ValueError(f"{corpus.name} is no folder of Parquet shards; name one, other text is tokenized in memory")
     tokenizer = Tokenizer.load(given["tokenizer"]) if given["tokenizer"] else corpus.tokenizer
@@ -137,6 +134,7 @@ def _tokenize(given: Given, display: Display) -> str:
         raise ValueError(f"no {TOKENIZER} beside {corpus.name}; make one with et data tokenizer, or name one")
     out = Path(given["out"] or f"{_beside(given)}-tokens")
     require_writable(out.absolute().parent, OUT)
+    display.say(corpus.describe())
     about = {"corpus": corpus.hash, "sizes": {split: list(size) for split, size in corpus.sizes.items()}}
     splits: dict[str, Parts] = {split: corpus.parts(split, tokenizer) for split in corpus.sizes}
     with exclusive(out.absolute().with_name(f".lock-{out.name}")):
@@ -155,10 +153,8 @@ def _tokenize(given: Given, display: Display) -> str:
     return f"{short(size)} bytes in {out}\nnext: {train}"
 
 
-def _open(given: Given, display: Display) -> Corpus:
-    corpus = open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
-    display.say(corpus.describe())
-    return corpus
+def _open(given: Given) -> Corpus:
+    return open_source(given["source"], given["text_field"], skip_damaged=given["skip_damaged"])
 
 
 def _beside(given: Given) -> Path:
@@ -172,7 +168,6 @@ ENTRIES = {
         "download shards of FineWeb-Edu, and the one for validation",
         [
             Option("shards", int, 8, "Shards to train on; each has about 50 million tokens and 100 MB."),
-            CACHE,
         ],
     ),
     HUB: Entry(
@@ -181,10 +176,9 @@ ENTRIES = {
         [
             Option("dataset", str, None, "Its name, OWNER/NAME.", positional=True, required=True),
             Option("files", str, "*", "Which of its files of text, such as 'data/train-*'."),
-            CACHE,
         ],
     ),
-    CORE: Entry(_core, "download the questions of CORE, for et evaluate", [CACHE]),
+    CORE: Entry(_core, "download the questions of CORE, for et evaluate", []),
     "tokenizer": Entry(
         _tokenizer,
         "train a tokenizer on the beginning of shards",
@@ -195,7 +189,6 @@ ENTRIES = {
             Option("out", str, BESIDE, "The file to make; et train finds it beside the shards."),
             TEXT_FIELD,
             SKIP,
-            CACHE,
         ],
     ),
     "tokenize": Entry(
@@ -207,7 +200,6 @@ ENTRIES = {
             Option("out", str, TOKENS_OUT, "The folder to make, or to continue."),
             TEXT_FIELD,
             SKIP,
-            CACHE,
         ],
     ),
 }

@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     return folder.absolute()
 
 
-def require_writable(folder: Path, remedy: str = f"name another cache with --cache or {VARIABLE}") -> Path:
+def require_writable(folder: Path, remedy: str = f"name another cache in {VARIABLE}") -> Path:
     """Return the folder, created if needed. Raises ValueError with the remedy if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,8 @@ _PARQUET_ROWS = 256
 
 _KINDS = ".txt, .jsonl or .parquet"
 
-_HELD_OUT = re.compile(r"(test|validation|valid|val|dev)([-.]|_\d|$)", re.IGNORECASE)
+VALIDATION = "validation|valid|val|dev"
+HELD_OUT = f"test|{VALIDATION}"
 
 
 def kind(path: Path) -> str:
@@ -64,13 +65,14 @@ def _refuse(error: OSError) -> NoReturn:
     raise error
 
 
-def held_out(root: Path, paths: Sequence[Path]) -> list[Path]:
-    """Return the files that their names, or their folders' below `root`, call test or validation.
+def held_out(root: Path, paths: Sequence[Path], words: str = HELD_OUT) -> list[Path]:
+    """Return the files that their names, or their folders' below `root`, call by one of the words.
 
     As in test.jsonl, validation-00000-of-00001.parquet, val_0.txt and dev/a.txt.
     """
+    named = re.compile(rf"({words})([-.]|_\d|$)", re.IGNORECASE)
     names = {path: (path.name,) if path == root else path.relative_to(root).parts for path in paths}
-    return [path for path in paths if any(map(_HELD_OUT.match, names[path]))]
+    return [path for path in paths if any(map(named.match, names[path]))]
 
 
 def read(path: Path, text_field: str) -> Iterator[str | None]:

@@ -177,10 +177,10 @@ def _split_by_name(root: Path, paths: Sequence[Path]) -> tuple[dict[Split, list[
         return {}, []
     if len(held_out) == len(paths):
         return {}, ["trains on text that is named test or validation"]
-    validation = [path for path in held_out if not path.relative_to(root).as_posix().startswith("test")] or held_out
+    validation = files.held_out(root, paths, files.VALIDATION) or held_out
     names = ", ".join(path.relative_to(root).as_posix() for path in held_out[:4]) + ", …" * (len(held_out) > 4)
     return (
-        {"train": [path for path in paths if path not in held_out], "validation": validation},
+        {"train": sorted(set(paths) - set(held_out)), "validation": validation},
         [f"does not train on {names}"],
     )
 
