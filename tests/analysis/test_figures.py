@@ -285,3 +285,11 @@ def test_warmup_shows_no_panel_twice() -> None:
         data = data_of("warmup", 2, layers)
         titles = [axes.get_title(loc="left") for axes in DRAW["warmup"](data).axes]
         assert len({title.split(") ", 1)[1] for title in titles}) == len(titles)
+
+
+def test_a_figure_shows_core_of_one_bundle_alone() -> None:
+    """Runs evaluated on different bundles shared an axis."""
+    first = {"bundle": "a", "max_per_task": None, "baselines": "nanochat", "metric": 0.1}
+    others: list[dict[str, Any]] = [{"bundle": "b"}, {"metric": None}, {"max_per_task": 5}]
+    sections = [{}, first, *(first | other for other in others), first | {"metric": 0.3}]
+    assert learning.comparable_cores(sections) == [None, 0.1, None, None, None, 0.3]

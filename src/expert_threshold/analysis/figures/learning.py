@@ -206,15 +206,24 @@ def batch_size_scaling(material: Material) -> Data:
                     "pool": pool_tokens(first.run) if first.rule.looks_ahead else None,
                     "train": over_seeds(fmean, [train for train, _ in found]),
                     "validation": fmean(validation for _, validation in found),
-                    "core": _evaluated(first).get("core", {}).get("metric"),
+                    "core": _evaluated(first).get("core", {}),
                 }
             )
+    for entry, core in zip(entries, comparable_cores([entry["core"] for entry in entries]), strict=True):
+        entry["core"] = core
     pools = {entry["pool"] for entry in entries} - {None}
     if len(pools) < 2:
         raise NotShownError(
             "it needs a rule with cutoffs trained with two sizes of pools: et train --rule expert_choice --pool TOKENS"
         )
     return {"methods": entries}
+
+
+def comparable_cores(sections: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """Return CORE of each `core` of evaluation.json that asked what the first known one did, None for the others."""
+    asked = [{name: core.get(name) for name in ("bundle", "max_per_task", "baselines")} for core in sections]
+    first = next((mine for core, mine in zip(sections, asked, strict=True) if core.get("metric") is not None), None)
+    return [core.get("metric") if mine == first else None for core, mine in zip(sections, asked, strict=True)]
 
 
 def draw_batch_size_scaling(data: Data) -> Figure:
