@@ -27,7 +27,7 @@ from ..recipes import METHODS, REFERENCE, Method, methods
 from ..routing import option_names
 from ..train.checks import require_trainable
 from ..train.device import keep_freed_memory
-from ..train.log import say
+from ..train.log import RunConsole, say
 from .options import Option, parse_names
 from .run_options import RULE, Given, parse_run, read_config_file, resolve_run, rules_having, start_of
 
@@ -241,7 +241,7 @@ def introduction(comparison: Comparison) -> str:
 
 def console_for_tables() -> Console:
     """Return the terminal; elsewhere a console wide enough for tables."""
-    return Console(width=None if Console().is_terminal else 120)
+    return RunConsole(width=None if RunConsole().is_terminal else 120)
 
 
 def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
+from .. import __version__
 from ..analysis.sentences import counted, short
 from ..config import RunConfig
-from ..distributed import Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
+from ..distributed import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch, local_batch, mesh_sizes
 from ..files import missing_folders, remove_empty
 from ..full_run import train_run
 from ..generate import printable
@@ -28,9 +28,10 @@ from ..plan import costs, window
 from ..routing import rule_name
 from ..runs import RunFolder
 from ..train import TrainResult
-from ..train.checks import FREE_ON_RESUME, require_trainable
+from ..train.checks import FREE_ON_RESUME, SAME_COMMAND, require_trainable
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
-from ..train.log import clock, say
+from ..train.interrupt import handle
+from ..train.log import RunConsole, clock, say
 from ..train.pace import tokens_within
 from ..train.saving import LostSaveError
 from . import USAGE_ERROR, is_users, one_line
@@ -78,14 +79,14 @@ def run(arguments: Sequence[str]) -> None:
         return
     folders: list[RunFolder] = []
     # The launcher terminates all ranks as soon as one exits; they first agree on what to report.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    handle(signal.default_int_handler)
     code = 0
     try:
         _run(arguments, rendezvous, folders)
     except SystemExit:
         raise
     except BaseException as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        handle(signal.SIG_IGN)
         remedy = f"to go on: {et()} train --resume {shlex.quote(str(folders[0].path))}" if folders else "start it again"
         code = rendezvous.report_failure(
             _failure(error), remedy, lambda text: print(f"et train: {text}", file=sys.stderr, flush=True)
@@ -94,14 +95,17 @@ def run(arguments: Sequence[str]) -> None:
     os._exit(code)  # connection threads must neither keep this process alive nor abort its exit
 
 
-def _failure(error: BaseException) -> Failure | None:
-    """Return this rank's own failure; None if it lost another rank or was told to stop."""
-    if isinstance(error, KeyboardInterrupt | LostSaveError) or is_lost_rank(error):
-        return None
+def _failure(error: BaseException) -> Failure:
+    """Return why this rank exits; not its own failure if it lost another rank or was told to stop."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, KeyboardInterrupt | LostSaveError):
+        return Failure(INTERRUPTED, 1, is_own=False)
+    if is_lost_rank(error):
+        return Failure(text, 1, is_own=False)
     if is_users(error):
         return Failure(one_line(error), USAGE_ERROR)
     traceback.print_exception(error)
-    return Failure(" ".join(f"{type(error).__name__}: {error}".split()), 1)
+    return Failure(text, 1)
 
 
 def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[RunFolder]) -> None:
@@ -112,8 +116,11 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         _launch(arguments, given, processes)
         return
     keep_freed_memory()
+    if rendezvous is not None:
+        facts = {name: value for name, value in given.items() if name != "data"}  # its content is compared later
+        rendezvous.require_equal({"version": __version__, "torch": torch.__version__} | facts, SAME_COMMAND)
     is_main = rendezvous is None or rendezvous.rank == 0
-    console = Console(quiet=not is_main)
+    console = RunConsole(quiet=not is_main)
     out = given["resume"] if "resume" in given else given.get("out", _default_out(given))
     again = from_main(rendezvous, lambda: _is_started_anew(out, rendezvous))
     if "resume" in given or again:

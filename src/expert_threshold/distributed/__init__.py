@@ -8,9 +8,10 @@ from .local_batch import LocalBatch, competes_on_rank, local_batch
 from .mesh import Parallel, Status, mesh_sizes, process_groups
 from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
-from .rendezvous import Failure, Rendezvous, from_main
+from .rendezvous import INTERRUPTED, Failure, Rendezvous, from_main
 
 __all__ = [
+    "INTERRUPTED",
     "Failure",
     "LocalBatch",
     "OptimizerShards",

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .launch import is_lost_rank
 from .rendezvous import MIN_HEARTBEAT_TIMEOUT, Rendezvous, from_main
 
 DP, EP = "dp", "ep"
@@ -68,6 +69,11 @@ class Parallel:
         return None if self.mesh is None or self.mesh[EP].size() == 1 else self.mesh.get_group(EP)
 
     @property
+    def is_orphaned(self) -> bool:
+        """True once the launcher of the ranks is gone."""
+        return self.rendezvous is not None and self.rendezvous.is_orphaned
+
+    @property
     def splits_model(self) -> bool:
         """True where no rank holds the whole model."""
         return self.shard or self.ep is not None
@@ -117,13 +123,18 @@ def process_groups(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(
-        backend,
-        store=rendezvous.group_store,
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=timeout),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=rendezvous.group_store,
+            rank=rendezvous.rank,
+            world_size=rendezvous.world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    except RuntimeError as error:
+        if is_lost_rank(error):
+            raise
+        raise ValueError(f"this rank cannot connect to others: {' '.join(str(error).split())}") from error
     flat = init_device_mesh(device.type, (rendezvous.world_size,), mesh_dim_names=("all",))
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=(DP, EP))
     yield Parallel(

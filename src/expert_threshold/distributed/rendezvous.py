@@ -13,14 +13,15 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+INTERRUPTED = "interrupted"
 REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's report before they exit
 JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to start
 HEARTBEAT = 5.0  # seconds between heartbeats of the main rank while it works alone
@@ -32,6 +33,7 @@ class Failure(NamedTuple):
 
     text: str
     code: int
+    is_own: bool = True  # False for a failure that another rank may have caused, such as a collective without an answer
 
 
 class Rendezvous:
@@ -58,7 +60,14 @@ class Rendezvous:
         self._store = PrefixStore("ranks", store)
         self._launch_store = PrefixStore("launch", launch_store or store)
         self._count = 0
+        self._compared = 0
         self.heartbeat_timeout = 600.0  # seconds, until `process_groups` sets it
+        self._launcher = os.getppid() if is_torchelastic_launched() else None
+
+    @property
+    def is_orphaned(self) -> bool:
+        """True once the launcher is gone, and with it, perhaps, the store."""
+        return self._launcher not in (None, os.getppid())
 
     @classmethod
     def from_env(cls) -> Rendezvous | None:
@@ -106,13 +115,38 @@ class Rendezvous:
             raise ValueError(answer["error"])
         return answer["value"]
 
+    def require_equal(self, facts: Mapping[str, Any], remedy: str) -> None:
+        """Raise ValueError on every rank, naming a rank and what differs there, unless all ranks call with these facts.
+
+        facts: JSON values by name.
+        """
+        self._compared += 1
+        key = f"facts/{self._compared}"
+        self._store.set(f"{key}/{self.rank}", json.dumps(facts))
+
+        def compare() -> None:
+            mine = json.loads(json.dumps(facts))
+            for rank in range(1, self.world_size):
+                self._wait_for(f"{key}/{rank}", f"rank {rank} did not start to train")
+                theirs = json.loads(self._store.get(f"{key}/{rank}"))
+                differing = [
+                    f"{name} is {theirs.get(name)!r}, not {mine.get(name)!r}"
+                    for name in mine | theirs
+                    if theirs.get(name) != mine.get(name)
+                ]
+                if differing:
+                    raise ValueError(f"rank {rank} differs from rank 0: {'; '.join(differing[:3])}; {remedy}")
+
+        self.from_main(compare)
+
     @contextlib.contextmanager
     def _heartbeats(self) -> Iterator[None]:
         done = threading.Event()
 
         def beat() -> None:
-            while not done.wait(HEARTBEAT):
-                self._store.add("heartbeats", 1)
+            with contextlib.suppress(DistError):  # the main thread meets a lost store, too, and reports it
+                while not done.wait(HEARTBEAT):
+                    self._store.add("heartbeats", 1)
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()
@@ -122,44 +156,64 @@ class Rendezvous:
             done.set()
             thread.join()
 
-    def _wait_for(self, key: str) -> None:
-        seen, since = -1, time.monotonic()
-        while True:
-            try:
-                return self._store.wait([key], timedelta(seconds=min(HEARTBEAT, self.heartbeat_timeout)))
-            except DistStoreError:  # not set yet
-                heartbeats = self._store.add("heartbeats", 0)
+    def _wait_for(self, key: str, late: str = "rank 0 sent no heartbeat") -> None:
+        """Wait for a key that the main rank sets, or, on the main rank, another. Raises DistError for one `late`."""
+        pause, seen, since = 0.01, -1, time.monotonic()
+        while not self._store.check([key]):
+            heartbeats = 0 if self.rank == 0 else self._store.add("heartbeats", 0)
             if heartbeats != seen:
                 seen, since = heartbeats, time.monotonic()
             elif time.monotonic() - since > self.heartbeat_timeout:
-                raise DistError(f"rank 0 sent no heartbeat for {self.heartbeat_timeout:g} seconds")
+                raise DistError(f"timed out: {late} for {self.heartbeat_timeout:g} seconds")
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
-    def report_failure(self, failure: Failure | None, remedy: str, say: Callable[[str], None]) -> int:
+    def report_failure(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
         """Have exactly one rank say why this launch ends, the main rank if it failed itself; returns the exit code.
 
-        failure: this rank's own; None where it only lost another rank. remedy: what to do about a lost rank.
+        failure: this rank's. remedy: what to do about a lost rank. Without a store, every rank speaks for itself.
         """
-        if failure is not None:
-            self._store.set(f"failure/{self.rank}", json.dumps(failure))
+        try:
+            return self._report(failure, remedy, say)
+        except DistError:
+            lost = f"lost the launcher, or the rank that started first ({failure.text}); {remedy}"
+            say(f"rank {self.rank}: {failure.text if failure.is_own else lost}")
+            return failure.code
+
+    def _report(self, failure: Failure, remedy: str, say: Callable[[str], None]) -> int:
+        self._store.set(f"{'failure' if failure.is_own else 'alive'}/{self.rank}", json.dumps(failure))
+        if failure.is_own:
             if self.rank == 0:
                 self._say_once(failure.text, say)
             elif not self._is_said(REPORT_TIMEOUT):
                 self._say_once(f"rank {self.rank}: {failure.text}", say)
             self._wait_for_others_to_exit()
             return failure.code
-        self._store.set(f"alive/{self.rank}", "")
         said = self._is_said(REPORT_TIMEOUT)
-        failed = self._ranks_with("failure")
+        failed = self._of_ranks("failure")
         if failed:
-            first = Failure(*json.loads(self._store.get(f"failure/{failed[0]}")))
+            rank, first = min(failed.items())
             if not said:
-                self._say_once(f"rank {failed[0]}: {first.text}", say)
+                self._say_once(f"rank {rank}: {first.text}", say)
             return first.code
         if not said:
-            lost = sorted(set(range(self.world_size)) - set(self._ranks_with("alive")))
-            names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(map(str, lost))} of {self.world_size}"
-            self._say_once(f"{names} exited or stopped responding; {remedy}" if lost else "interrupted", say)
-        return 1
+            self._say_once(self._explain(remedy), say)
+        return failure.code
+
+    def _explain(self, remedy: str) -> str:
+        """Return why the launch ends although no rank that is alive has failed by itself."""
+        alive = self._of_ranks("alive")
+        lost = [str(rank) for rank in range(self.world_size) if rank not in alive]
+        names = f"{'ranks' if len(lost) > 1 else 'rank'} {', '.join(lost)} of {self.world_size}"
+        texts = [(rank, failure.text) for rank, failure in alive.items() if failure.text != INTERRUPTED]
+        late = any("timed out" in text.lower() for _, text in texts)
+        if late:
+            who = f"{names} did not answer" if lost else f"all {self.world_size} ranks are alive, but not in step"
+            rank, text = texts[0]
+            return f"timed out: {who}; {remedy}; give a longer --timeout if they are only slow (rank {rank}: {text})"
+        if lost:
+            return f"{names} exited or stopped responding; {remedy}"
+        return " ".join(f"rank {rank}: {text}; {remedy}" for rank, text in texts[:1]) or INTERRUPTED
 
     def _say_once(self, text: str, say: Callable[[str], None]) -> None:
         if self._store.add("speakers", 1) == 1:
@@ -179,8 +233,10 @@ class Rendezvous:
         while self._store.add("exiting", 0) < self.world_size and time.monotonic() < end:
             time.sleep(0.02)
 
-    def _ranks_with(self, key: str) -> list[int]:
-        return [rank for rank in range(self.world_size) if self._store.check([f"{key}/{rank}"])]
+    def _of_ranks(self, key: str) -> dict[int, Failure]:
+        """Return the failures that ranks have set under this key, by rank."""
+        ranks = [rank for rank in range(self.world_size) if self._store.check([f"{key}/{rank}"])]
+        return {rank: Failure(*json.loads(self._store.get(f"{key}/{rank}"))) for rank in ranks}
 
 
 def _name_of_start(store: Store, rank: int, world_size: int) -> str:

@@ -25,6 +25,7 @@ def exclusive(path: Path) -> Iterator[None]:
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}")
             file.flush()
+            os.fsync(file.fileno())  # so that other machines see it on a network file system
         try:
             yield
         finally:

@@ -22,6 +22,8 @@ from .config import TrainConfig
 from .device import pick_device, pick_dtype
 from .track import require_tracker
 
+SAME_COMMAND = "start the same command with the same version on every rank"
+
 # Options that may change when a run is resumed, because they do not change what it learns.
 FREE_ON_RESUME = {
     "device", "activation_checkpointing", "compile", "log_every", "eval_every", "eval_tokens", "sample_every",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ..data import Tokenizer
@@ -62,6 +61,7 @@ class Evaluations:
         if self._is_sample_due():
             with self.timer.measure("sample"):
                 self.parallel.from_main(self._write_sample)
+            self.log.samples.add(self.state.step)
         if self._is_core_due():
             with self.timer.paused():  # the time that a run is given does not include CORE
                 completed = self.parallel.from_main(self._evaluate_core)
@@ -80,8 +80,7 @@ class Evaluations:
         return self.state.is_due(self.config.eval_every) and self.state.step not in self.log.validations
 
     def _is_sample_due(self) -> bool:
-        due = self.state.is_due(self.config.sample_every)
-        return due and not self.parallel.from_main(self._sample_path.exists)
+        return self.state.is_due(self.config.sample_every) and self.state.step not in self.log.samples
 
     def _is_core_due(self) -> bool:
         due = self.state.is_at_end or self.state.is_due(self.config.core_every)
@@ -110,11 +109,7 @@ class Evaluations:
         restore_random_state(random, state.device)
         state.model.train()
         self.folder.samples.mkdir(exist_ok=True)
-        replace_file(self._sample_path, text.encode())
-
-    @property
-    def _sample_path(self) -> Path:
-        return self.folder.samples / f"step_{self.state.step:06d}.txt"
+        replace_file(self.folder.samples / f"step_{state.step:06d}.txt", text.encode())
 
     def _evaluate_core(self) -> bool:
         """Return False if a signal interrupted it; evaluation.json then has the tasks completed so far."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,24 @@ PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
 Title = Callable[[float | None], str]
 """Returns the opening of a line, such as the name of the run; takes the seconds left, None if unknown."""
+
+
+class RunConsole(Console):
+    """A console that falls silent when its terminal, or the reader of its output, is gone: the run goes on."""
+
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError as error:
+            if error.errno != errno.EIO:  # what a terminal that is gone answers
+                raise
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in (1, 2):
+            os.dup2(nowhere, descriptor)  # else what is still buffered fails again when the process exits
 
 
 def say(console: Console, text: str) -> None:

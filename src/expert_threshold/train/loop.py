@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
@@ -18,6 +19,8 @@ from ..model import GPTConfig
 from ..moe import all_finite
 from ..optim import OptimConfig
 from ..runs import RunFolder
+from ..runs.lock import LOCK
+from .checks import SAME_COMMAND
 from .config import TrainConfig
 from .device import gc_frozen, pick_device, to_device
 from .evaluations import Evaluations, Sample, Validated
@@ -29,6 +32,8 @@ from .saving import Saver
 from .state import TrainState
 from .sums import Sums, all_reduce, describe_nonfinite, step_values
 from .timer import Timer
+
+SHARED_WITHIN = 10.0  # seconds that a network file system may take to show a rank what the main rank has written
 
 
 class TrainResult(NamedTuple):
@@ -123,7 +128,7 @@ def train(
         raise ValueError("continue_warmup continues the warmup of another run; name that run with --init-from")
     is_main = rendezvous is None or rendezvous.rank == 0
     with (
-        _locked(folder, rendezvous),
+        _locked(folder, rendezvous, model.to_dict() | asdict(optim) | asdict(config)),
         Interrupt(quiet=rendezvous is not None) as interrupt,
         Display(console if is_main else None, title) as display,
         process_groups(
@@ -153,8 +158,9 @@ def train(
 
             while state.step < state.steps and not interrupt.stops(state):
                 with timer.measure():
-                    train_step(state, lambda: saver.status(stop=interrupt.requested))
-                timer.revise_steps(log)
+                    train_step(state, lambda: saver.status(stop=interrupt.requested or parallel.is_orphaned))
+                if not interrupt.stops(state):
+                    timer.revise_steps(log)
                 saver.commit_if_written(state.status)
                 log.step()
                 if state.is_due(config.log_every):
@@ -182,10 +188,20 @@ def train(
 
 
 @contextmanager
-def _locked(folder: RunFolder, rendezvous: Rendezvous | None) -> Iterator[None]:
-    """Hold the folder's lock on the main rank; if that is refused, every rank raises."""
+def _locked(folder: RunFolder, rendezvous: Rendezvous | None, options: Mapping[str, Any]) -> Iterator[None]:
+    """Hold the folder's lock on the main rank. Every rank raises if that is refused, or if ranks differ in the options
+    or do not share the folder.
+    """
     with ExitStack() as stack:
         from_main(rendezvous, lambda: stack.enter_context(folder.lock()))
+        if rendezvous is not None:
+            rendezvous.require_equal(options, SAME_COMMAND)
+            lock = folder.path / LOCK
+            end = time.monotonic() + SHARED_WITHIN
+            while not lock.exists() and time.monotonic() < end:
+                time.sleep(0.1)
+            seen = {str(lock): lock.read_text(encoding="utf-8") if lock.exists() else None}
+            rendezvous.require_equal(seen, "put the run folder where all ranks share it")
         yield
 
 

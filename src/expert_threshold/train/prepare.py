@@ -121,6 +121,9 @@ def prepare(
             _new_tokenizer(corpus, model.vocab_size, display, parallel) if new else (source or folder).tokenizer()
         )
         text = _tokenized(corpus, tokenizer, config, model.context, display)
+    if parallel.rendezvous is not None:
+        facts = {"text": corpus.hash, "tokenizer": text.tokenizer.hash, "dtype": str(dtype)}
+        parallel.rendezvous.require_equal(facts, "give every rank the same text and the same kind of machine")
     local = local_batch(config.batch_size, config.accumulation, model.rule, parallel.world_size)
     loader = _loader(text.train, data, config, model.context, parallel, local)
     shards = parallelize(gpt, optim, parallel)

@@ -28,8 +28,8 @@ class DivergedError(ValueError):
 class RunLog:
     """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
 
-    validations: loss and bits per byte of every validation so far, by step. core_steps: the steps at which CORE was
-    evaluated. record: the content of config.json.
+    validations: loss and bits per byte of every validation so far, by step. core_steps, samples: the steps at which
+    CORE was evaluated and a sample written. record: the content of config.json.
     """
 
     def __init__(
@@ -41,9 +41,10 @@ class RunLog:
         self._display = display
         self._track = track
         self._is_main = state.parallel.is_main
-        validations, core_steps, dead = state.parallel.from_main(lambda: _logged(folder))
+        validations, core_steps, dead, samples = state.parallel.from_main(lambda: _logged(folder))
         self.validations: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validations}
         self.core_steps: set[int] = set(core_steps)
+        self.samples: set[int] = set(samples)
         self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
 
     def step(self) -> None:
@@ -157,8 +158,8 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
         yield log
 
 
-def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
-    """Return the validations, the steps at which CORE was evaluated, and the dead experts in metrics.jsonl."""
+def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any], list[int]]:
+    """Return the validations, the steps at which CORE was evaluated, the dead experts, and the steps of samples."""
     records = folder.metrics.read()
     with corrupted_file_error(folder.metrics.path, "restore it from a copy, or delete that line"):
         return (
@@ -169,6 +170,7 @@ def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any]]:
             ],
             [r["step"] for r in records if r["split"] == "core"],
             [[int(r["layer"]), int(r["expert"])] for r in records if r.get("event") == "dead_expert"],
+            [int(path.stem.removeprefix("step_")) for path in folder.samples.glob("step_*.txt")],
         )
 
 

@@ -48,10 +48,11 @@ class Saver:
         if parallel.world is None:
             self._commit = self._pool.submit(folder.save_checkpoint, *saved, self._keep)
         else:
-            path = parallel.from_main(lambda: str(checkpoints.begin(folder.checkpoints_path, saved.step) or ""))
-            if not path:  # this step is saved already
+            # Not over the store, which may be gone with the launcher: that is when saving matters most.
+            made = checkpoints.begin(folder.checkpoints_path, saved.step) if parallel.is_main else None
+            self._temporary = gather(made, parallel.world)[0]
+            if self._temporary is None:  # this step is saved already
                 return
-            self._temporary = Path(path)
             self._files = self._pool.submit(checkpoints.write_files, self._temporary, saved.tensors, parallel.rank)
         self._saved = saved
 
