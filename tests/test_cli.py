@@ -784,7 +784,8 @@ def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
     ("arguments", "parts"),
     [
         (["train", "--out", "RUN"], ["--out", "already exists", "--resume"]),
-        (["train", "--resume", "RUN", "--steps", 9], ["--steps 9", "leave it out", "--init-from"]),
+        (["train", "--resume", "RUN", "--steps", 1], ["steps=1 is not above", "give more"]),
+        (["train", "--resume", "RUN", "--steps", 9, "--minutes", 1], ["steps=9 and minutes=1.0 all say how long"]),
         (["train", "d12", "--resume", "RUN"], ["PRESET d12", "leave it out"]),
         (["train", "--resume", "RUN", "--rule", "dense"], ["--rule dense", "leave it out"]),
         (["train", "--resume", "RUN", "--out", "x"], ["--out x", "leave it out"]),

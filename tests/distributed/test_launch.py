@@ -6,6 +6,7 @@ import logging
 import signal
 from logging.handlers import BufferingHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,11 @@ from expert_threshold.distributed import launch
 
 
 def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(*_: object) -> object:
+    configs: list[Any] = []
+
+    def stopped(config: Any, *_: object) -> object:
+        configs.append(config)
+
         def run(*_: object) -> None:
             logging.getLogger(agent.__name__).warning("Received a death signal")
             raise SignalException("stopped", signal.SIGINT)
@@ -33,6 +38,12 @@ def test_a_signal_to_the_launcher_is_an_exit_code_and_nothing_else(monkeypatch: 
     monkeypatch.setattr(api, "elastic_launch", stopped)
     assert launch(["train"], 2) == 128 + signal.SIGINT
     assert not said.buffer
+    [config] = configs
+    assert config.local_addr == "localhost"  # a machine's own name may not resolve, after minutes
+    assert {"SIGHUP", "SIGUSR1"} <= set(config.signals_to_handle.split(","))
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)  # by nohup
+    launch(["train"], 2)
+    assert "SIGHUP" not in configs[1].signals_to_handle
 
 
 def test_one_process_trains_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

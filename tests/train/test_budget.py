@@ -91,7 +91,7 @@ def test_a_steady_speed_measured_right_changes_the_schedule_next_to_nothing() ->
     assert len(changed) == 1
     assert changed[0].seconds <= 0.06 * SECONDS
     for step in range(steps):
-        factor, straight = linear(budget.place(step), budget.scheduled, 0.1), 1 - 0.9 * step / steps
+        factor, straight = linear(budget.progress(step), budget.scheduled, 0.1), 1 - 0.9 * step / steps
         assert abs(factor - straight) < 0.01
 
 
@@ -99,7 +99,7 @@ def test_a_steady_speed_measured_right_changes_the_schedule_next_to_nothing() ->
 def test_the_learning_rate_falls_without_a_jump_to_its_end(name: str) -> None:
     _, _, budget = run(PACES[name], measured=1.3)
     steps = budget.steps_at(10**6)
-    places = [budget.place(step) / budget.scheduled for step in range(steps + 1)]
+    places = [budget.progress(step) / budget.scheduled for step in range(steps + 1)]
     assert places[0] == 0
     assert places[-1] == pytest.approx(1) or budget.decisions[-1].step == steps  # ended by the clock
     rises = [b - a for a, b in itertools.pairwise(places)]
@@ -108,7 +108,7 @@ def test_the_learning_rate_falls_without_a_jump_to_its_end(name: str) -> None:
 
 def test_without_a_time_nothing_is_decided_and_places_are_the_steps_themselves() -> None:
     budget = Budget(7)
-    assert [budget.place(step) for step in range(8)] == list(range(8))
+    assert [budget.progress(step) for step in range(8)] == list(range(8))
     budget.took(1e9)
     assert budget.decide(3, 1e9, {}) is None
     assert budget.steps_at(7) == 7
@@ -118,7 +118,7 @@ def test_a_resumed_run_makes_the_decisions_that_were_made() -> None:
     _, _, budget = run(PACES["slower later"], measured=1.0)
     again = Budget(1, SECONDS, json.loads(json.dumps(budget.decisions)))
     steps = budget.steps_at(10**6)
-    assert [again.place(step) for step in range(steps)] == [budget.place(step) for step in range(steps)]
+    assert [again.progress(step) for step in range(steps)] == [budget.progress(step) for step in range(steps)]
     assert [again.steps_at(step) for step in range(steps)] == [budget.steps_at(step) for step in range(steps)]
     early = budget.decisions[1].step
     again.took(1.0)
@@ -153,7 +153,7 @@ def test_a_run_keeps_its_time_and_is_repeated_from_any_checkpoint(start: Start, 
     assert result.step > 40
     run, again = RunFolder.open(tmp_path / "run"), tmp_path / "again"
     assert run.config["train"]["steps"] == result.step
-    assert run.config["time"]["decisions"][0] == [0, 20, 0]
+    assert run.config["time"]["decisions"][0] == [0, 20, 0, False]
     shutil.copytree(run.path, again)  # as if it had been killed after its last decision, before its last checkpoints
     for step in run.checkpoints()[1:]:
         shutil.rmtree(again / "checkpoints" / f"step_{step:06d}")
@@ -179,3 +179,12 @@ def test_a_run_that_was_stopped_goes_on_with_what_is_left_of_its_time(
     assert 0.9 * 6 <= result.elapsed <= 6
     decisions = RunFolder.open(tmp_path / "run").config["time"]["decisions"]
     assert decisions[: len(config["time"]["decisions"])] == config["time"]["decisions"]
+
+
+def test_a_finished_run_is_given_more_time(start: Start, tmp_path: Path, clock: Clock) -> None:
+    first = start(minutes=6 / 60, **OPTIONS)
+    result = start(resume=True, minutes=12 / 60, **OPTIONS | {"steps": first.step})
+    assert result.step > 1.5 * first.step
+    assert 0.9 * 12 <= result.elapsed <= 12
+    with pytest.raises(ValueError, match=r"minutes=0.1: .* has used 0.\d+, in \d+ steps; give more"):
+        start(resume=True, minutes=6 / 60, **OPTIONS | {"steps": result.step})

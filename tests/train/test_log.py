@@ -10,6 +10,7 @@ import pytest
 
 from cases import RULES
 from expert_threshold.train.log import Display, clock, summary
+from processes import run_python
 
 from .conftest import Plain, Start, tiny
 
@@ -97,3 +98,19 @@ def test_the_summary_tells_the_worst_spread_and_the_mean_fanout() -> None:
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (754, "12:34"), (3600, "1:00:00")])
 def test_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
+
+
+def test_a_terminal_that_is_gone_or_a_closed_pipe_silences_a_run_and_does_not_end_it() -> None:
+    program = """if True:
+        import os, pty, sys
+        from expert_threshold.train.log import RunConsole
+        said = os.dup(1)
+        for open_ends in (pty.openpty, os.pipe):
+            reader, writer = open_ends()
+            console = RunConsole(file=os.fdopen(max(reader, writer), "w"), force_terminal=True)
+            os.close(min(reader, writer))
+            console.print("to nobody")
+            console.print("again")
+            os.write(said, b"alive ")
+    """
+    assert run_python("-c", program).split() == ["alive", "alive"]

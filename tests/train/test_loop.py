@@ -396,10 +396,10 @@ def test_resuming_on_changed_text_is_refused(start: Start, tmp_path: Path, corpu
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"steps": 16}, "steps=16 differs from 8"),
+        ({"steps": 4}, "steps=4 is not above the 8 of"),
         ({"batch_size": 4}, "batch_size=4 differs from 2"),
         ({"model": tiny(context=8)}, "context=8 differs from 16"),
-        ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\(0.8, 0.95\) differs"),
+        ({"optim": OptimConfig(betas=(0.8, 0.95))}, r"betas=\[0.8, 0.95\] differs"),
     ],
 )
 def test_what_a_run_learns_with_cannot_change_in_the_middle(
@@ -408,6 +408,44 @@ def test_what_a_run_learns_with_cannot_change_in_the_middle(
     start()
     with pytest.raises(ValueError, match=message):
         start(resume=True, **changes)
+
+
+def test_a_config_file_edited_by_hand_is_refused_with_each_option(start: Start, tmp_path: Path) -> None:
+    start()
+    run = RunFolder.open(tmp_path / "run")
+    config = run.config
+    config["optim"]["matrix_lr"] = 0.5
+    run.write_config(config | {"train": config["train"] | {"steps": 16}})
+    with pytest.raises(ValueError, match=r"matrix_lr=0.02 differs from 0.5|steps=16 differs from 8, with which step 8"):
+        start(resume=True, steps=16)
+    assert run.checkpoints() == [4, 8]
+
+
+def test_a_finished_run_continues_for_more_steps_and_every_resume_of_it_is_the_same(
+    start: Start, tmp_path: Path, plain: Any
+) -> None:
+    """It has the learning rates of a longer run from there on, and of the shorter one where it is repeated before."""
+    often = {"log_every": 1, "eval_every": 4}
+    start(**often)
+    assert start(resume=True, steps=16, console=plain.console, **often).step == 16
+    start("longer", steps=16, **often)
+    rates, longer = (
+        [line["learning_rate"] for line in metrics(tmp_path / name, "train")] for name in ("run", "longer")
+    )
+    assert rates[7]["matrix"] < rates[8]["matrix"]
+    assert rates[8:] == [pytest.approx(each) for each in longer[8:]]
+    assert "extended to 16 steps" in plain.text()
+    [event] = metrics(tmp_path / "run", "event")
+    assert (event["event"], event["step"], event["steps"]) == ("extended", 8, 16)
+    config = RunFolder.open(tmp_path / "run").config
+    assert (config["train"]["steps"], len(config["time"]["decisions"])) == (16, 2)
+    for step in (12, 4):
+        again = tmp_path / f"from_{step}"
+        shutil.copytree(tmp_path / "run", again)
+        forget_after(again, step)
+        start(again.name, resume=True, steps=16, **often)
+        one, other = (RunFolder.open(path).load_checkpoint().tensors["model"] for path in (tmp_path / "run", again))
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 def test_resuming_and_beginning_with_other_weights_exclude_each_other(start: Start, tmp_path: Path) -> None:
@@ -637,12 +675,14 @@ class Process:
         return self.process.communicate("\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl_c", "sigterm"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_saves_and_ends_the_run_and_resuming_equals_never_having_stopped(
     number: signal.Signals, start: Start, tmp_path: Path, corpus: Path
 ) -> None:
     process = Process(tmp_path / "stopped", corpus)
     process.send(number)
+    if number != signal.SIGINT:  # a terminal's SIGHUP comes twice, and SIGTERM after Slurm's SIGUSR1
+        process.process.send_signal(number)
     code, out, err = process.end()
     assert code == 0, err
     assert out.split() == ["6", "False"]

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_by_itself_where_the_laun
 @pytest.mark.parametrize(
     ("what", "line"),
     [
-        ("hung", r"rank 1 of 2 exited or stopped responding; to go on: et train --resume .*/run"),
+        ("hung", r"timed out: rank 1 of 2 did not answer; to go on: et train --resume .*/run; .*"),
         ("raising", r"rank 1: ZeroDivisionError: by zero"),
         ("full", r"rank 1: .*_of_rank_1.safetensors: File too large; .*"),
     ],
@@ -115,27 +116,54 @@ def test_what_goes_wrong_on_one_rank_ends_all_with_one_line_and_harms_nothing_sa
 
 
 # Keeps the exit code of each rank, whatever the launcher makes of it.
-KEPT = 'trap : TERM; "$0" -m expert_threshold "$@"; code=$?; echo $code > "$CODES/code_$RANK"; exit $code'
+KEPT = """
+    trap : TERM; cd "$CODES/$RANK"; [ $RANK = 1 ] && set -- "$@" $ONLY
+    "$0" -m expert_threshold "$@"; code=$?; echo $code > "$CODES/code_$RANK"; exit $code
+"""
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "only", "lost", "line"),
     [
-        ("--batch-size 3", "batch_size=3 is not divisible by 2 ranks; .*"),
+        ("--batch-size 3", "", 0, "batch_size=3 is not divisible by 2 ranks; .*"),
+        ("", "--eval-tokens 512", 0, "rank 1 differs from rank 0: eval_tokens is 512, not None; .*"),
+        ("", "", 1, "rank 1 differs from rank 0: text is '.*', not '.*'; .*"),
         pytest.param(
             "--num-experts 3 --expert-parallel 2",
+            "",
+            0,
             "num_experts=3 cannot be split over 2 ranks; .*",
             marks=pytest.mark.soak,
         ),
     ],
 )
 def test_bad_input_ends_all_ranks_with_one_line_and_exit_code_2(
-    options: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, only: str, lost: int, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """only: options of rank 1 alone. lost: documents that it lacks."""
     monkeypatch.setenv("CODES", str(tmp_path))
-    result = torchrun("--no-python", "sh", "-c", KEPT, sys.executable, *tiny_run(tmp_path), *options.split())
+    monkeypatch.setenv("ONLY", only)
+    command = [word.replace(f"{tmp_path}/corpus", "corpus") for word in tiny_run(tmp_path)]
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "corpus.jsonl").write_text("".join(text().splitlines(True)[lost * rank :]))
+    result = torchrun("--no-python", "sh", "-c", KEPT, sys.executable, *command, *options.split())
     assert result.returncode != 0
     [told] = said(result)
     assert re.fullmatch(f"et train: {line}", told)
     assert [(tmp_path / f"code_{rank}").read_text() for rank in range(2)] == ["2\n", "2\n"]
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_whose_launcher_is_killed_stop_and_save(tmp_path: Path) -> None:
+    """They trained on to the last step, and could not save then."""
+    command = " ".join(tiny_run(tmp_path)).replace("--steps 8", "--steps 100000 --nproc 2")
+    launcher = Python("-m", "expert_threshold", *command.replace("--checkpoint-every 3", "").split())
+    folder = RunFolder(tmp_path / "run")
+    while not folder.metrics.path.is_file():
+        time.sleep(0.1)
+    launcher.kill()
+    _, out, _ = launcher.communicate()  # until the ranks exit
+    saved = folder.load_checkpoint().step
+    assert saved % 250 > 0  # no step at which it would have saved anyway
+    assert f"stopped at step {saved} of 100000; to go on" in out

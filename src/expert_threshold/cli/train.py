@@ -44,8 +44,8 @@ OPTIONS = [
         "resume",
         str,
         None,
-        "Resume the run in this folder, with its options, on any number of ranks; --data names where its text is now, "
-        "if it has moved.",
+        "Resume the run in this folder, with its options, on any number of ranks. More --steps, --tokens or --minutes "
+        "than it has extend it, finished or not; --data names where its text is now, if it has moved.",
     ),
     Option(
         "init_from",
@@ -131,7 +131,8 @@ def _run(arguments: Sequence[str], rendezvous: Rendezvous | None, folders: list[
         console.print(introduce(config, rendezvous), highlight=False, soft_wrap=True)
         if "threads" not in given and (note := _other_threads(config)) is not None:
             console.print(note, highlight=False, soft_wrap=True)
-        result = train_run(folder, config, console, resume=True, rendezvous=rendezvous)
+        minutes = given.get("minutes") if "resume" in given else None  # a run that is started again has its own
+        result = train_run(folder, config, console, resume=True, minutes=minutes, rendezvous=rendezvous)
     else:
         config = resolve_run(given)
         init_from = Path(given["init_from"]) if "init_from" in given else None
@@ -207,9 +208,12 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
 
     Experts are split as before, or as far as the number of ranks allows, unless --expert-parallel is given.
     """
-    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc", "data")}
+    changes = {name: value for name, value in given.items() if name not in ("resume", "nproc", "data", "minutes")}
+    lengths = [f"{name}={given[name]}" for name in ("steps", "tokens", "minutes") if name in given]
+    if len(lengths) > 1:
+        raise ValueError(f"{' and '.join(lengths)} all say how long to train; give one of them")
     for name, value in changes.items():
-        if name not in FREE_ON_RESUME:
+        if name not in FREE_ON_RESUME | {"steps", "tokens"}:
             option = name.removeprefix(RULE).replace("_", "-")
             flag = "PRESET" if name == "preset" else f"--no-{option}" if value is False else f"--{option}"
             typed = flag if isinstance(value, bool) else f"{flag} {value}"
@@ -218,6 +222,9 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
                 f"or start another run with --init-from {folder.path}"
             )
     config = _config_of(folder)
+    if "tokens" in changes:
+        per_step = config.train.batch_size * config.train.accumulation * config.model.context
+        changes["steps"] = max(1, changes.pop("tokens") // per_step)
     changes.setdefault("expert_parallel", math.gcd(config.train.expert_parallel, ranks))
     # The text may lie elsewhere, as shards or as their tokens; its hash must be the same.
     data = replace(config.data, source=given["data"], train_shards=None) if "data" in given else config.data

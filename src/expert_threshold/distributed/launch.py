@@ -38,6 +38,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     launcher.propagate = False
     cores = os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks report a lost store themselves
     hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # as nohup ignores it
     # Without local_addr, ranks would look for the machine's own name, which not every machine resolves.
     config = LaunchConfig(

@@ -1,9 +1,11 @@
-"""The number of steps of a run with a time budget: first decided from measured speed, then revised as time passes.
+"""The number of steps of a run. A time budget decides it first by measured speed, and revises it as time passes.
 
 The learning rate is a function of progress, which rises linearly from 0 to 1 over the steps; after a revision it
 continues linearly to 1 at the new end. The schedule therefore never jumps, and at a steady speed it is nearly that of
-a run whose number of steps was known from the start. Warmups stay those of the first decision. All decisions are kept
-in config.json, so that a resumed run takes the same steps at the same learning rates.
+a run whose number of steps was known from the start. A run that is extended by hand has, from then on, the learning
+rates of a run of its new length, which jump up: at the end of a schedule they are too small to learn much more. Warmups
+stay those of the first decision. All decisions are kept in config.json and in checkpoints, so that a resumed run takes
+the same steps at the same learning rates.
 """
 
 from __future__ import annotations
@@ -31,15 +33,19 @@ class Between(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """From `step` on, and `seconds` into its time, the run has `steps` steps in all."""
+    """From `step` on, and `seconds` into its time, the run has `steps` steps in all.
+
+    extends: learning rates become those of a run of `steps` steps, instead of continuing without a jump.
+    """
 
     step: int
     steps: int
     seconds: float
+    extends: bool = False
 
 
 class Budget:
-    """The number of steps of a run, and the place of each on the learning-rate schedule.
+    """The number of steps of a run, and the progress of each on the learning-rate schedule.
 
     seconds: the time for steps and the work between them; None keeps the number of steps fixed. decisions: those made
     before the run was resumed.
@@ -47,7 +53,7 @@ class Budget:
 
     def __init__(self, steps: int, seconds: float | None = None, decisions: Sequence[Sequence[float]] = ()) -> None:
         self.seconds = seconds
-        made = [Decision(int(step), int(of), float(gone)) for step, of, gone in decisions]
+        made = [Decision(int(step), int(of), float(gone), bool(extends)) for step, of, gone, extends in decisions]
         self.decisions = made or [Decision(0, steps, 0.0)]
         self._cold = COLD
         self._steps: list[float] = []  # seconds of each timed step of this session
@@ -55,21 +61,24 @@ class Budget:
 
     @property
     def scheduled(self) -> int:
-        """The number of steps in the first decision, which the schedule was made for; the unit of `place`."""
+        """The number of steps in the first decision, which the schedule was made for; the unit of `progress`."""
         return self.decisions[0].steps
 
     def steps_at(self, step: int) -> int:
         """Return the number of steps of the run, as decided by `step`."""
         return next(decision.steps for decision in reversed(self.decisions) if decision.step <= step)
 
-    def place(self, step: int) -> float:
+    def progress(self, step: int) -> float:
         """Return the progress at `step`, from 0 to `scheduled`; the step itself if no decision followed the first."""
-        place, left, begin, end = 0.0, float(self.scheduled), 0, self.scheduled
+        made, left, begin, end = 0.0, float(self.scheduled), 0, self.scheduled
         for decision in self.decisions[1:]:
-            if decision.step < step and decision.steps != end:
+            if decision.extends and decision.step <= step:
+                made = self.scheduled * decision.step / decision.steps
+                left, begin, end = self.scheduled - made, decision.step, decision.steps
+            elif decision.step < step and decision.steps != end:
                 gone = left * (decision.step - begin) / (end - begin)
-                place, left, begin, end = place + gone, left - gone, decision.step, decision.steps
-        return place + left * (step - begin) / (end - begin)
+                made, left, begin, end = made + gone, left - gone, decision.step, decision.steps
+        return made + left * (step - begin) / (end - begin)
 
     def took(self, seconds: float, what: str | None = None) -> None:
         """Record the duration of a step or, by its name, of some work between steps."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from ..model import GPTConfig
 from ..moe import Experts, Router
 from ..moe.backends import backend_named
 from ..moe.sharding import require_even_split
-from ..optim import OptimConfig
-from ..runs import RunFolder
+from ..runs import Checkpoint, RunFolder
+from .budget import Budget
 from .config import TrainConfig
 from .device import pick_device, pick_dtype
 from .track import require_tracker
@@ -79,22 +80,36 @@ def require_pools_fit(model: GPTConfig, config: TrainConfig, ranks: int = 1) -> 
                 raise
 
 
-def require_unchanged(folder: RunFolder, record: dict[str, Any]) -> None:
-    """Raise ValueError for an option that differs from the run's own and changes what it learns."""
-    began = {  # data is compared by its hash; options newer than the run have their defaults
-        "model": GPTConfig.from_dict(folder.section("model")).to_dict(),
-        "optim": asdict(OptimConfig(**folder.section("optim"))),
-        "train": asdict(TrainConfig(**folder.section("train"))),
-    }
-    for part, options in began.items():
-        for name, before in options.items():
-            if part == "train" and name in FREE_ON_RESUME:
-                continue
-            if (value := record[part][name]) != before:
-                raise ValueError(
-                    f"{name}={value!r} differs from {before!r}, with which {folder.path} began; leave it unchanged, "
-                    f"or start another run with --init-from {folder.path}"
-                )
+def decisive(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options, of the content of config.json, that decide what a run learns, but for its number of steps.
+
+    Text is compared by its hash.
+    """
+    free = {f"train.{name}" for name in (*FREE_ON_RESUME, "steps")}
+    options = {f"{part}.{name}": v for part in ("model", "optim", "train") for name, v in record[part].items()}
+    kept: dict[str, Any] = json.loads(json.dumps({name: v for name, v in options.items() if name not in free}))
+    return kept
+
+
+def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budget, saved: Checkpoint) -> None:
+    """Raise ValueError naming each option that differs from those with which the checkpoint was made.
+
+    record: the content of config.json with the options given. budget: from config.json.
+    """
+    options, before = decisive(record), saved.state["options"]
+    differing = [
+        f"{name.split('.')[1]}={options.get(name)!r} differs from {before.get(name)!r}"
+        for name in options | before
+        if options.get(name) != before.get(name)
+    ]
+    decided = saved.state["decisions"]
+    if [list(decision) for decision in budget.decisions[: len(decided)]] != decided:
+        differing.append(f"steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
+    if differing:
+        raise ValueError(
+            f"{'; '.join(differing)}, with which step {saved.step} of {folder.path} was made; leave it unchanged, in "
+            f"config.json too, start another run with --init-from {folder.path}, or train longer with --steps"
+        )
 
 
 def require_same_corpus(folder: RunFolder, corpus: Corpus) -> None:

@@ -54,7 +54,7 @@ class Interrupt:
         # Only a person insists: a closing terminal sends SIGHUP twice, and Slurm sends SIGTERM after SIGUSR1.
         if not self.deferred or (self.requested and number == signal.SIGINT):
             raise KeyboardInterrupt
-        if not self.requested and not self.quiet:
+        first, self.requested = not self.requested, True
+        if first and not self.quiet:
             with suppress(OSError):  # the terminal may be what is gone
                 os.write(2, NOTICE)  # a handler may not print in the middle of a print
-        self.requested = True

@@ -80,7 +80,7 @@ def train_step(state: TrainState, status: Callable[[], Status] = Status) -> bool
     # also wait for their status, and in each layer for the number of tokens of a pool over all of them.
     is_finite = bool(all_finite([norm, *sums.tensors().values()]))
     if is_finite:
-        optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.place(step))
+        optimizers.step(step, budget.scheduled, norm, shards.gather_updated, budget.progress(step))
         # With the cutoffs that routed this step, so before the update.
         values = step_values(model, sums.observations) | {"grad_norm": norm}
         model.update_rules(sums.observations)
@@ -113,12 +113,14 @@ def train(
 
     init_from: a run whose weights, cutoffs or biases, and tokenizer to start from; with continue_warmup its steps also
     count towards the rule's warmup. minutes: a time budget, by which the number of steps is revised during the run, see
-    `budget`. sample: writes text every `sample_every` steps. text: the return value of `read_text` for these options,
-    so that several runs read it once. validated: takes the step and the loss of each validation; the exceptions that it
-    raises end the run. console: where progress is shown; None shows nothing. title: the start of each line about steps.
+    `budget`; with `resume`, more `config.steps` or other minutes than the run has extend it. sample: writes text every
+    `sample_every` steps. text: the return value of `read_text` for these options, so that several runs read it once.
+    validated: takes the step and the loss of each validation; the exceptions that it raises end the run. console: where
+    progress is shown; None shows nothing. title: the start of each line about steps.
     rendezvous: the ranks that train together, each of which makes this call.
-    SIGINT and SIGTERM finish the step, save and return. Raises ValueError for options that contradict each other, the
-    run or the machine, and after ten skipped steps in a row; OSError if the disk is full. Earlier checkpoints survive.
+    The signals of `interrupt` finish the step, save and return. Raises ValueError for options that contradict each
+    other, the run or the machine, and after ten skipped steps in a row; OSError if the disk is full. Earlier
+    checkpoints survive.
     """
     if config.sample_every is not None and sample is None:
         raise ValueError(f"sample_every={config.sample_every} needs `sample`, which writes the text; pass it, or None")

@@ -29,8 +29,8 @@ from ..model import GPT, TRUNKS, GPTConfig
 from ..moe import Rule
 from ..optim import OptimConfig, make_optimizers
 from ..runs import Checkpoint, RunFolder
-from .budget import Budget
-from .checks import require_same_corpus, require_trainable, require_unchanged
+from .budget import Budget, Decision
+from .checks import decisive, require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import kernels_off, kernels_run, pick_dtype
@@ -59,6 +59,7 @@ class Prepared(NamedTuple):
     core: Sequence[Task]  # empty if CORE is not evaluated
     record: dict[str, Any]  # the content of config.json
     skipped: tuple[str, ...]  # a line for each shard that was left out
+    extended: str | None  # what the learning rates of a run that is extended now become
 
 
 def prepare(
@@ -85,7 +86,6 @@ def prepare(
         torch.set_num_threads(config.threads)
     record = _record(model, data, optim, config, device)
     if resume:
-        require_unchanged(folder, record)
         record = folder.config | record
     else:
         record["init_from"] = None if init_from is None else str(init_from.resolve())
@@ -100,6 +100,7 @@ def prepare(
         display.say(off)
     core = _read_core(config)
     saved, source = _beginning(folder, record, resume, parallel)
+    budget = _budget(folder, record, saved, resume, minutes)
 
     corpus = text.corpus if text is not None else (_reopen if resume else _open)(data, display)
     if resume:
@@ -128,14 +129,16 @@ def prepare(
     loader = _loader(text.train, data, config, model.context, parallel, local)
     shards = parallelize(gpt, optim, parallel)
     optimizers = make_optimizers(shards.parameters.items(), optim, model.d_model)
-    budget = _budget(folder, config, record)
     forward = compiled(gpt) if record["compiled"] else None
     state = TrainState(
         gpt, optimizers, loader, config, parallel=parallel, local=local, shards=shards, forward=forward, budget=budget
     )
+    state.options = decisive(record)
     if saved is not None:
         state.restore(saved)
-    return Prepared(state, text.tokenizer, text.validation, core, record, tuple(corpus.skipped))
+    extended = resume and record.get("time") != folder.config.get("time")
+    note = _describe_extension(state) if extended else None
+    return Prepared(state, text.tokenizer, text.validation, core, record, tuple(corpus.skipped), note)
 
 
 def read_text(model: GPTConfig, data: DataConfig, config: TrainConfig, display: Display) -> Text:
@@ -178,12 +181,47 @@ def _tokenized(corpus: Corpus, tokenizer: Tokenizer, config: TrainConfig, contex
     return Text(corpus, tokenizer, validation, train)
 
 
-def _budget(folder: RunFolder, config: TrainConfig, record: dict[str, Any]) -> Budget:
-    """Return the number of steps or, for a run with a time budget, that budget with the decisions so far."""
-    if "time" not in record:
-        return Budget(config.steps)
-    with corrupted_file_error(folder.path / "config.json", "restore it from a copy, or train again"):
-        return Budget(config.steps, 60 * record["time"]["minutes"], record["time"]["decisions"])
+def _budget(
+    folder: RunFolder, record: dict[str, Any], saved: Checkpoint | None, resume: bool, minutes: float | None
+) -> Budget:
+    """Return the number of steps, with the decisions so far; extended, also in `record`, where a resumed run is given
+    more steps or other minutes than it has.
+    """
+    path, asked = folder.path / "config.json", record["train"]["steps"]
+    if not resume:
+        return Budget(asked, None if minutes is None else 60 * minutes)
+    time = record.get("time", {"minutes": None, "decisions": []})
+    with corrupted_file_error(path, "restore it from a copy, or train again"):
+        steps = int(folder.section("train")["steps"])
+        budget = Budget(steps, time["minutes"] and 60 * time["minutes"], time["decisions"])
+    step, elapsed = (0, 0.0) if saved is None else (saved.step, saved.state["elapsed"])
+    if saved is not None:
+        require_unchanged(folder, record, budget, saved)
+    if asked == steps and minutes in (None, time["minutes"]):
+        return budget
+    if minutes is not None:
+        if not step or 60 * minutes <= elapsed:
+            used = f"{folder.path} has used {elapsed / 60:.3g}, in {step} steps"
+            raise ValueError(f"minutes={minutes}: {used}; give more, or --steps")
+        asked = step + max(1, int(step * (60 * minutes / elapsed - 1)))
+    elif asked <= steps:
+        raise ValueError(f"steps={asked} is not above the {steps} of {folder.path}; give more, or leave it out")
+    if step == 0:
+        record.pop("time", None)
+        return Budget(asked)
+    extended = [*budget.decisions, Decision(step, asked, elapsed, extends=True)]
+    record["train"] |= {"steps": asked}
+    record["time"] = {"minutes": minutes, "decisions": [list(decision) for decision in extended]}
+    return Budget(asked, None if minutes is None else 60 * minutes, extended)
+
+
+def _describe_extension(state: TrainState) -> str:
+    """Return a line about the learning rate of a run that was extended at this step."""
+    budget, steps = state.budget, (state.step - 1, state.step, state.steps - 1)
+    rates = [state.optimizers.learning_rates(step, budget.scheduled, budget.progress(step)) for step in steps]
+    name = next(iter(rates[0]))
+    path = ", ".join(f"{rate[name]:.3g} at step {step + 1:,}" for step, rate in zip(steps, rates, strict=True))
+    return f"extended to {state.steps:,} steps, with the learning rates of a run of that length: {name} {path}"
 
 
 def _beginning(

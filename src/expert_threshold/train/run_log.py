@@ -67,6 +67,12 @@ class RunLog:
             )
         self.skipped_text(state.loader.take_skipped())
 
+    def extended(self, note: str | None) -> None:
+        """Log that the run was extended, if it was."""
+        if note is not None:
+            self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
+            self._display.say(note)
+
     def skipped_text(self, reasons: Iterable[str]) -> None:
         """Log the reasons for which shards, or parts of them, were skipped."""
         for reason in reasons:
@@ -155,6 +161,7 @@ def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: Tr
         state.parallel.from_main(begin)
         log = RunLog(folder, state, prepared.record, display, opened)
         log.skipped_text(prepared.skipped)
+        log.extended(prepared.extended)
         yield log
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +64,7 @@ class TrainState:
         self.elapsed = 0.0
         self.skipped = 0
         self.skipped_in_a_row = 0
+        self.options: dict[str, Any] = {}  # that decide what the run learns, for checkpoints
         self.not_finite = ""  # why the last step was skipped; empty if it was not
         self.status = Status()  # of all ranks, at the last step
         # Since the last `take_interval`; None if no step was made.
@@ -87,7 +89,7 @@ class TrainState:
     def learning_rates(self) -> dict[str, float]:
         """Return the learning rate of each parameter group at the last step."""
         last = self.step - 1
-        return self.optimizers.learning_rates(last, self.budget.scheduled, self.budget.place(last))
+        return self.optimizers.learning_rates(last, self.budget.scheduled, self.budget.progress(last))
 
     def add_to_interval(self, sums: Sums, values: Values) -> None:
         """Add a step's measurements to the next line of metrics."""
@@ -143,6 +145,8 @@ class TrainState:
             {
                 "position": asdict(self.loader.position),
                 "optimizer": optimizer.counters,
+                "options": self.options,
+                "decisions": [list(decision) for decision in self.budget.decisions],
                 **{name: getattr(self, name) for name in COUNTERS},
             },
         )
@@ -174,10 +178,8 @@ class TrainState:
         restore_random_state(saved.tensors["random"], self.device)
         self.loader.seek(Position(**saved.state["position"]))
         self.step = saved.step
-        # A checkpoint that predates `elapsed` knows only the time spent on steps.
-        counters = {"elapsed": saved.state["seconds"]} | saved.state
         for name in COUNTERS:
-            setattr(self, name, counters[name])
+            setattr(self, name, saved.state[name])
 
     def _local_part(self, name: str, saved: Tensor, moments: Mapping[str, Tensor]) -> Tensor:
         """Return this rank's slice of a full moment; mismatches pass through and are rejected on load."""
