@@ -117,7 +117,7 @@ def check_changes(changes: Options) -> None:
             raise ValueError(f"section {section!r} is unknown; use {', '.join(SECTIONS)}")
         if not isinstance(options, Mapping):
             raise ValueError(f"section {section!r} must be an object of options, not {options!r}")
-        require_valid(SECTIONS[section], GPTConfig.in_todays_terms(options) if section == "model" else options)
+        require_valid(SECTIONS[section], options)
         rule = options.get("rule", {"name": DENSE})
         if not (isinstance(rule, Mapping) and isinstance(rule.get("name"), str)):
             raise ValueError(f'rule={rule!r} must be an object such as {{"name": "expert_threshold"}}')
@@ -232,7 +232,6 @@ def resolve(
         section: {name: value for layer in layers for name, value in layer.get(section, {}).items()}
         for section in SECTIONS
     }
-    given["model"] = GPTConfig.in_todays_terms(given["model"])
     below = dict(given["model"].pop("rule", {}))
     sizes = scaled_model(PRESETS[preset], given["model"])
     train = scheduled(base.train, given["train"], sizes["context"], tokens, of_paper=recipe is not None)

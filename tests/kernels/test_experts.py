@@ -239,11 +239,11 @@ def test_backward_may_be_called_twice() -> None:
     torch.testing.assert_close(first, second, atol=0, rtol=0)
 
 
-def test_shared_experts_with_a_hook_are_called() -> None:
+@pytest.mark.parametrize("part", ["shared", "shared.up", "shared.down"])
+def test_shared_experts_with_a_hook_are_called(part: str) -> None:
     layer = MoE(64, 96, ExpertChoice(4, 1))
-    assert layer.shared is not None
     called: list[bool] = []
-    layer.shared.register_forward_hook(lambda *_: called.append(True))
+    layer.get_submodule(part).register_forward_hook(lambda *_: called.append(True))
     layer(torch.randn(1, 128, 64).bfloat16())
     assert called
 

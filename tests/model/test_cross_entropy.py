@@ -59,12 +59,6 @@ def assert_equals_whole(
 
 
 @softcaps
-@pytest.mark.parametrize(("tokens", "vocab"), [(1, 1), (1, 5), (2, 7), (7, 50), (50, 7), (64, 64)])
-def test_value_and_gradients_equal_those_of_whole_logits(tokens: int, vocab: int, softcap: float | None) -> None:
-    assert_equals_whole(problem(tokens, vocab), softcap)
-
-
-@softcaps
 @pytest.mark.parametrize("per_chunk", [1, 19, 20, 21, 59, 60, 61, 100, 199, 200, 201, 10_000])
 def test_chunk_boundaries_change_nothing(
     monkeypatch: pytest.MonkeyPatch, per_chunk: int, softcap: float | None
@@ -76,9 +70,9 @@ def test_chunk_boundaries_change_nothing(
 
 @settings(max_examples=40)
 @given(
-    tokens=st.integers(1, 12),
-    vocab=st.integers(1, 12),
-    per_chunk=st.integers(1, 150),
+    tokens=st.integers(1, 64),
+    vocab=st.integers(1, 64),
+    per_chunk=st.integers(1, 5_000),
     softcap=st.none() | st.floats(0.5, 60),
     upstream=st.floats(-3, 3),
 )

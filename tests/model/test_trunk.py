@@ -216,17 +216,6 @@ def test_bfloat16_is_float32_rounded(piece: dict[str, Any]) -> None:
     assert ((a - b).square().mean() / a.square().mean()).sqrt() < 0.05
 
 
-def test_a_model_that_left_the_meta_device_equals_one_built_directly() -> None:
-    torch.manual_seed(3)
-    direct = GPT(small(**ALL))
-    with torch.device("meta"):
-        model = GPT(small(**ALL))
-    torch.manual_seed(3)
-    model.to_empty(device="cpu")
-    model.init_weights()
-    assert all(same(value, direct.state_dict()[name]) for name, value in model.state_dict().items())
-
-
 # Costs.
 
 

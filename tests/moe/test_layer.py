@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -140,21 +139,6 @@ def test_the_order_of_axes_in_memory_changes_nothing(rule: Rule) -> None:
     x = torch.randn(8, 5, 2).permute(2, 1, 0)
     assert not x.is_contiguous()
     torch.testing.assert_close(moe(x)[0], moe(x.contiguous())[0])
-
-
-@rules
-def test_used_twice_in_one_graph_a_layer_adds_up_its_gradients(rule: Rule) -> None:
-    moe = moe_with_history(rule)
-    inputs = [torch.randn(2, 4, 8) for _ in range(2)]
-    separate = []
-    for x in inputs:
-        moe.zero_grad()
-        moe(x)[0].square().sum().backward()
-        separate.append([p.grad.clone() for p in moe.parameters() if p.grad is not None])
-    moe.zero_grad()
-    torch.stack([moe(x)[0].square().sum() for x in inputs]).sum().backward()
-    for parameter, first, second in zip(moe.parameters(), *separate, strict=True):
-        torch.testing.assert_close(parameter.grad, first + second, atol=1e-5, rtol=1e-4)
 
 
 @rules
@@ -338,15 +322,6 @@ def test_compiled_for_any_shape_it_is_the_same(rule: str) -> None:
 def test_another_shape_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=re.escape(f"x has the shape {shape}; it must be (batch, time, d_model=8)")):
         MoE(8, 12, TokenChoice(4, 1))(torch.zeros(shape))
-
-
-@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
-def test_a_pickled_layer_is_the_same(activation: Any) -> None:
-    moe = moe_with_history(RULES["warmup"], activation=activation)
-    again = pickle.loads(pickle.dumps(moe))  # its own bytes
-    x = torch.randn(2, 8, 8)
-    assert torch.equal(again(x)[0], moe(x)[0])
-    assert_same_state(again, state_of(moe))
 
 
 # The life of the state.

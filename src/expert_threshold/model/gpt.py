@@ -147,18 +147,11 @@ class GPTConfig:
         """Return the configuration as a JSON object."""
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"rule": rule_to_dict(self.rule)}
 
-    @staticmethod
-    def in_todays_terms(record: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options of a configuration, perhaps an earlier version's, with the values they have today."""
-        offset = record.get("key_offset")  # was true or false before it had a choice of layers
-        return {**record} | ({"key_offset": "all" if offset else None} if isinstance(offset, bool) else {})
-
     @classmethod
     def from_dict(cls, record: Mapping[str, Any]) -> GPTConfig:
-        """Return the configuration from its `to_dict`, of any version. Raises ValueError on unknown options."""
-        record = cls.in_todays_terms(record)
+        """Return the configuration from its `to_dict`. Raises ValueError on unknown options."""
         require_valid(cls, record)
-        return cls(**(record | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
+        return cls(**({**record} | ({"rule": rule_from_dict(record["rule"])} if "rule" in record else {})))
 
 
 class Output(NamedTuple):

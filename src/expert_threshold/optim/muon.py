@@ -107,13 +107,6 @@ class Muon(Optimizer):
             del self.param_groups[-1]
             raise
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; options that were added after it was saved have their defaults."""
-        super().__setstate__(state)
-        for group in self.param_groups:
-            for name, default in self.defaults.items():
-                group.setdefault(name, default)
-
     def initial_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return a parameter's state before its first step."""
         state = {"momentum": torch.zeros_like(parameter)}
@@ -154,8 +147,8 @@ class Muon(Optimizer):
         """Return the whole parameter as one piece. normuon: its second moment is used."""
         assert weight.grad is not None
         state = self.state[weight]
-        if not state or (normuon and "second_moment" not in state):
-            state.update(self.initial_state(weight) | state)
+        if not state:
+            state.update(self.initial_state(weight))
         shape = -1, *weight.shape[-2:]
         second = state["second_moment"] if normuon else None
         return _Piece(
