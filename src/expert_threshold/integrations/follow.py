@@ -33,13 +33,13 @@ def follow(
     for layer in list(model.modules()):
         frozen = getattr(layer, "router", None)
         if frozen is not None and not isinstance(frozen, Router):
-            _thaw(frozen, model.config)
+            _make_trainable(frozen, model.config)
     follower = follow_routers(model, optimizer, group=group, loss_scale=loss_scale)
     model.register_forward_pre_hook(_refuse_padding, with_kwargs=True)
     return follower
 
 
-def _thaw(frozen: nn.Module, config: Any) -> None:
+def _make_trainable(frozen: nn.Module, config: Any) -> None:
     """Turn the exported model's router into one of ours, which returns the whole routing, keeping weight and buffers.
 
     The change is in place, since FSDP2 gathers weights for the modules that it was given.
