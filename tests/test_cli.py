@@ -35,7 +35,6 @@ from expert_threshold.cli import evaluate as evaluate_command
 from expert_threshold.cli import export as export_command
 from expert_threshold.cli import generate as generate_command
 from expert_threshold.cli import import_ as import_command
-from expert_threshold.cli import leakage as leakage_command
 from expert_threshold.cli import plan as plan_command
 from expert_threshold.cli import recipes as recipes_command
 from expert_threshold.cli import serve as serve_command
@@ -65,7 +64,6 @@ OPTIONS: dict[str, list[Option]] = {
     "data": [],  # test_data_command.py has them
     "evaluate": evaluate_command.OPTIONS,
     "analyze": analyze_command.OPTIONS,
-    "leakage": leakage_command.OPTIONS,
     "calibrate": calibrate_command.OPTIONS,
     "upcycle": upcycle_command._options(),
     "export": export_command.OPTIONS,
@@ -650,9 +648,6 @@ USAGE: list[tuple[str, list[str]]] = [
     ("evaluate missing --rates 1,1", ["--rates 1,1: 1 is named twice"]),
     ("evaluate missing", ["missing: no such run folder"]),
     ("evaluate missing --eval-tokens 0", ["--eval-tokens: expected a whole number of at least 1 or none, not 0"]),
-    ("leakage --num-experts 0", ["--num-experts: expected a whole number of at least 1, not 0"]),
-    ("leakage --experts-per-token 99", ["--experts-per-token 99", "--num-experts 16"]),
-    ("leakage --layers 0", ["--layers: expected a whole number of at least 1, not 0"]),
     ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 1000, not 1000000"]),
     ("data", ["name a subcommand: fineweb-edu"]),
     ("data tokenizer missing", ["missing does not exist"]),

@@ -1,4 +1,4 @@
-"""`et analyze` and `et leakage` over runs of every method: all figures, reasons for those left out, one clear line."""
+"""`et analyze` over runs of every method: all figures, reasons for those left out, one clear line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from expert_threshold.analysis import material as material_module
 from expert_threshold.analysis import page
-from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, leakage, load, scores
+from expert_threshold.analysis.figures import FIGURES, consistency, cutoffs, load, scores
 from expert_threshold.analysis.material import Domain
 from expert_threshold.analysis.methods import by_method, find_runs, read_subjects, select_runs
 from expert_threshold.analysis.page import save_figure
@@ -88,8 +88,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (page, "DPI", 20),
         (load, "STEPS", 2),
         (load, "TOKENS_PER_EXPERT", (64, 1024)),
-        (leakage, "SAMPLES", 8),
-        (leakage, "DRAWS", 8),
         (scores, "POOLS", 8),
     ):
         monkeypatch.setattr(module, name, value)
@@ -164,7 +162,7 @@ def test_domains_of_any_name_are_reported_apart(out: Path) -> None:
         assert 0 < max(entry["bits"]) <= np.log2(3)
 
 
-@pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing", "leakage_probe"])
+@pytest.mark.parametrize("name", ["token_multiple", "specialisation", "passage_routing"])
 def test_a_figure_is_drawn_from_nothing_but_its_data(name: str, out: Path, tmp_path: Path) -> None:
     study = next(study for study in FIGURES if study.name == name)
     data = json.loads((out / f"{name}.json").read_text())
@@ -306,9 +304,6 @@ def test_the_data_are_what_the_runs_did(out: Path, runs: Path) -> None:
     consistent = data_of(out, "routing_consistency")["methods"]
     assert all(entry["steps"] == [4, 8] for entry in consistent)
     assert all(entry["weighted_jaccard"][0][0] == 1 for entry in consistent)
-    probe = {entry["method"]: entry for entry in data_of(out, "leakage_probe")["methods"]}
-    assert probe["TC"]["tokens"] == []
-    assert probe["EC 16"]["future"][probe["EC 16"]["tokens"].index(16)] > 0
 
 
 def test_routing_of_a_checkpoint_is_consistent_with_itself_alone(out: Path) -> None:
@@ -364,7 +359,7 @@ def test_of_a_run_alone_every_figure_is_drawn_or_has_a_reason(name: str, runs: P
         assert shown == learning
     else:
         assert shown > learning | {"load_balance", "passage_intensity", "routing_consistency", "load_at_scale"}
-    assert ("cutoff_stability" in shown) == ("leakage_probe" in shown) == (name == "ec-batch")
+    assert ("cutoff_stability" in shown) == (name == "ec-batch")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -462,23 +457,3 @@ def test_rows_have_room_for_the_name_of_any_method(name: str, out: Path) -> None
     short = {key: value[:1] if isinstance(value, list) else value for key, value in entry.items()}
     figure = study.draw(rest | {"methods": [short | {"method": "ET on " + "a very long name of a text " * 9}]})
     assert figure.axes[0].get_position().width > 0.4
-
-
-def test_leakage_prints_the_papers_example_and_what_runs_tell(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs_given = [runs / "ec-sequence", runs / "tc", "--tokens", "512", "--dtype", "float32"]
-    assert main(["leakage", *map(str, runs_given), "--out", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert "at most 78.3 bits per token" in said
-    assert "exceeds 50.5" in said
-    assert "01100101" in said
-    assert re.search(r"EC 16\s+16\s+\d", said)
-    assert re.search(r"TC\s+–\s+0", said)
-    for name in ("leakage_bounds", "leakage_probe"):
-        assert {path.suffix for path in tmp_path.glob(f"{name}.*")} == {".json", ".png", ".svg"}
-    told = refused(capsys, "leakage", "--experts-per-token", 5)
-    assert "--num-experts 16 must be a multiple of --experts-per-token 5" in told
-    told = refused(capsys, "leakage", "--num-experts", 2**23, "--experts-per-token", 1)
-    assert "an expert takes none of 4,194,304 tokens" in told
-    assert "leakage cannot be measured in these runs" in refused(capsys, "leakage", runs / "tc", "--out", tmp_path)

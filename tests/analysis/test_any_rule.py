@@ -10,7 +10,6 @@ import torch
 
 from expert_threshold.analysis.figures import scores, training
 from expert_threshold.analysis.figures.cutoffs import capacity, cutoffs_and_biases
-from expert_threshold.analysis.figures.leakage import leakage_probe
 from expert_threshold.analysis.figures.load import say_load_at_scale, say_load_balance, say_objective
 from expert_threshold.analysis.figures.scores import (
     cutoff_law,
@@ -120,11 +119,6 @@ def test_the_legend_is_about_the_rules_that_are_shown() -> None:
         "Routing is causal here, as in inference: by the running means of the cutoffs in EC 64."
     )
     assert legend([]) == ""
-
-
-def test_what_leaks_nothing_is_named() -> None:
-    told = reason(leakage_probe, subject_of(ReLU()), subject_of(QuantileBalancing()))
-    assert told == "in ReMoE and QB an assignment depends on nothing but its own token"
 
 
 def test_biases_are_those_of_the_rule_that_recorded_them() -> None:

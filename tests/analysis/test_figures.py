@@ -15,9 +15,7 @@ from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.text import Text
 
 from expert_threshold.analysis.figures import FIGURES, learning, training
-from expert_threshold.analysis.figures.leakage import closed_form
 from expert_threshold.analysis.figures.style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, style
-from expert_threshold.analysis.leakage import MoELayers
 from expert_threshold.analysis.material import DOMAINS
 from expert_threshold.analysis.page import CSS
 
@@ -91,8 +89,6 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
             "by_tokens": {"resampled": [[2, 1.5], [3, 2]], "closed_form": [[2, 1.5], [3, 2]]},
             "by_devices": {"resampled": [1, 2, 3], "closed_form": [1, 2, 3]},
         },
-        "leakage_probe": {"own": 64, "tokens": [64, 256, 1024]} | {n: values(3) for n in ("pool", "future", "next")},
-        "leakage_bounds": {},
         "passage_intensity": {}, "passage_fanout": {}, "passage_routing": {}, "rules_overview": {},
     }  # fmt: skip
     found = {"methods": [tag | entries[name] for tag in tags]}
@@ -112,9 +108,6 @@ def data_of(name: str, methods: int, layers: int) -> dict[str, Any]:
                           "experts_share": 0.2, "reference": "d20"},
         "rules_overview": {**tags[0], "layer": 1, "expert": 0, "scores": values(3, 6), "rules": rules},
     }  # fmt: skip
-    if name == "leakage_bounds":
-        closed = closed_form(MoELayers(4, 1, layers))
-        return {**closed, "finite": {str(bits): bound for bits, bound in closed["finite"].items()}}
     if name in shapes:
         whole = CHANCE.integers(0, 2 if name == "passage_routing" else 12, shapes[name]).tolist()
         passages = [{"name": "GSM8K", "tokens": words, "values": whole}]
@@ -202,24 +195,6 @@ def test_a_single_layer_has_no_line_beside_the_mean(name: str) -> None:
     assert not texts & {"one layer", "mean of layers"}
     texts = {text.get_text() for text in DRAW[name](data_of(name, 1, 2)).texts}
     assert "one layer" in texts
-
-
-def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
-    data = data_of("leakage_probe", 2, 1)
-    data["methods"][1] |= {name: [0.0] * 3 for name in ("pool", "future", "next")}
-    texts = [text.get_text() for text in DRAW["leakage_probe"](data).texts]
-    assert data["methods"][0]["method"] in texts
-    assert data["methods"][1]["method"] not in texts
-
-
-def test_every_line_in_the_key_of_the_bounds_on_leakage_is_in_sight() -> None:
-    """The line N·log₂ N lay above the axes with four experts and one per token."""
-    for expansion in (2, 4, 16):
-        closed = closed_form(MoELayers(expansion, 1, 2))
-        figure = DRAW["leakage_bounds"]({**closed, "finite": {str(k): v for k, v in closed["finite"].items()}})
-        axes = figure.axes[0]
-        for line in axes.lines:
-            assert (np.asarray(line.get_ydata()) <= axes.get_ylim()[1]).sum() >= 2
 
 
 @pytest.mark.parametrize(

@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from itertools import combinations, pairwise, product
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from expert_threshold.analysis.leakage import (
+import torch
+from examples.paper import leakage as script
+from examples.paper.leakage import (
     MoELayers,
+    Pool,
+    _bits,
     binary_entropy,
     bound,
+    closed_form,
     decode,
+    draw_leakage_bounds,
+    draw_leakage_probe,
     encode,
     finite_leakage,
+    intervals,
     leakage,
     least_advice,
     limit,
     log2_choices,
+    main,
+    probe_layer,
 )
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expert_threshold.analysis.figures.style import style
+from expert_threshold.analysis.plain import plain
+from expert_threshold.cli import main as et
 
 EXAMPLE = MoELayers(expansion=8, granularity=2, layers=9)  # the paper's: 9 layers, sparsity 2/16
 models = st.builds(MoELayers, st.integers(2, 64), st.integers(1, 8), st.integers(1, 40))
@@ -163,3 +180,116 @@ def test_the_search_finds_what_trying_all_decoders_finds(tokens: int, k: int, le
         right.add(frozenset(s for s in every if [says[s[: t + 1]] for t in range(tokens)] == top[s]))
     enough = next(n for n in range(1, 9) if any(frozenset().union(*c) == set(every) for c in combinations(right, n)))
     assert least_advice(tokens, k, levels) == enough
+
+
+def entropy(probabilities: Any) -> float:
+    return -sum(p * math.log2(p) for p in probabilities if p > 0)
+
+
+@given(
+    st.integers(-1, 6),
+    st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=5),
+)
+def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
+    room: int, elsewhere: list[int], futures: list[tuple[int, int]]
+) -> None:
+    """Every future with every draw, and every next token with every later one, all equally likely."""
+
+    def informed(outcomes: list[tuple[object, bool]]) -> float:
+        """I(known; taken)."""
+        known = [entropy([outcomes.count(pair) / len(outcomes) for pair in set(outcomes)])]
+        parts = [
+            entropy([column.count(v) / len(column) for v in set(column)]) for column in zip(*outcomes, strict=True)
+        ]
+        return sum(parts) - known[0]
+
+    whole = [((place,), other + a + b < room) for (place, (a, b)), other in product(enumerate(futures), elsewhere)]
+    # The next token is told apart from what comes after it, so each goes with every other's ending.
+    following = [(a, other + a + later < room) for (a, _), (_, later), other in product(futures, futures, elsewhere)]
+    taken = [outcome for _, outcome in whole]
+    pool, future, after = _bits(
+        room, np.sort(elsewhere), np.array([a for a, _ in futures]), np.array([b for _, b in futures])
+    )
+    mean = sum(taken) / len(taken)
+    assert pool == pytest.approx(entropy([mean, 1 - mean]), abs=1e-9)
+    assert future == pytest.approx(informed(whole), abs=1e-9)
+    assert after == pytest.approx(informed(following), abs=1e-9)
+    assert -1e-9 <= future <= pool + 1e-9
+
+
+def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
+    rows = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0))
+    unbounded = Pool(others=3, k_min=0, k_max=10**6)
+    assert probe_layer(rows, [unbounded], torch.zeros(4)) == [(0, 0, 0)]
+
+
+def test_sequence_pools_reveal_only_the_future_and_larger_pools_reveal_less() -> None:
+    rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
+    alone, some, many = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
+    assert alone.pool == pytest.approx(alone.future)
+    assert alone.pool > 0.1
+    assert alone.future > some.future > many.future
+    assert alone.next > some.next > many.next > 0
+    assert alone.pool > some.pool > many.pool
+    for bits in (alone, some, many):
+        assert bits.next < bits.future + 0.01
+        assert bits.pool <= 4  # a bit for each expert
+
+
+def test_the_intervals_drawn_are_those_that_decoding_leaves() -> None:
+    choice = (True, False, False, True)
+    lower, _ = encode(choice)
+    for place, interval in enumerate(intervals(choice)):
+        assert decode(lower, place)[2] == interval
+
+
+def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
+    bits = {name: [0.1, 0.2, 0.3] for name in ("pool", "future", "next")}
+    silent = {name: [0.0] * 3 for name in bits}
+    tag = {"own": 64, "tokens": [64, 256, 1024], "kind": "other"}
+    with style():
+        figure = draw_leakage_probe({"methods": [{**tag, "method": "EC", **bits}, {**tag, "method": "ET", **silent}]})
+    texts = [text.get_text() for text in figure.texts]
+    assert "EC" in texts
+    assert "ET" not in texts
+
+
+def test_every_line_in_the_key_of_the_bounds_is_in_sight() -> None:
+    """The line N·log₂ N lay above the axes with four experts and one per token."""
+    for expansion in (2, 4, 16):
+        with style():
+            axes = draw_leakage_bounds(plain(closed_form(MoELayers(expansion, 1, 2)))).axes[0]
+        for line in axes.lines:
+            assert (np.asarray(line.get_ydata()) <= axes.get_ylim()[1]).sum() >= 2
+
+
+def test_the_script_says_what_the_paper_and_a_run_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SAMPLES", "DRAWS"):
+        monkeypatch.setattr(script, name, 8)
+    flags = [
+        "--rule",
+        "expert_choice",
+        "--pool",
+        "sequence",
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--eval-every",
+        "none",
+    ]
+    assert et(["train", "tiny", *flags, "--out", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    main([str(tmp_path / "run"), "--tokens", "512", "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    assert "never more than 78.3" in said
+    assert "the paper's bound is 50.5" in said
+    assert re.search(r"leaks these bits .* in EC 128", said)
+    html = (tmp_path / "out" / "leakage.html").read_text()
+    assert html.count("<svg") == 2
+    with pytest.raises(SystemExit) as refused:
+        main(["--experts-per-token", "5"])
+    assert refused.value.code == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from expert_threshold.analysis.figures import FIGURES
 from expert_threshold.analysis.figures.activation import _means, _position_edges
 from expert_threshold.analysis.figures.cutoffs import cutoff_stability, say_cutoff_stability
-from expert_threshold.analysis.figures.leakage import Pool, _bits, intervals, probe_layer
 from expert_threshold.analysis.figures.learning import _pools_gap, _reached
 from expert_threshold.analysis.figures.load import (
     Spread,
@@ -29,7 +28,6 @@ from expert_threshold.analysis.figures.load import (
 )
 from expert_threshold.analysis.figures.scores import _slope, _spreads
 from expert_threshold.analysis.figures.specialisation import lay_out
-from expert_threshold.analysis.leakage import decode, encode
 from expert_threshold.analysis.material import cut_windows
 from expert_threshold.analysis.plain import array, plain
 from expert_threshold.data import IGNORED
@@ -178,71 +176,6 @@ def test_the_largest_of_many_normals_is_where_simulation_finds_it() -> None:
     assert largest_of(1) == 0
     for count in (2, 16, 256):
         assert largest_of(count) == pytest.approx(CHANCE.normal(size=(4000, count)).max(1).mean(), abs=0.05)
-
-
-# Leakage.
-
-
-def entropy(probabilities: Any) -> float:
-    return -sum(p * math.log2(p) for p in probabilities if p > 0)
-
-
-@given(
-    st.integers(-1, 6),
-    st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    st.lists(st.tuples(st.integers(0, 1), st.integers(0, 2)), min_size=1, max_size=5),
-)
-def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
-    room: int, elsewhere: list[int], futures: list[tuple[int, int]]
-) -> None:
-    """Every future with every draw, and every next token with every later one, all equally likely."""
-
-    def informed(outcomes: list[tuple[object, bool]]) -> float:
-        """I(known; taken)."""
-        known = [entropy([outcomes.count(pair) / len(outcomes) for pair in set(outcomes)])]
-        parts = [
-            entropy([column.count(v) / len(column) for v in set(column)]) for column in zip(*outcomes, strict=True)
-        ]
-        return sum(parts) - known[0]
-
-    whole = [((place,), other + a + b < room) for (place, (a, b)), other in product(enumerate(futures), elsewhere)]
-    # The next token is told apart from what comes after it, so each goes with every other's ending.
-    following = [(a, other + a + later < room) for (a, _), (_, later), other in product(futures, futures, elsewhere)]
-    taken = [outcome for _, outcome in whole]
-    pool, future, after = _bits(
-        room, np.sort(elsewhere), np.array([a for a, _ in futures]), np.array([b for _, b in futures])
-    )
-    mean = sum(taken) / len(taken)
-    assert pool == pytest.approx(entropy([mean, 1 - mean]), abs=1e-9)
-    assert future == pytest.approx(informed(whole), abs=1e-9)
-    assert after == pytest.approx(informed(following), abs=1e-9)
-    assert -1e-9 <= future <= pool + 1e-9
-
-
-def test_an_assignment_that_only_a_cutoff_decides_tells_nothing() -> None:
-    rows = torch.randn(8, 16, 4, generator=torch.Generator().manual_seed(0))
-    unbounded = Pool(others=3, k_min=0, k_max=10**6)
-    assert probe_layer(rows, [unbounded], torch.zeros(4)) == [(0, 0, 0)]
-
-
-def test_sequence_pools_reveal_only_the_future_and_larger_pools_reveal_less() -> None:
-    rows = torch.randn(16, 32, 4, generator=torch.Generator().manual_seed(0))
-    alone, some, many = probe_layer(rows, [Pool(n - 1, 4 * n, 4 * n) for n in (1, 4, 64)], None)
-    assert alone.pool == pytest.approx(alone.future)
-    assert alone.pool > 0.1
-    assert alone.future > some.future > many.future
-    assert alone.next > some.next > many.next > 0
-    assert alone.pool > some.pool > many.pool
-    for bits in (alone, some, many):
-        assert bits.next < bits.future + 0.01
-        assert bits.pool <= 4  # a bit for each expert
-
-
-def test_the_intervals_drawn_are_those_that_decoding_leaves() -> None:
-    choice = (True, False, False, True)
-    lower, _ = encode(choice)
-    for place, interval in enumerate(intervals(choice)):
-        assert decode(lower, place)[2] == interval
 
 
 # Streams and texts.

@@ -31,15 +31,6 @@ def listed(parts: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
-def two_digits(number: float) -> str:
-    """Return two significant digits: 24, 0.024, 6.1 × 10⁻⁵."""
-    text = f"{number:.2g}"
-    if "e" not in text:
-        return text
-    digits, power = text.split("e")
-    return f"{digits} × 10{str(int(power)).translate(SUPERSCRIPTS)}"
-
-
 SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 

@@ -6,8 +6,8 @@ A figure of `et analyze` is a `Study` in the `FIGURES` of its group's file; thos
 
 from __future__ import annotations
 
-from . import activation, consistency, cutoffs, leakage, learning, load, scores, specialisation
+from . import activation, consistency, cutoffs, learning, load, scores, specialisation
 
-GROUPS = (learning, scores, cutoffs, activation, specialisation, consistency, load, leakage)
+GROUPS = (learning, scores, cutoffs, activation, specialisation, consistency, load)
 FIGURES = [study for group in GROUPS for study in group.FIGURES]
 """The figures of `et analyze`, in the order of its page."""

@@ -1,24 +1,43 @@
-"""Leakage of future tokens through assignments: bounds in closed form, and measured in traces (paper, Appendix A)."""
+"""Bounds on what an expert's choice of tokens reveals about the future, and bits in traces of runs (Appendix A).
+
+    python examples/paper/leakage.py [RUN...] [--num-experts 16] [--experts-per-token 2] [--layers 9] [--out FOLDER]
+
+One expert takes k = ⌊N/E⌋ of a pool of N tokens, those whose score exceeds a cutoff that depends on the whole pool.
+Leakage is the least advice, in bits, with which a causal decoder could make the same choice. A layer has granularity ·
+expansion experts (the paper's G and E); each token goes to G of them on average.
+
+The paper calls log2 C(N, N/E) superlinear in N, O(N log N). For a fixed E it is linear: by Stirling's formula
+
+    log2 C(N, pN) = N·h(p) − ½ log2(2π·N·p·(1 − p)) + O(1/N),    h(p) = −p log2 p − (1 − p) log2(1 − p),
+
+so that a token's share of it rises towards the constant h(1/E) per expert.
+"""
 
 from __future__ import annotations
 
+import math
+import sys
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import groupby
+from itertools import groupby, permutations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from rich.console import Console
 from torch import Tensor
 
-from ...model.trace import Trace
-from ..leakage import MoELayers, bound, decode, encode, finite_leakage, leakage, limit, log2_choices
-from ..material import Material
-from ..methods import Subject, pool_tokens
-from ..plain import Data, NotShownError, array
-from ..sentences import counted, listed, pool_size, two_digits
-from .axes import method_strokes, outer_labels, panels, plain_ticks
-from .study import Study
-from .style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
+from expert_threshold.analysis.figures.axes import method_strokes, outer_labels, panels, plain_ticks
+from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
+from expert_threshold.analysis.material import Material
+from expert_threshold.analysis.methods import Subject, pool_tokens
+from expert_threshold.analysis.page import Exhibit, attempt, exhibits, left_out, page, save_figure, table
+from expert_threshold.analysis.plain import Data, NotShownError, array, plain
+from expert_threshold.analysis.sentences import counted, listed, pool_size
+from expert_threshold.cli.analyze import open_material
+from expert_threshold.model.trace import Trace
+from expert_threshold.train.log import Display
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,16 +57,125 @@ SAMPLES, DRAWS, TOKENS = 128, 512, 2**16
 
 LEAST = 1e-6
 """Bits per token below which nothing is drawn."""
+LARGEST = 4
+"""Tokens of the pool that is searched exhaustively, which takes about a second."""
 
 
-def leakage_bounds(material: Material) -> Data:
-    """Compute the closed form for the model of the run in focus."""
-    subject = material.focus
-    rule = subject.run.rule
-    per_token, experts = rule["experts_per_token"], rule["num_experts"]
-    if per_token != int(per_token) or experts % per_token or experts == per_token:
-        raise NotShownError("Eq. 7 needs a whole number of experts per token that divides the experts and is fewer")
-    return closed_form(MoELayers(experts // int(per_token), int(per_token), len(subject.layers)))
+class MoELayers(NamedTuple):
+    """A model with `layers` MoE layers of granularity · expansion experts; each token goes to `granularity` of them."""
+
+    expansion: int
+    granularity: int
+    layers: int
+
+    @property
+    def experts(self) -> int:
+        """The number of experts in all layers."""
+        return self.layers * self.granularity * self.expansion
+
+
+def leakage(model: MoELayers, tokens: int) -> float:
+    """Return bits per token with cutoffs of infinite precision, GE/N · log2 C(N, ⌊N/E⌋) per layer (paper, Eq. 7)."""
+    return model.experts * log2_choices(tokens, tokens // model.expansion) / tokens
+
+
+def limit(model: MoELayers) -> float:
+    """Return G·E·h(1/E) bits per token and layer, which `leakage` approaches from below as the pool grows."""
+    return model.experts * binary_entropy(1 / model.expansion)
+
+
+def bound(model: MoELayers) -> float:
+    """Return G·log2(E − 1) bits per token and layer, a lower bound of `leakage` if E divides N (paper, Eq. 7)."""
+    return model.layers * model.granularity * math.log2(model.expansion - 1)
+
+
+def finite_leakage(model: MoELayers, tokens: int, bits: int) -> float:
+    """Return the most bits per token that cutoffs of `bits` bits can leak (paper, Finite-precision cutoff).
+
+    A cutoff determines the choice, and the choice itself is advice too, so this never exceeds `leakage`.
+    """
+    return min(model.experts * bits / tokens, leakage(model, tokens))
+
+
+def binary_entropy(p: float) -> float:
+    """Return h(p) in bits."""
+    return 0.0 if p in (0, 1) else -(p * math.log2(p) + (1 - p) * math.log1p(-p) / math.log(2))
+
+
+def log2_choices(n: int, k: int) -> float:
+    """Return log2 C(n, k) for 0 ≤ k ≤ n with a relative error of about 1e-14 at any size.
+
+    Stirling's main terms are combined by hand, because differences of lgamma cancel.
+    """
+    if k in (0, n):
+        return 0.0
+    rest = n - k
+    main = k * math.log(n / k) - rest * math.log1p(-k / n)  # n · h(k / n)
+    nats = main + 0.5 * math.log(n / k / rest / (2 * math.pi))
+    return (nats + _stirling_rest(n) - _stirling_rest(k) - _stirling_rest(rest)) / math.log(2)
+
+
+def _stirling_rest(n: int) -> float:
+    """Return ln n! − ln(√(2πn)·(n/e)^n)."""
+    if n < 16:
+        return math.lgamma(n + 1) - (n + 0.5) * math.log(n) + n - 0.5 * math.log(2 * math.pi)
+    return (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / n**2) / n**2) / n**2) / n
+
+
+Cutoffs = tuple[Fraction, Fraction]
+"""A half-open interval of cutoffs, [first, second)."""
+
+
+def encode(choice: Sequence[bool]) -> Cutoffs:
+    """Return the cutoffs from which a causal decoder reads this choice, 2⁻ᴺ of [0, 1) (paper, Encoding Strategy).
+
+    The lower end belongs to the interval because a score must exceed the cutoff. With the paper's r ≥ c, a score equal
+    to the cutoff would be taken although the choice says no.
+    """
+    lower = Fraction(int("0" + "".join("01"[not taken] for taken in choice), 2), 2 ** len(choice))
+    return lower, lower + Fraction(1, 2 ** len(choice))
+
+
+def decode(cutoff: Fraction, tokens: int) -> tuple[list[bool], list[Fraction], Cutoffs]:
+    """Decode the choice in a cutoff from [0, 1) token by token (paper, Algorithm 2), in exact arithmetic.
+
+    Returns the choice, the scores, and the cutoffs that remain after the last token. Each score is the middle of the
+    cutoffs that remain before its token.
+    """
+    lower, upper = Fraction(0), Fraction(1)
+    choice, scores = [], []
+    for _ in range(tokens):
+        score = (lower + upper) / 2
+        taken = score > cutoff
+        lower, upper = (lower, score) if taken else (score, upper)
+        choice.append(taken)
+        scores.append(score)
+    return choice, scores, (lower, upper)
+
+
+def least_advice(tokens: int, k: int, levels: int) -> int:
+    """Return the fewest labels that let a causal decoder choose the k largest of `tokens` distinct scores.
+
+    Scores take `levels` values. log2 of the result is the leakage (paper, Definition of Future Information Leakage).
+    The search over all sequences of scores is exhaustive. Two sequences need different labels if they agree up to a
+    token that only one of them takes: groups that differ in the choice for the latest token add up, groups that differ
+    in its score can share labels.
+    """
+    sequences = [
+        (scores, [score in sorted(scores)[tokens - k :] for score in scores])
+        for scores in permutations(range(levels), tokens)
+    ]
+    return _labels(sequences, 0)
+
+
+def _labels(sequences: Sequence[tuple[tuple[int, ...], list[bool]]], token: int) -> int:
+    """Return the labels needed for sequences that agree before `token`."""
+    if len(sequences) == 1:
+        return 1
+    groups: dict[int, dict[bool, list[tuple[tuple[int, ...], list[bool]]]]] = {}
+    for scores, choice in sequences:
+        groups.setdefault(scores[token], {}).setdefault(choice[token], []).append((scores, choice))
+    return max(sum(_labels(group, token + 1) for group in taken.values()) for taken in groups.values())
 
 
 def closed_form(model: MoELayers) -> Data:
@@ -120,7 +248,7 @@ def say_leakage_bounds(data: Data) -> str:
         f"{counted(model.layers, 'layer')} with {model.granularity} of {model.granularity * model.expansion} experts "
         f"per token can leak {data['exact'][-1]:.1f} bits per token by Eq. 7 with pools of {last:,} tokens, and never "
         f"more than {data['limit']:.1f}, so the bits of a pool grow linearly with its tokens; the paper's bound is "
-        f"{data['bound']:.1f}. Cutoffs of 32 bits can leak {two_digits(data['finite']['32'][-1])} bits per token."
+        f"{data['bound']:.1f}. Cutoffs of 32 bits can leak {data['finite']['32'][-1]:.2g} bits per token."
     )
 
 
@@ -211,7 +339,7 @@ def say_leakage_probe(data: Data) -> str:
         place = entry["tokens"].index(entry["own"])
         future, following = entry["future"][place], entry["next"][place]
         pool = f"pools of {pool_size(entry['own'])} tokens"
-        parts.append(f"{two_digits(future)} and {two_digits(following)} in {entry['method']} ({pool})")
+        parts.append(f"{future:.2g} and {following:.2g} in {entry['method']} ({pool})")
     silent = [entry["method"] for entry in data["methods"] if entry["own"] is None and not entry["tokens"]]
     text = (
         "In training the assignment of a token leaks these bits about its whole future and about the next token: "
@@ -315,9 +443,68 @@ def _entropy(p: Any) -> Any:
     return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))
 
 
-FIGURES = [
-    Study("leakage_bounds", "Leakage", "Bounds on leakage",
-          leakage_bounds, draw_leakage_bounds, say_leakage_bounds),
-    Study("leakage_probe", "Leakage", "Leakage in training",
-          leakage_probe, draw_leakage_probe, say_leakage_probe),
-]  # fmt: skip
+def bounds_rows(data: Data) -> tuple[list[str], list[list[str]]]:
+    """Return the table of Eq. 7 over pool sizes."""
+    head = ["tokens in the pool", "log₂ C(N, N/E)", "per token", "bits per token, all layers"]
+    head += [f"{bits}-bit cutoffs" for bits in PRECISIONS]
+    rows = []
+    for place, tokens in enumerate(data["tokens"]):
+        bits = data["per_expert"][place]
+        finite = [f"{data['finite'][str(each)][place]:.3g}" for each in PRECISIONS]
+        rows.append([f"{tokens:,}", f"{bits:,.1f}", f"{bits / tokens:.5f}", f"{data['exact'][place]:.3f}", *finite])
+    return head, rows
+
+
+def search_rows() -> tuple[list[str], list[list[str]]]:
+    """Return the table of the least advice found by exhaustive search, beside C(N, k) (paper, lower bound)."""
+    pools = [(tokens, k) for tokens in range(2, LARGEST + 1) for k in range(1, tokens)]
+    return ["tokens", "k", "labels needed", "C(N, k)"], [
+        [str(n), str(k), str(least_advice(n, k, 2**n - 1)), str(math.comb(n, k))] for n, k in pools
+    ]
+
+
+def draw(out: Path, name: str, title: str, data: Data) -> Exhibit:
+    """Draw and save a figure of this script."""
+    figure = save_figure(lambda: globals()[f"draw_{name}"](data), out / name)
+    return Exhibit(title, globals()[f"say_{name}"](data), figure)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Write the page and the figures, and print what they say."""
+    parser = ArgumentParser(description="Draw how much expert choice can reveal about the future; of runs, how much.")
+    parser.add_argument("run", nargs="*", help="runs in whose traces to measure it")
+    for name, default in (("num-experts", 16), ("experts-per-token", 2), ("layers", 9), ("tokens", 32768)):
+        parser.add_argument(f"--{name}", type=count, default=default)
+    parser.add_argument("--out", type=Path, default=Path("runs/leakage"))
+    given = parser.parse_args(arguments)
+    expansion, rest = divmod(given.num_experts, given.experts_per_token)
+    if rest or not 2 <= expansion <= POOLS[-2]:
+        parser.error("--num-experts must be a multiple of --experts-per-token, and 2 to 4,194,304 times as many")
+    given.out.mkdir(parents=True, exist_ok=True)
+    data = plain(closed_form(MoELayers(expansion, given.experts_per_token, given.layers)))
+    entries = [draw(given.out, "leakage_bounds", "Bounds on leakage", data)]
+    if given.run:
+        with Display(Console(stderr=True), name="leakage") as display:
+            options = {"run": given.run, "data": None, "tokens": given.tokens, "device": "auto", "dtype": "auto"}
+            material = open_material(options, given.out, display)
+            title = "Leakage in training"
+            entries.append(
+                attempt(title, lambda: draw(given.out, "leakage_probe", title, plain(leakage_probe(material))))
+            )
+    for entry in entries:
+        print(entry.sentence if isinstance(entry, Exhibit) else f"{entry.title}: {entry.reason}")
+    tables = [table(*bounds_rows(data), "Bounds by pool"), table(*search_rows(), "Exhaustive search")]
+    body = ["<h1>Leakage of expert choice</h1>", exhibits("Leakage", entries), left_out(entries), *tables]
+    (given.out / "leakage.html").write_text(page("Leakage of expert choice", body), encoding="utf-8")
+    print(f"page: {given.out / 'leakage.html'}")
+
+
+def count(text: str) -> int:
+    """Return a positive whole number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"expected a whole number of at least 1, not {text}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
