@@ -7,7 +7,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 # is ignored.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 
-.PHONY: demo test soak lint clean
+.PHONY: demo test soak sanitize lint clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-demo
@@ -23,6 +23,14 @@ test: $(VENV)/.installed-dev
 # Campaigns of minutes, which `make test` leaves out, and many more examples of what it draws by chance.
 soak: $(VENV)/.installed-soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile many --timeout 3600
+
+# The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, whose libraries must be loaded first. Flags
+# at the end of the compiler's line override the kernels' own. PART chooses tests: make sanitize PART=tests/kernels
+PART := tests/kernels tests/generate/test_kernel.py
+sanitize: $(VENV)/.installed-dev
+	CXX="sh -c 'unset LD_PRELOAD; g++ \"\$$@\" -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all' g++" \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs $(PART)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
