@@ -21,14 +21,18 @@ from expert_threshold.analysis.figures.cutoffs import cutoff_stability, say_cuto
 from expert_threshold.analysis.figures.learning import _pools_gap, _reached
 from expert_threshold.analysis.figures.load import (
     Spread,
+    _objectives,
     busiest,
     largest_of,
     resample,
     spread_of_windows,
 )
 from expert_threshold.analysis.figures.scores import _slope, _spreads
-from expert_threshold.analysis.figures.specialisation import lay_out
+from expert_threshold.analysis.figures.specialisation import draw_passage_intensity, lay_out
+from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.material import cut_windows
+from expert_threshold.analysis.measures import best_token_choice
+from expert_threshold.analysis.page import svg
 from expert_threshold.analysis.plain import array, plain
 from expert_threshold.data import IGNORED
 
@@ -165,6 +169,19 @@ def test_loads_that_never_vary_cost_nothing() -> None:
     assert Spread(1 / 16, 0, 0).closed_form(256, 64, 64) == 1
 
 
+def test_a_rule_and_its_optima_are_of_the_same_tokens() -> None:
+    """The value of the whole trace was divided by the optimum of its first 512 tokens."""
+    scores = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) * torch.linspace(1, 3, 4096)[:, None]
+    assignment = torch.nn.functional.one_hot(scores.argmax(1), 8).bool()
+    for start in range(0, 4096, 1024):
+        assignment[start : start + 128] = best_token_choice(scores[start : start + 128], 1)
+    found = _objectives(scores, assignment)
+    assert found is not None
+    assert found["load"] == 1
+    assert found["rule"] == pytest.approx(found["balanced"])
+    assert _objectives(torch.ones(4096, 8), assignment) is None
+
+
 def test_a_persistent_imbalance_does_not_vanish_with_more_tokens() -> None:
     spread = Spread(usage=1 / 16, clustering=1, usage_spread=0.2)
     assert spread.closed_form(10**9, 256, 256) == pytest.approx(1 + 0.2 * largest_of(256), rel=1e-3)
@@ -205,6 +222,17 @@ def test_text_is_laid_out_in_order_within_its_columns(tokens: list[str], columns
     for before, after in pairwise(placed):
         beside = (before.line, before.column + len(before.text)) == (after.line, after.column)
         assert beside or (after.line == before.line + 1 and after.column == 0)
+
+
+def test_any_script_is_text_in_a_figure_and_wide_characters_take_two_cells() -> None:
+    """Characters that one font lacks were boxes, where browsers have others."""
+    passage = {"name": "text", "tokens": ["日本", "語 ", "e\u0301", "\x07"], "values": [1, 2, 0, 1]}
+    data = {"method": "ET", "kind": "expert_threshold", "passages": [passage]}
+    assert [each.column for each in lay_out(passage["tokens"], 40)] == [0, 4, 7, 8]
+    with style():
+        drawn = svg(draw_passage_intensity(data), "text", "Text")
+    for text in ("日本", "語", "e\u0301", "□"):
+        assert f">{text}</text>" in drawn
 
 
 def test_plain_numbers_are_strict_json_and_come_back_as_arrays(tmp_path: Path) -> None:

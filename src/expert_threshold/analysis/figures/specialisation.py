@@ -359,7 +359,7 @@ def say_passage_routing(data: Data) -> str:
     for passage in data["passages"]:
         used = array(passage["values"]).any(axis=1)
         parts.append(f"{used.sum():.0f} of {used.size} experts get a token of {passage['name']}")
-    return f"Black cells are tokens routed to an expert of {data['method']}: {listed(parts)}."
+    return f"Filled cells are tokens routed to an expert of {data['method']}: {listed(parts)}."
 
 
 def _passages(
