@@ -13,6 +13,7 @@ from ..data import Corpus
 from ..data.tokenizer import require_vocab_size
 from ..distributed import local_batch, mesh_sizes
 from ..errors import needs_data
+from ..files import corrupted_file_error
 from ..model import GPTConfig
 from ..moe import Experts, Router
 from ..moe.backends import backend_named
@@ -96,13 +97,14 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
 
     record: the content of config.json with the options given. budget: from config.json.
     """
-    options, before = decisive(record), saved.state["options"]
+    options = decisive(record)
+    with corrupted_file_error(f"checkpoint of step {saved.step}", "remove it to go on from an earlier one"):
+        before, decided, _ = saved.state["options"], saved.state["decisions"], saved.state["elapsed"]
     differing = [
         f"{name.split('.')[1]}={options.get(name)!r} differs from {before.get(name)!r}"
         for name in options | before
         if options.get(name) != before.get(name)
     ]
-    decided = saved.state["decisions"]
     if [list(decision) for decision in budget.decisions[: len(decided)]] != decided:
         differing.append(f"steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
     if differing:

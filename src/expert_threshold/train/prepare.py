@@ -194,9 +194,9 @@ def _budget(
     with corrupted_file_error(path, "restore it from a copy, or train again"):
         steps = int(folder.section("train")["steps"])
         budget = Budget(steps, time["minutes"] and 60 * time["minutes"], time["decisions"])
-    step, elapsed = (0, 0.0) if saved is None else (saved.step, saved.state["elapsed"])
     if saved is not None:
         require_unchanged(folder, record, budget, saved)
+    step, elapsed = (0, 0.0) if saved is None else (saved.step, saved.state["elapsed"])
     if asked == steps and minutes in (None, time["minutes"]):
         return budget
     if minutes is not None:
