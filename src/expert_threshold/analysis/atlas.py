@@ -52,13 +52,13 @@ def save(study: Study, computed: Data, out: Path, partly: list[LeftOut]) -> Exhi
     text = to_json(plain(computed), indent=1)
     data = json.loads(text)  # draw from the same rounded numbers as the file
     replace_file(out / f"{study.name}.json", (text + "\n").encode())
-    sentence, rows = study.say(data), study.rows(data) if study.rows else None
+    sentence = study.say(data)
     figure = save_figure(partial(study.draw, data), out / study.name)
     reasons: dict[str, list[str]] = {}
     for method, reason in data.get("left_out", {}).items():
         reasons.setdefault(reason, []).append(method)
     partly += [LeftOut(f"{study.title} of {listed(names)}", reason) for reason, names in reasons.items()]
-    return Exhibit(study.title, sentence, figure, study.name, rows)
+    return Exhibit(study.title, sentence, figure, study.name)
 
 
 def render(

@@ -31,7 +31,6 @@ class Exhibit(NamedTuple):
     sentence: str
     figure: Figure
     files: str | None = None  # the stem of its files beside the page, if any
-    table: tuple[Sequence[str], Sequence[Sequence[str]]] | None = None  # head and rows, collapsed below it
 
     @property
     def wide(self) -> bool:
@@ -179,11 +178,6 @@ def _figure(name: str, exhibit: Exhibit) -> str:
         f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
         + f'<div class="chart">{drawn}</div>'
         + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)} <span class=scales></span></figcaption>"
-        + (
-            f"<details><summary>Summary</summary>{table(*exhibit.table, exhibit.title)}</details>"
-            if exhibit.table
-            else ""
-        )
         + (VALUES.format(charted.replace("<", "\\u003c")) if charted else "")
         + "</figure>"
     )

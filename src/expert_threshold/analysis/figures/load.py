@@ -213,7 +213,7 @@ def draw_load_at_scale(data: Data) -> Figure:
     key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
     figure, every = panels(WIDE, 3, height=1.8, columns=3, share=False, key=key)
     for entry, stroke in zip(methods, strokes(methods), strict=True):
-        colour = {"color": stroke["color"]}
+        colour = {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
         experts, device = entry["by_tokens"], entry["by_devices"]
         every[0].plot(tokens, array(experts["closed_form"][-1]), **stroke, linewidth=1)
         every[0].plot(tokens, array(experts["resampled"][-1]), **(dots | colour))
@@ -256,30 +256,6 @@ def say_load_at_scale(data: Data) -> str:
         f"are {share} of it, as in {data['reference']}."
         f"{training}"
     )
-
-
-def rows_load_at_scale(data: Data) -> tuple[list[str], list[list[str]]]:
-    """Return the head and rows of the table: resampled values, with the closed form in brackets."""
-    head = ["method", "experts", "devices", "tokens / expert", "busiest expert", "busiest device", "waiting"]
-    rows = []
-    for entry in data["methods"]:
-        for place, count in enumerate(data["devices"]):
-            device, closed = (entry["by_devices"][name][place] for name in ("resampled", "closed_form"))
-            at = data["tokens_per_expert"].index(data["at"])
-            expert, expert_closed = (entry["by_tokens"][name][-1][at] for name in ("resampled", "closed_form"))
-            wait = data["experts_share"] * (device - 1)
-            rows.append(
-                [
-                    entry["method"],
-                    f"{data['experts'][-1]:,}",
-                    f"{count:,}",
-                    f"{data['at']:,}",
-                    f"{expert:.2f} ({expert_closed:.2f})",
-                    f"{device:.2f} ({closed:.2f})",
-                    percent(wait),
-                ]
-            )
-    return head, rows
 
 
 class Spread(NamedTuple):
@@ -372,5 +348,5 @@ FIGURES = [
     Study("objective", "Load", "Routing objective",
           objective, draw_objective, say_objective),
     Study("load_at_scale", "Load", "Load at scale",
-          load_at_scale, draw_load_at_scale, say_load_at_scale, rows=rows_load_at_scale),
+          load_at_scale, draw_load_at_scale, say_load_at_scale),
 ]  # fmt: skip

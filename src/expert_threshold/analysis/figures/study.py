@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 
 
 class Study(NamedTuple):
-    """A figure. `compute` raises NotShownError where the figure does not apply; the others take its data.
-
-    rows: returns the head and the rows of a table below the figure.
-    """
+    """A figure. `compute` raises NotShownError where the figure does not apply; the others take its data."""
 
     name: str  # base name of its files
     section: str
@@ -24,4 +21,3 @@ class Study(NamedTuple):
     compute: Callable[[Material], Data]
     draw: Callable[..., Figure]
     say: Callable[[Data], str]
-    rows: Callable[[Data], tuple[list[str], list[list[str]]]] | None = None
