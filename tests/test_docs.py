@@ -273,23 +273,23 @@ def reader(request: pytest.FixtureRequest, fresh: Path, monkeypatch: pytest.Monk
 def needs(text: str) -> list[str]:
     """The packages, not there on every machine, without which a page cannot be followed."""
     packages = {"et serve": "uvicorn", "openai": "openai", "et analyze": "matplotlib", "et sweep": "optuna"}
+    packages |= {"from transformers": "transformers", "Trainer": "accelerate"}
     return [package for word, package in packages.items() if word in text]
 
 
-ELSEWHERE = ("huggingface",)
-"""Pages whose blocks are run by tests of their own, in processes without a network: tests/integrations."""
-RUN = {
-    page: [block for block in blocks(page.read_text(encoding="utf-8")) if block.reason is None]
-    for page in PAGES
-    if page.stem not in ELSEWHERE
-}
+RUN = {page: [block for block in blocks(page.read_text(encoding="utf-8")) if block.reason is None] for page in PAGES}
 
 
 @pytest.mark.parametrize("page", [page for page, run in RUN.items() if run], ids=lambda page: page.stem)
-def test_the_blocks_of_a_page_run_in_order_in_a_fresh_folder(page: Path, reader: Reader) -> None:
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # of Trainer where no GPU is
+def test_the_blocks_of_a_page_run_in_order_in_a_fresh_folder(
+    page: Path, reader: Reader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two blocks of the README made one folder twice; snippets used names that nothing had given."""
-    for package in needs("\n".join(block.text for block in RUN[page])):
+    for package in (needed := needs("\n".join(block.text for block in RUN[page]))):
         pytest.importorskip(package, reason=f"{page.name} needs {package}, which is not installed")
+    if "transformers" in needed:  # it copies the code of an exported folder
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     for block in RUN[page]:
         reader.do(block)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,6 @@ from expert_threshold.integrations.follow import follow
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
 from expert_threshold.routing import ExpertThreshold, NullSlots, Rule, SeqTopK, TokenChoice, register_rule
 from expert_threshold.runs import load_model
-from processes import run_python
 
 # Its classes are imported on first use, which takes seconds, rather than by every worker that collects tests.
 transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
@@ -439,7 +437,7 @@ def test_what_a_configuration_leaves_out_is_as_in_our_models() -> None:
 @torch.no_grad()
 def test_a_folder_loads_alone_with_its_own_code_as_its_card_says(folder: Path, tmp_path: Path) -> None:
     """The card's example runs as pasted where the package cannot be imported, and asks no question."""
-    [(_, example)] = blocks((folder / "README.md").read_text())
+    [example] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)
     shutil.copytree(folder, tmp_path / folder.name)
     program = f"""
         import sys
@@ -595,40 +593,6 @@ def test_device_maps_place_the_model_whole_or_in_parts(folder: Path, tmp_path: P
     parts = {"model.embed": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk", "model.blocks.2": "disk"}
     placed = load(folder, device_map=parts | {"lm_head": "cpu"}, offload_folder=str(tmp_path))
     torch.testing.assert_close(placed(tokens()).logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def blocks(page: str) -> list[tuple[str, str]]:
-    """The shell and Python blocks of a page, in order, each with its kind."""
-    found = re.findall(r"```python\n(.*?)```|((?:^    [^\n]*\n)+)", page, re.M | re.S)
-    return [("python", python) if python else ("shell", textwrap.dedent(shell)) for python, shell in found]
-
-
-def test_every_block_of_the_page_runs_as_pasted(tmp_path: Path) -> None:
-    """Runs them in order in a fresh folder. Loading the tokenizer once asked whether to trust the folder's code."""
-    write_run(tmp_path / "runs/first", small_model())
-    page = blocks((Path(__file__).parents[2] / "docs/huggingface.md").read_text())
-    assert [kind for kind, _ in page] == ["shell", "python", "python", "shell"]
-    # Blocks of Python that follow each other are one session.
-    train, export = page[0][1].splitlines()
-    assert train.endswith("--out runs/first")
-    run_alone(tmp_path, *as_module(export))
-    run_alone(tmp_path, "-c", page[1][1] + page[2][1])
-    for line in page[3][1].splitlines():
-        run_alone(tmp_path, *as_module(line))
-    assert (tmp_path / "runs/again/config.json").is_file()
-
-
-def as_module(line: str) -> list[str]:
-    """The arguments of Python that do what the line of one `et` command does."""
-    command, *arguments = shlex.split(line)
-    assert command == "et", line
-    return ["-m", "expert_threshold", *arguments]
-
-
-def run_alone(folder: Path, *arguments: str) -> None:
-    """Run Python in that folder, where nobody answers questions and no network is."""
-    told = run_python(*arguments, environment={"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}, cwd=folder)
-    assert "[y/N]" not in told  # a question goes unanswered, and transformers then helps itself
 
 
 def train(model: Any, path: Path, optimizer: torch.optim.Optimizer | None = None) -> float:

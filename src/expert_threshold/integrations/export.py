@@ -125,9 +125,7 @@ def _require_whole_model(path: Path, config: Mapping[str, Any]) -> None:
         )
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ValueError(
-            f"{path}: its weights are quantised ({method}); import the folder it was made from"
-        )
+        raise ValueError(f"{path}: its weights are quantised ({method}); import the folder it was made from")
     if not (path / "tokenizer.json").is_file():
         raise ValueError(
             f"{path / 'tokenizer.json'}: the file is missing; save the model's tokenizer there, with "

@@ -573,8 +573,8 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         needs += [] if self.routes_by_token else [f"rule {self.config.rule['name']}"]
         if needs and (not own or kwargs.get("cache") is not None):
             raise ValueError(
-                f"{' and '.join(needs)} of this model read the previous token, which engines with flat batches (vLLM, "
-                "continuous batching) do not keep; use generate or et serve, or train with --trunk paper"
+                f"{' and '.join(needs)} of this model read previous tokens, which engines with flat batches (vLLM, "
+                "continuous batching) do not keep; use generate or et serve, or train a model without"
             )
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
