@@ -41,6 +41,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_caus
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import eager_attention_forward
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -78,13 +79,13 @@ class ExpertThresholdConfig(PreTrainedConfig):
         "softcap": "final_logit_softcapping",
     }
     base_model_tp_plan = {  # noqa: RUF012
-        "blocks.*.attention.query": "colwise",
-        "blocks.*.attention.key": "colwise",
-        "blocks.*.attention.value": "colwise",
-        "blocks.*.attention.output": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.gate": "colwise",
-        "blocks.*.down": "rowwise",
+        f"blocks.*.{linear}": "rowwise" if linear.endswith(("output", "down")) else "colwise"
+        for part, linears in {
+            "attention": ("query", "key", "value", "output"),
+            "feed_forward": ("up", "gate", "down"),
+            "moe.shared": ("up", "gate", "down"),
+        }.items()
+        for linear in (f"{part}.{name}" for name in linears)
     }
 
     vocab_size: int = 65536
@@ -121,6 +122,9 @@ class ExpertThresholdConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.rule is None:
             self.rule = {"name": "dense"}
+        if self.value_embeddings is not None:  # they are added to the values of all heads
+            plan = type(self).base_model_tp_plan
+            self.base_model_tp_plan = {name: style for name, style in plan.items() if "attention" not in name}  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
@@ -189,16 +193,6 @@ def delay(keys: Tensor, continues: Tensor | None) -> Tensor:
     return torch.where(slow, previous, keys)
 
 
-def eager_attention(
-    module: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, **_: Any
-) -> tuple[Tensor, Tensor]:
-    """Return attention (batch, time, heads, head_dim) and its weights, by definition; mask is added to the logits."""
-    k, v = (each.repeat_interleave(module.num_key_value_groups, 1) for each in (k, v))
-    logits = q @ k.mT * scaling
-    weights = (logits if mask is None else logits + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
-    return (weights @ v).transpose(1, 2), weights
-
-
 def starting(module: Any, start: str) -> Any:
     """Return the module, which `_init_weights` initializes as what `start` names."""
     module.start = start
@@ -260,7 +254,7 @@ class Attention(nn.Module):
             k, v = past_key_values.update(k, v, self.layer_idx)
         if offset:
             k = delay(k, continues)  # keys are cached as computed, so that the cache holds every predecessor
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         y, weights = attend(self, q, k, v, mask, scaling=self.scaling, sliding_window=self.sliding_window, **kwargs)
         return self.output(y.reshape(*x.shape[:-1], -1)), weights
 
