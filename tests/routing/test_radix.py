@@ -74,19 +74,6 @@ def test_no_shape_needs_to_fit_the_tiles(shape: tuple[int, int, int]) -> None:
 
 
 @needs_a_device
-def test_ks_may_be_equal_or_zero_and_come_in_any_order() -> None:
-    assert_as_sorted(torch.randn(1, 20, 2, generator=torch.Generator().manual_seed(0)).round(), [7, 0, 20, 7, 1])
-
-
-@needs_a_device
-def test_of_equal_scores_the_first_are_taken() -> None:
-    scores = torch.tensor(ODD).repeat(1, 50, 1)
-    score, last = select(scores, [1, 17, 50])
-    assert torch.equal(score[:, 0], scores[0, :3])
-    assert last[:, 0].tolist() == [[index] * len(ODD) for index in (0, 16, 49)]
-
-
-@needs_a_device
 def test_nan_is_larger_than_all_as_in_sorting() -> None:
     scores = torch.tensor([1.0, float("nan"), float("inf"), -float("nan"), -2.0, float("nan")]).view(1, 6, 1)
     assert_as_sorted(scores, [2, 3, 4])

@@ -104,12 +104,6 @@ def test_the_debiased_mean_weighs_the_past_like_adam(decay: float, steps: int) -
         torch.testing.assert_close(cutoff(state), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_after_one_step_the_debiased_cutoff_is_that_of_the_batch() -> None:
-    for rule in rules(decay=0.999):
-        (seen,), state = batch_cutoffs(rule, 1)
-        torch.testing.assert_close(cutoff(state), seen)
-
-
 @given(decay=st.floats(0, 0.999), steps=st.integers(0, 12))
 def test_without_debiasing_the_mean_is_the_papers_recursion_from_zero(decay: float, steps: int) -> None:
     for rule in rules(decay=decay, debias=False):
@@ -118,17 +112,6 @@ def test_without_debiasing_the_mean_is_the_papers_recursion_from_zero(decay: flo
         for batch_cutoff in seen:
             c = decay * c + (1 - decay) * batch_cutoff
         torch.testing.assert_close(cutoff(state), c)
-
-
-def test_the_mean_of_equal_cutoffs_stays_at_them() -> None:
-    rule = ExpertThreshold(EXPERTS, decay=0.999)
-    state, seen = rule.init(), []
-    observation = rule.route(make_scores(0), state, training=True).observation
-    for _ in range(1000):
-        state = rule.update(state, observation)
-        seen.append(cutoff(state))
-    expected = observation.batch_cutoff.expand(1000, -1)
-    torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_micro_batches_and_pools_count_once_each() -> None:
@@ -165,42 +148,6 @@ def test_warmup_is_expert_choice_and_ends_after_its_last_step() -> None:
         assert torch.equal(routing.assignment, expected.assignment)
         state = threshold.update(state, routing.observation)
     assert state.step == 6
-
-
-def test_inference_in_warmup_goes_by_the_cutoff() -> None:
-    rule = ExpertThreshold(EXPERTS)
-    _, state = batch_cutoffs(rule, 2)
-    scores = make_scores(5)
-    assert torch.equal(rule.route(scores, state, training=False).assignment, scores > cutoff(state))
-
-
-TIED_SCORES = st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=24 * EXPERTS, max_size=24 * EXPERTS)
-
-
-CUTOFFS = st.sampled_from([-2.0, -1.0, 0.0, 0.25, 1.0])
-
-
-@given(values=TIED_SCORES, c=CUTOFFS, slack=st.sampled_from([0, 0.1, 0.5, 0.9, 3]))
-def test_capacity_bounds_hold_exactly_though_scores_tie(values: list[float], c: float, slack: float) -> None:
-    scores = torch.tensor(values).reshape(1, 24, EXPERTS)
-    rule = ExpertThreshold(EXPERTS, warmup_steps=0, capacity_slack=slack)  # k = 8
-    state = rule.init()._replace(mean=torch.full((EXPERTS,), c), weight=torch.tensor(1.0), step=torch.tensor(5))
-    routing = rule.route(scores, state, training=True)
-    k_min, k_max = {0: (8, 8), 0.1: (7, 8), 0.5: (4, 12), 0.9: (0, 15), 3: (0, 24)}[slack]
-    above = (scores > c).sum((0, 1))
-    load = above.clamp(k_min, k_max)
-    assert torch.equal(routing.assignment.sum((0, 1)), load)
-    # What is taken is never worse than what is left, and of equals the earlier is taken.
-    for expert in range(EXPERTS):
-        column, taken = scores[0, :, expert], routing.assignment[0, :, expert]
-        order = sorted(range(24), key=lambda token: (-column[token].item(), token))
-        assert sorted(order[: int(load[expert])]) == taken.nonzero().flatten().tolist()
-    observation = routing.observation
-    assert torch.equal(observation.dropped, (above - k_max).clamp(min=0))
-    assert torch.equal(observation.filled, (k_min - above).clamp(min=0))
-    measured = rule.measure(state, observation)
-    torch.testing.assert_close(measured["starvation"], (k_min - above).clamp(min=0) / 8)
-    torch.testing.assert_close(measured["saturation"], (above - k_max).clamp(min=0) / above.clamp(min=1))
 
 
 @pytest.mark.parametrize("training", [True, False])

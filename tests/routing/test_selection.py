@@ -16,7 +16,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from expert_threshold.routing import Cut, bounds, kth_largest, selection, take
+from expert_threshold.routing import bounds, kth_largest, selection, take
 from ranks import run_on_ranks
 
 # Few values, so that ties abound; signed zeros, infinities, denormals and neighbours among them.
@@ -44,17 +44,6 @@ def in_order(scores: Tensor) -> list[tuple[float, int]]:
     """(score, index) of one expert's tokens, as they are to be taken."""
     places = [(score, index) for index, score in enumerate(scores.tolist())]
     return sorted(places, key=lambda place: (-place[0], place[1]))
-
-
-@given(scores_and_ks())
-def test_the_kth_largest_is_what_sorting_finds(case: tuple[Tensor, list[int]]) -> None:
-    scores, ks = case
-    for k, cut in zip(ks, kth_largest(scores, ks), strict=True):
-        assert (cut.score.dtype, cut.last.dtype) == (torch.float32, torch.int64)
-        for pool in range(scores.shape[0]):
-            for expert in range(scores.shape[2]):
-                expected = in_order(scores[pool, :, expert])[k - 1] if k else (float("inf"), -1)
-                assert (cut.score[pool, expert], cut.last[pool, expert]) == expected
 
 
 @given(scores_and_ks())
@@ -130,12 +119,6 @@ def test_clamping_takes_as_many_as_the_bounds_allow_and_always_the_largest(score
     at_least, at_most = kth_largest(scores, [k_min, k_max])
     taken = take(scores, selection.clamp(cutoff, at_least, at_most))
     assert_taken(scores, taken, (scores > cutoff).sum(1).clamp(k_min, k_max))
-
-
-def test_a_cut_can_be_chosen_by_a_condition() -> None:
-    one, other = (Cut(torch.full((1, 2), float(n)), torch.full((1, 2), n)) for n in (1, 2))
-    chosen = one.where(torch.tensor([True, False]), other)
-    assert (chosen.score.tolist(), chosen.last.tolist()) == ([[1.0, 2.0]], [[1, 2]])
 
 
 def test_scores_of_another_precision_are_no_scores() -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from expert_threshold.routing import SeqTopK
-from expert_threshold.routing.seq_top_k import kth_of_prefixes
 
 EXPERTS = 6
 
@@ -60,28 +59,6 @@ def test_a_sequence_takes_its_best_pairs_and_inference_those_of_the_tokens_so_fa
         assert {(t, i) for t, i in assigned.nonzero().tolist()} == wanted
 
 
-@pytest.mark.parametrize("experts_per_token", [0.5, 1, 1.7, 3])
-def test_a_sequence_uses_its_budget_to_the_pair_in_training(experts_per_token: float) -> None:
-    rule, scores = SeqTopK(EXPERTS, experts_per_token), make_scores(time=21)
-    taken = rule.route(scores, rule.init(), training=True).assignment
-    assert (taken.sum((1, 2)) == int(21 * Fraction(str(experts_per_token)))).all()
-
-
-def test_the_mean_fanout_of_inference_is_that_of_training_where_scores_do_not_drift() -> None:
-    rule, scores = SeqTopK(EXPERTS, 1.5), make_scores(batch=32, time=64, grain=1e-6)
-    seen = rule.route(scores, rule.init(), training=False).observation
-    assert float(seen.fanout_mean) == pytest.approx(1.5, rel=0.03)
-
-
-def test_some_tokens_take_more_than_others_up_to_the_cap() -> None:
-    scores = make_scores(grain=1e-6)
-    free, capped = (SeqTopK(EXPERTS, 2, max_per_token=most) for most in (None, 3))
-    fanouts = [rule.route(scores, rule.init(), training=True).assignment.sum(-1) for rule in (free, capped)]
-    assert fanouts[0].min() < 2
-    assert fanouts[0].max() > 3
-    assert fanouts[1].max() == 3
-
-
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax", "softmax_chosen", "sigmoid_normalised"])
 def test_a_token_without_experts_spreads_no_nan(gate: Any) -> None:
     rule, scores = SeqTopK(EXPERTS, 0.5, gate=gate), make_scores().requires_grad_()
@@ -89,37 +66,3 @@ def test_a_token_without_experts_spreads_no_nan(gate: Any) -> None:
     assert (routing.assignment.sum(-1) == 0).any()
     (gradient,) = torch.autograd.grad((routing.gates * routing.assignment).sum(), scores)
     assert gradient.isfinite().all()
-
-
-@pytest.mark.parametrize("width", [1, 5, 8])
-def test_a_wavelet_matrix_finds_the_kth_of_every_prefix(width: int) -> None:
-    times, generator = 33, torch.Generator().manual_seed(width)
-    ranks = torch.stack([torch.randperm(width * times, generator=generator) for _ in range(3)])
-    ks = torch.tensor([int(t * generator.initial_seed() * 0.37) % (t * width + 1) for t in range(1, times + 1)])
-    found = kth_of_prefixes(ranks, width, ks)
-    for row, kth in zip(ranks, found, strict=True):
-        for t, k in enumerate(ks.tolist()):
-            expected = row[: (t + 1) * width].sort().values[k - 1] if k else -1
-            assert kth[t] == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"max_per_token": 0},
-            "max_per_token=0 must be a whole number of at least 1 or none",
-        ),
-        ({"max_per_token": 17}, "max_per_token=17 must"),
-        ({"max_per_token": 1.5}, "max_per_token=1.5 must"),
-        (
-            {"experts_per_token": 2, "max_per_token": 1},
-            "max_per_token=1 must be above experts_per_token=2, which is token_choice",
-        ),
-        ({"gate": "relu"}, "gate='relu' must be sigmoid, softmax"),
-        ({"gate_scale": 0}, "gate_scale=0 must be a number above 0"),
-    ],
-)
-def test_nonsense_is_refused_with_option_value_and_remedy(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        SeqTopK(**options)
