@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cases import small_model
+from cases import PIECES, small_model
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.moe import MoE
 from expert_threshold.routing import Observation, Routing, Rule, SeqTopK, observe
@@ -134,8 +134,8 @@ def test_a_new_sequence_is_decoded_beside_one_that_has_begun(rule: Rule) -> None
 
 
 @torch.no_grad()
-def test_a_forward_that_fails_leaves_no_scores_behind() -> None:
-    model = small_model(LooksBack())
+def test_a_forward_that_fails_leaves_the_cache_as_it_was() -> None:
+    model = small_model(LooksBack(), **PIECES["all of them"])
     tokens = torch.randint(270, (2, 12), generator=torch.Generator().manual_seed(1))
     cache = model.new_cache(2, 12)
     model(tokens[:, :5], cache=cache)

@@ -53,6 +53,7 @@ def test_a_rate_does_not_reach_training() -> None:
     assert torch.equal(model(tokens).logits, expected)
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("rule", BY_CUTOFF)
 def test_requests_at_different_rates_share_a_batch_with_the_results_of_each_alone(rule: str) -> None:
     model = small_model(RULES[rule])

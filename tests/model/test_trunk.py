@@ -14,7 +14,6 @@ from cases import PIECES
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
 from expert_threshold.model.attention import Attention, attend, rotary, rotary_norm
 from expert_threshold.routing import ExpertThreshold, Rule
-from expert_threshold.testing import same
 
 VOCAB, CONTEXT = 61, 16
 ALL = PIECES["all of them"]
@@ -178,19 +177,6 @@ def test_a_token_attends_to_itself_and_its_window_before_it(dtype: torch.dtype, 
 # Training.
 
 
-@pytest.mark.parametrize("rule", [None, ExpertThreshold(4, 1, decay=0.5)], ids=["dense", "expert threshold"])
-def test_every_parameter_gets_a_gradient_and_checkpointing_changes_none(rule: Rule | None) -> None:
-    model = lively(small(rule, **ALL))
-    tokens, targets = tokens_of(3, CONTEXT), tokens_of(3, CONTEXT, 1)
-    model(tokens, targets).loss.backward()
-    first = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert [name for name, gradient in first.items() if gradient is None or not gradient.any()] == []
-    model.zero_grad()
-    model.activation_checkpointing = True
-    model(tokens, targets).loss.backward()
-    assert all(same(parameter.grad, first[name]) for name, parameter in model.named_parameters())
-
-
 def test_gradients_are_those_of_finite_differences() -> None:
     model = lively(small(**ALL))
     tokens, targets = tokens_of(3, CONTEXT), tokens_of(3, CONTEXT, 1)
@@ -247,33 +233,6 @@ def test_the_flops_of_a_window_are_those_of_the_keys_in_it(window: int) -> None:
 # With a cache.
 
 
-@pieces
-@pytest.mark.parametrize("lengths", [[CONTEXT], [1] * CONTEXT, [5, 1, 1, 9], [2, 7, 7]])
-def test_cached_decoding_equals_the_full_forward(piece: dict[str, Any], lengths: list[int]) -> None:
-    model, tokens = lively(small(**piece)).eval(), tokens_of(3, CONTEXT)
-    cache = model.new_cache(3, CONTEXT)
-    with torch.no_grad():
-        parts = [model(part, cache=cache).logits for part in tokens.split(lengths, 1)]
-        torch.testing.assert_close(torch.cat(parts, 1), model(tokens).logits, atol=1e-5, rtol=1e-5)
-
-
-@pieces
-def test_sequences_of_their_own_lengths_share_a_cache_and_a_forward(piece: dict[str, Any]) -> None:
-    model, tokens = lively(small(**piece)).eval(), tokens_of(3, CONTEXT)
-    whole = model(tokens).logits
-    cache, starts = model.new_cache(4, CONTEXT), {3: 8, 0: 0, 2: 5}
-    with torch.no_grad():
-        for sequence, (row, start) in enumerate(starts.items()):
-            if start:
-                model(tokens[sequence : sequence + 1, :start], cache=cache.select([row]))
-        for step in range(4):
-            taken = torch.stack([tokens[i, s + 2 * step : s + 2 * step + 2] for i, s in enumerate(starts.values())])
-            logits = model(taken, cache=cache.select(list(starts))).logits
-            for i, start in enumerate(starts.values()):
-                expected = whole[i, start + 2 * step : start + 2 * step + 2]
-                torch.testing.assert_close(logits[i], expected, atol=1e-5, rtol=1e-5)
-
-
 def test_a_copied_cache_continues_and_a_restarted_row_has_no_past() -> None:
     model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
     cache = model.new_cache(2, CONTEXT)
@@ -285,47 +244,3 @@ def test_a_copied_cache_continues_and_a_restarted_row_has_no_past() -> None:
         cache.begin(0, {})
         logits = model(tokens[:1], cache=cache.select([0])).logits
         torch.testing.assert_close(logits, whole[:1], atol=1e-5, rtol=1e-5)
-
-
-def test_a_forward_that_failed_leaves_the_cache_as_it_was() -> None:
-    model, tokens = lively(small(**ALL)).eval(), tokens_of(2, CONTEXT)
-    cache = model.new_cache(2, CONTEXT)
-    with torch.no_grad():
-        model(tokens[:, :6], cache=cache)
-        hook = model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(tokens[:, 9:10], cache=cache)
-        hook.remove()
-        torch.testing.assert_close(
-            model(tokens[:, 6:], cache=cache).logits, model(tokens).logits[:, 6:], atol=1e-5, rtol=1e-5
-        )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_snapshot_computes_the_same_bits_and_shares_its_tables(dtype: torch.dtype) -> None:
-    model, tokens = lively(small(**ALL), dtype).eval(), tokens_of(2, CONTEXT)
-    snapshot = model.snapshot()
-    assert torch.equal(snapshot(tokens).logits, model(tokens).logits)
-    mine, its = (m.blocks[3].attention.value_embed.weight for m in (model, snapshot))
-    assert mine.data_ptr() == its.data_ptr()
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"value_embeddings": "none"}, "value_embeddings='none' must be alternate, all or none"),
-        ({"qk_scale": 0.0}, "qk_scale=0.0 must be a number above 0 and at most 100"),
-        ({"rotary_base": float("inf")}, "rotary_base=inf must be a number above 1 and at most 1000000000000"),
-        ({"windows": "SXL"}, "windows='SXL' must be a pattern of S and L such as SSSL; None is all L"),
-        ({"windows": ""}, "windows='' must be text or none"),
-        ({"windows": "S", "short_window": 0}, "short_window=0 must be a whole number of at least 1 or none"),
-        ({"short_window": 4}, "short_window=4 needs short layers; give windows, such as SSSL"),
-    ],
-)
-def test_nonsense_is_refused_with_the_option_its_value_and_the_remedy(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError) as raised:  # noqa: PT011  compared whole below
-        small(**options)
-    assert str(raised.value) == message
