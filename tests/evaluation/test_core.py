@@ -304,54 +304,6 @@ def test_penalties_are_those_of_one_plain_forward_per_prompt(tokenizer: Tokenize
     assert cropped
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_expert_threshold_routes_in_a_batch_as_it_routes_one_by_one(
-    tokenizer: Tokenizer, kind: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = make_model(tokenizer, RULES["expert_threshold"])
-    forward = model.forward
-    rows: list[tuple[list[int], torch.Tensor]] = []  # sequences, and where the last of their tokens went
-    prefixes: list[tuple[list[int], torch.Tensor]] = []  # sequences, and the past of their first layer
-
-    def record(tokens: torch.Tensor, targets: Any = None, *, cache: Any = None) -> Any:
-        past = 0 if cache is None else cache.lengths[0]
-        output = forward(tokens, targets, cache=cache, record=True)
-        assert output.routings is not None
-        for i, (row, assignment) in enumerate(zip(tokens.tolist(), output.routings[0].assignment, strict=True)):
-            begun = [known for known, held in prefixes if past and torch.equal(held, cache.held[0, i, :past])]
-            assert bool(begun) == bool(past)
-            rows.append(([*begun[0], *row] if past else row, assignment))
-            if cache is not None and not past:
-                prefixes.append((row, cache.held[0, i, : len(row)].clone()))
-        if past:
-            prefixes.clear()
-        return output
-
-    monkeypatch.setattr(model, "forward", record)
-    questions = make_questions(kind)
-    alone = ModelScorer(model, tokenizer, tokens_at_once=1, shared_prefix=10**9)
-    for question in questions:
-        alone([question])
-    seen = {tuple(row[:end]): assignment[end - 1] for row, assignment in rows for end in range(1, len(row) + 1)}
-    assert len({tuple(a.tolist()) for a in seen.values()}) > 2  # it routes, and not all tokens alike
-    for shared_prefix in (1, 10**9):
-        rows.clear()
-        compared = set()
-        ModelScorer(model, tokenizer, shared_prefix=shared_prefix)(questions)
-        for row, assignment in rows:
-            for end in range(len(row) - len(assignment) + 1, len(row) + 1):
-                if tuple(row[:end]) in seen:  # padding is not
-                    assert torch.equal(assignment[end - len(row) - 1], seen[tuple(row[:end])])
-                    compared.add(tuple(row[:end]))
-        assert compared == seen.keys()
-
-
-def test_the_model_keeps_its_mode(tokenizer: Tokenizer) -> None:
-    model = make_model(tokenizer, RULES["expert_choice"]).train()
-    ModelScorer(model, tokenizer)(make_questions("schema"))
-    assert model.training
-
-
 def test_a_continuation_that_the_context_cannot_hold_is_counted(tokenizer: Tokenizer) -> None:
     model = make_model(tokenizer, None, context=8)
     (answer,) = ModelScorer(model, tokenizer)([Question("multiple_choice", ("a b", "a " + "c d " * 20), 0, None)])
@@ -418,23 +370,6 @@ def test_an_oracle_scores_1_and_an_adversary_below_0_where_chance_is_above_it(re
         assert centred(evaluate_task(task, oracle).accuracy, task.baseline) == 1.0
         score = centred(evaluate_task(task, adversary, max_rows=500).accuracy, task.baseline)
         assert score < 0 if task.baseline else score == 0
-
-
-@needs_bundle
-def test_a_random_chooser_meets_the_closed_form(real: list[Task]) -> None:
-    names = {"multiple_choice": "choices", "schema": "context_options"}
-    for task in real:
-        chance = random.Random(task.label)
-
-        def choose(questions: Sequence[Question], chance: random.Random = chance) -> list[Answer]:
-            return [Answer([chance.random() for _ in q.prompts[q.kind == "language_modeling" :]]) for q in questions]
-
-        rows = choose_rows(task, 2000)
-        # A text that has to be written exactly is never hit.
-        right = [1 / len(row[names[task.kind]]) if task.kind in names else 0.0 for row in rows]
-        spread = math.sqrt(sum(p * (1 - p) for p in right)) / len(right)
-        accuracy = evaluate_task(task, choose, max_rows=2000).accuracy
-        assert abs(accuracy - sum(right) / len(right)) <= 5 * spread, task.label
 
 
 @needs_bundle

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cases import PIECES, small_model
 from expert_threshold.generate.decoder import Decoder
-from expert_threshold.moe import MoE
 from expert_threshold.routing import Observation, Routing, Rule, SeqTopK, observe
 from expert_threshold.testing import check_rule
 
@@ -76,20 +75,6 @@ rules = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__nam
 @rules
 def test_it_keeps_the_contract_with_no_question_answered(rule: Rule) -> None:
     check_rule(rule, ranks=False)
-
-
-def test_passthrough_is_added_to_the_routed_sum() -> None:
-    moe = MoE(8, 12, WithACopySlot(), shared_experts=0)
-    x = torch.randn(2, 16, 8)
-    routing = moe.router(x)
-    copies = ~routing.assignment.any(-1)
-    assert copies.any()
-    assert not copies.all()
-    y, _ = moe(x)
-    torch.testing.assert_close(y[copies], x[copies] * routing.scores.softmax(-1)[copies][:, -1:])
-    y.sum().backward()
-    assert moe.router.weight.grad is not None
-    assert moe.router.weight.grad[-1].any()  # the slot's own row learns
 
 
 @pytest.mark.parametrize(

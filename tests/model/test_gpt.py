@@ -181,15 +181,9 @@ def test_a_dense_model_ignores_no_nonsense(option: str) -> None:
 @rules
 def test_a_model_that_left_the_meta_device_equals_one_built_directly(rule: Rule | None) -> None:
     torch.manual_seed(5)
-<<<<<<< HEAD
-    direct = GPT(config)
-    with torch.device("meta"):
-        model = GPT(config)
-=======
     direct = GPT(small(rule, **ALL))
     with torch.device("meta"):
         model = GPT(small(rule, **ALL))
->>>>>>> b5abd0a (Tests of the model: rules and pieces of the trunk in one table; comparisons of torch with itself and of parts that the whole proves go; no behaviour changes)
     assert all(value.is_meta for value in model.state_dict().values())
     model.to_empty(device="cpu")
     for parameter in model.parameters():

@@ -25,7 +25,7 @@ from expert_threshold.optim import (
     moves_matrices,
 )
 from expert_threshold.optim.groups import GROUPS, OPTIMIZERS, Kind, Row
-from expert_threshold.optim.schedules import SCHEDULES, momentum_at, warmup, warmup_stable_decay, weight_decay_at
+from expert_threshold.optim.schedules import SCHEDULES, momentum_at, warmup, weight_decay_at
 
 SHAPES = {
     "embed.weight": (12, 8),
@@ -191,11 +191,6 @@ def test_the_weight_decay_is_constant_or_follows_half_a_cosine_to_zero() -> None
     assert weight_decay_at(900, 1000, OptimConfig()) == 0
 
 
-def test_the_release_falls_in_the_same_bits_as_five_times_what_is_left() -> None:
-    for place in range(1001):
-        assert warmup_stable_decay(place, 1000, 0.0) == min(1.0, 5 * (1000 - place) / 1000)
-
-
 @given(
     name=st.sampled_from(sorted(SCHEDULES)),
     steps=st.integers(1, 50_000),
@@ -241,20 +236,6 @@ def test_embedding_and_head_move_as_under_torchs_own_adamw(weight: str, rate: fl
         optimizer.step(step, 10)
         oracle.step()
     torch.testing.assert_close(named[f"{weight}.weight"], twin)
-
-
-def test_a_loss_falls() -> None:
-    named = {"blocks.0.query.weight": nn.Parameter(torch.zeros(8, 8)), "head.weight": nn.Parameter(torch.zeros(8, 8))}
-    target = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-    optimizer = optimizers(named, dataclasses.replace(SHORT, matrix_lr=0.1, head_lr=0.1))
-    losses = []
-    for step in range(100):
-        optimizer.zero_grad()
-        loss = (named["blocks.0.query.weight"] + named["head.weight"] - target).square().mean()
-        loss.backward()
-        optimizer.step(step, 100)
-        losses.append(loss.item())
-    assert losses[-1] < 0.05 * losses[0]
 
 
 RESUMED: dict[str, dict[str, Any]] = {
@@ -348,39 +329,30 @@ def test_the_state_is_flat_and_named_after_the_parameters() -> None:
     assert counters == {"adamw.embed.weight.step": 0, "adamw.head.weight.step": 0}
 
 
-def state_of(config: OptimConfig = SHORT) -> tuple[dict[str, Tensor], dict[str, int]]:
+STRANGE: dict[str, Any] = {
+    "muon.extra.momentum": torch.zeros(1),
+    "adamw.head.weight.exp_avg": None,
+    "adamw.embed.weight.exp_avg": torch.zeros(2, 2),
+    "adamw.embed.weight.exp_avg_sq": torch.zeros(12, 8).half(),
+    "adamw.head.weight.step": None,
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(name: str) -> None:
     named = model()
-    optimizer = optimizers(named, config)
-    train(named, optimizer, 0, 1)
-    return optimizer.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"muon.extra.momentum": torch.zeros(1)}, "muon.extra.momentum belongs to no parameter"),
-        ({"adamw.head.weight.exp_avg": None}, "adamw.head.weight.exp_avg is missing"),
-        ({"adamw.head.weight.exp_avg": torch.zeros(2, 2)}, "adamw.head.weight.exp_avg is torch.float32 (2, 2) but"),
-        ({"adamw.head.weight.exp_avg": torch.zeros(12, 8).half()}, "adamw.head.weight.exp_avg is torch.float16"),
-    ],
-)
-def test_a_state_that_does_not_fit_is_refused_by_name_and_changes_nothing(
-    change: dict[str, Tensor | None], message: str
-) -> None:
-    tensors, counters = state_of()
-    tensors = {name: value for name, value in (tensors | change).items() if value is not None}
+    saved = optimizers(named)
+    train(named, saved, 0, 1)
+    tensors, counters = ({**part} for part in saved.state_dict())
+    for part in (tensors, counters):
+        part.pop(name, None)
+    if STRANGE[name] is not None:
+        tensors[name] = STRANGE[name]
     optimizer = optimizers(model())
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    with pytest.raises(ValueError, match=re.escape(name)) as error:
         optimizer.load_state_dict(tensors, counters)
     assert "\n" not in str(error.value)
     assert all((tensor == 0).all() for tensor in optimizer.state_dict().tensors.values())
-
-
-def test_a_missing_counter_is_refused_by_name() -> None:
-    tensors, counters = state_of()
-    del counters["adamw.head.weight.step"]
-    with pytest.raises(ValueError, match=re.escape("adamw.head.weight.step is missing")):
-        optimizers(model()).load_state_dict(tensors, counters)
 
 
 def test_the_gradient_norm_is_global_and_zero_without_gradients() -> None:
@@ -477,46 +449,41 @@ def test_a_config_survives_json(config: OptimConfig) -> None:
     assert OptimConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"matrix_lr": 0.0},
-        {"embed_lr": float("nan")},
-        {"head_lr": -1.0},
-        {"router_lr": float("inf")},
-        {"router_optimizer": "sgd"},
-        {"betas": (0.9, 1.0)},
-        {"betas": (0.9,)},
-        {"eps": 0.0},
-        {"adamw_warmup_steps": -1},
-        {"momentum": 1.0},
-        {"momentum_start": -0.1},
-        {"momentum_warmup_steps": -1},
-        {"ns_steps": 0},
-        {"ns_dtype": "float16"},
-        {"schedule": "cosine"},
-        {"cooldown": 0.0},
-        {"cooldown": 1.5},
-        {"embed_betas": (0.9, 1.0)},
-        {"head_betas": (0.9,)},
-        {"muon_warmup_steps": -1},
-        {"momentum_end": 1.0},
-        {"orthogonalizer": "svd"},
-        {"equilibrate": "matrix"},
-        {"renormalize": "longer"},
-        {"normuon": "matrix"},
-        {"normuon_beta": 1.0},
-        {"weight_decay": -0.1},
-        {"weight_decay": float("nan")},
-        {"head_weight_decay": -0.1},
-        {"weight_decay_schedule": "linear"},
-        {"min_lr_ratio": 1.5},
-        {"clip": 0.0},
-    ],
-    ids=str,
-)
-def test_nonsense_is_refused_with_option_value_and_remedy_in_one_line(option: dict[str, Any]) -> None:
-    [(name, value)] = option.items()
+NONSENSE: dict[str, Any] = {
+    "matrix_lr": 0.0,
+    "embed_lr": float("nan"),
+    "head_lr": -1.0,
+    "router_lr": float("inf"),
+    "router_optimizer": "sgd",
+    "betas": (0.9,),
+    "embed_betas": (0.9, 1.0),
+    "head_betas": (0.9,),
+    "eps": 0.0,
+    "adamw_warmup_steps": -1,
+    "muon_warmup_steps": -1,
+    "momentum_warmup_steps": -1,
+    "momentum": 1.0,
+    "momentum_start": -0.1,
+    "momentum_end": 1.0,
+    "ns_steps": 0,
+    "ns_dtype": "float16",
+    "schedule": "cosine",
+    "cooldown": 1.5,
+    "orthogonalizer": "svd",
+    "equilibrate": "matrix",
+    "renormalize": "longer",
+    "normuon": "matrix",
+    "normuon_beta": 1.0,
+    "weight_decay": -0.1,
+    "head_weight_decay": -0.1,
+    "weight_decay_schedule": "linear",
+    "min_lr_ratio": 1.5,
+    "clip": 0.0,
+}
+
+
+@pytest.mark.parametrize(("name", "value"), NONSENSE.items())
+def test_nonsense_is_refused_with_option_value_and_remedy_in_one_line(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")) as error:
-        OptimConfig(**option)
+        OptimConfig(**{name: value})
     assert "\n" not in str(error.value)

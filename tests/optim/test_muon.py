@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from expert_threshold.optim import AdamW, Muon, fast_dtype, newton_schulz
-
-SHAPES = [(8, 8), (6, 16), (16, 6), (1, 5), (5, 1), (3, 8, 4), (2, 4, 8), (2, 3, 4, 8)]
+from expert_threshold.optim import Muon, fast_dtype, newton_schulz
 
 
 def by_singular_values(matrix: Tensor, steps: int) -> Tensor:
@@ -42,10 +40,6 @@ def with_exact_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.clone())
 
 
-def slices(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1, *tensor.shape[-2:])
-
-
 @settings(deadline=None, max_examples=50)
 @given(rows=st.integers(1, 24), columns=st.integers(1, 24), steps=st.integers(1, 6), seed=st.integers(0, 2**16))
 def test_singular_values_follow_the_polynomial_and_singular_vectors_stay(
@@ -63,16 +57,6 @@ def test_float32_agrees_with_float64_even_where_singular_values_span_eight_decad
     matrix = u @ torch.diag(torch.logspace(0, -8, 64, dtype=torch.float64)) @ vh
     exact = newton_schulz(matrix, dtype=torch.float64)
     torch.testing.assert_close(newton_schulz(matrix.float()).double(), exact, atol=2e-5, rtol=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_batch_equals_its_slices_and_the_transpose_commutes(shape: tuple[int, ...]) -> None:
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-    result = newton_schulz(matrices)
-    assert result.shape == shape
-    each = torch.stack([newton_schulz(matrix) for matrix in slices(matrices)]).view(shape)
-    torch.testing.assert_close(result, each)
-    torch.testing.assert_close(result, newton_schulz(matrices.mT).mT)
 
 
 def test_bfloat16_is_within_its_rounding_of_float32() -> None:
@@ -101,38 +85,6 @@ def test_the_input_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_slice_moves_as_under_torchs_own_muon(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if dtype == torch.float32:
-        with_exact_oracle(monkeypatch)
-    ours = parameters([(16, 6), (16, 6), (6, 16), (8, 8), (3, 16, 6), (2, 6, 16)])
-    theirs = {name: [nn.Parameter(matrix.clone()) for matrix in slices(p)] for name, p in ours.items()}
-    start = {name: parameter.detach().clone() for name, parameter in ours.items()}
-    oracle = torch.optim.Muon(
-        [p for matrices in theirs.values() for p in matrices],
-        lr=0.02,
-        momentum=0.9,
-        weight_decay=0.0,
-        adjust_lr_fn="original",
-    )
-    muon = Muon(ours.values(), 0.02, 0.9, ns_dtype=dtype)
-    for seed in range(4):
-        set_gradients(ours, seed)
-        for name, matrices in theirs.items():
-            grad = ours[name].grad
-            assert grad is not None
-            for parameter, part in zip(matrices, slices(grad), strict=True):
-                parameter.grad = part.clone()
-        muon.step()
-        oracle.step()
-    for name, matrices in theirs.items():
-        ours_moved = slices(ours[name]) - slices(start[name])
-        theirs_moved = torch.stack([p.detach() for p in matrices]) - slices(start[name])
-        tolerance = 2e-6 if dtype == torch.float32 else 5e-3
-        torch.testing.assert_close(ours_moved, theirs_moved, atol=tolerance, rtol=0)
-        assert theirs_moved.abs().max() > 0.01, "the comparison would not notice a difference"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(6)
     matrix, gradient = (torch.randn(32, 64, generator=generator) for _ in range(2))
@@ -142,21 +94,6 @@ def test_a_transposed_parameter_moves_as_a_plain_one(dtype: torch.dtype) -> None
         Muon([parameter], 0.1, 0.9, ns_dtype=dtype).step()
     torch.testing.assert_close(plain, strided, atol=1e-3, rtol=0)
     assert (strided - matrix).abs().max() > 0.01
-
-
-def test_an_expert_without_gradient_leaves_the_others_of_its_stack_alone() -> None:
-    stacked = parameters([(3, 4, 6)])
-    set_gradients(stacked, 2)
-    grad = stacked["p0"].grad
-    assert grad is not None
-    grad[1] = 0
-    alone = {"p0": nn.Parameter(stacked["p0"].detach()[2].clone())}
-    alone["p0"].grad = grad[2].clone()
-    before = stacked["p0"].detach().clone()
-    for named in (stacked, alone):
-        Muon(named.values(), 0.1, 0.9, ns_dtype=torch.float32).step()
-    assert torch.equal(stacked["p0"][1], before[1])
-    torch.testing.assert_close(stacked["p0"][2], alone["p0"])
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 8), (2, 64, 32)], ids=["operations", "kernel"])
@@ -226,32 +163,6 @@ def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(nesterov: bool, monk
         assert (their - start).abs().max() > 0.05, "the comparison would not notice a difference"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda params: Muon(params, 0.1, ns_dtype=torch.float32), lambda params: AdamW(params, 0.1)],
-    ids=["Muon", "AdamW"],
-)
-def test_a_state_dict_saved_and_loaded_goes_on_in_the_same_bits(make: Factory) -> None:
-    named, again = parameters([(8, 6), (3, 6, 8)]), parameters([(8, 6), (3, 6, 8)], seed=1)
-    optimizer, resumed = make(list(named.values())), make(list(again.values()))
-    resumed.param_groups[0]["lr"] = 0.5  # comes with the state
-    for seed in range(3):
-        set_gradients(named, seed)
-        optimizer.step()
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    with torch.no_grad():
-        for name, parameter in named.items():
-            again[name].copy_(parameter)
-    for seed in range(3, 6):
-        for each, by in ((named, optimizer), (again, resumed)):
-            set_gradients(each, seed)
-            by.step()
-    assert all(torch.equal(named[name], again[name]) for name in named)
-
-
 def test_parameter_groups_have_learning_rates_of_their_own() -> None:
     named = parameters([(8, 6), (8, 6), (8, 6)])
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
@@ -296,26 +207,14 @@ def test_a_vector_or_a_convolution_is_refused_with_its_shape_and_a_remedy(named:
     assert [group["params"] for group in muon.param_groups] == [[matrix]]
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"lr": -1.0},
-        {"lr": float("nan")},
-        {"momentum": 1.0},
-        {"ns_steps": 0},
-        {"orthogonalizer": "svd"},
-        {"equilibrate": "matrix"},
-        {"renormalize": "longer"},
-        {"normuon": "matrix"},
-        {"normuon_beta": 1.0},
-        {"weight_decay": -0.1},
-    ],
-    ids=str,
-)
-def test_options_that_cannot_train_are_refused_with_value_and_remedy(option: dict[str, float]) -> None:
-    [(name, value)] = option.items()
+NONSENSE: dict[str, Any] = {"lr": -1.0, "momentum": 1.0, "ns_steps": 0, "normuon_beta": 1.0, "weight_decay": -0.1}
+NONSENSE |= {"orthogonalizer": "svd", "equilibrate": "matrix", "renormalize": "longer", "normuon": "matrix"}
+
+
+@pytest.mark.parametrize(("name", "value"), [*NONSENSE.items(), ("lr", float("nan"))])
+def test_options_that_cannot_train_are_refused_with_value_and_remedy(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} must be ")):
-        Muon([nn.Parameter(torch.zeros(4, 4))], **option)  # type: ignore[arg-type]
+        Muon([nn.Parameter(torch.zeros(4, 4))], **{name: value})
 
 
 def test_the_fast_dtype_is_bfloat16_only_where_hardware_multiplies_it(monkeypatch: pytest.MonkeyPatch) -> None:

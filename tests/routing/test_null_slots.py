@@ -51,8 +51,12 @@ def test_a_layer_adds_copies_of_the_token_and_nothing_for_zeros() -> None:
     copy.load_state_dict(zero.state_dict())
     x = torch.randn(2, 5, 8)
     passthrough = copy.router(x).passthrough
+    assert passthrough is not None
     assert zero.router(x).passthrough is None
-    torch.testing.assert_close(copy(x)[0], zero(x)[0] + passthrough[..., None] * x)
+    y, _ = copy(x)
+    torch.testing.assert_close(y, zero(x)[0] + passthrough[..., None] * x)
+    (gradient,) = torch.autograd.grad(y.sum(), copy.router.weight)
+    assert gradient[EXPERTS:].any(1).all()  # the slots' own rows learn
 
 
 @pytest.mark.parametrize("fanout", [0.5, 1, 2.5])
