@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cases import PIECES
 from expert_threshold.model import GPT, TRUNKS, GPTConfig, flops_per_token, parameter_counts
-from expert_threshold.model.attention import Attention, attend, rotary, rotary_norm
+from expert_threshold.model.attention import Attention, attend, norm, rotary, rotary_norm
 from expert_threshold.routing import ExpertThreshold, Rule
 
 VOCAB, CONTEXT = 61, 16
@@ -119,6 +119,15 @@ def test_half_of_each_key_is_the_previous_tokens_and_zero_for_the_first(window: 
         scores = torch.einsum("bhd,kbd->bhk", q[:, :, t], torch.stack(keys)) / 8**0.5
         y[:, t] = torch.einsum("bhk,bkd->bhd", scores.softmax(-1), v[:, 0, first : t + 1]).flatten(1)
     torch.testing.assert_close(attention(x, cos, sin, None, 0), attention.output(y))
+
+
+def test_backout_subtracts_the_middle_layers_output_before_the_last_norm() -> None:
+    model, seen = lively(small(backout=True)), {}
+    for name in ("blocks.2", "blocks.3", "head"):
+        model.get_submodule(name).register_forward_hook(lambda _, x, y, name=name: seen.update({name: (x[0], y[0])}))
+    model(tokens_of(2, CONTEXT))
+    expected = norm(seen["blocks.3"][1] - model.backout_scalar * seen["blocks.2"][1])
+    torch.testing.assert_close(seen["head"][0], expected)
 
 
 def test_scalars_of_one_and_zero_are_the_papers_trunk() -> None:

@@ -266,6 +266,7 @@ def test_an_observation_says_what_happened(rule: Rule, training: bool) -> None:
     assert (seen.pools, seen.target) == (len(pools), len(pools) * k)
     torch.testing.assert_close(seen.batch_cutoff, pools.sort(1, descending=True).values[:, k - 1].mean(0))
     measured = rule.measure(state, seen)
+    torch.testing.assert_close(measured["raw_usage"], above.float().mean(0))
     torch.testing.assert_close(measured["saturation"], (above & ~z).sum(0) / above.sum(0).clamp(min=1))
     torch.testing.assert_close(measured["starvation"], (z & ~above).sum(0) / (len(pools) * k))
 

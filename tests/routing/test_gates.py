@@ -98,13 +98,15 @@ def test_one_normalised_gate_is_refused_since_it_is_constant(rule: type[Rule], g
         rule(EXPERTS, 1, gate=gate)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("gate", ["softmax", "softmax_chosen"])
-def test_the_auxiliary_loss_takes_the_mean_of_softmax_over_all_experts_without_the_scale(gate: Gate) -> None:
+@pytest.mark.parametrize("gate", get_args(Gate))
+def test_the_auxiliary_loss_takes_the_mean_of_gates_over_all_experts_without_the_scale(gate: Gate) -> None:
     rule = TokenChoice(EXPERTS, FANOUT, balance="aux", aux_strength=0.5, gate=gate, gate_scale=3.0)
     scores = make_scores()
     routing = rule.route(scores, rule.init(), training=True)
     load = routing.assignment.float().flatten(0, 1).mean(0) * EXPERTS / FANOUT
-    expected = 0.5 * (load * scores.softmax(-1).flatten(0, 1).mean(0)).sum()
+    weights = scores.sigmoid() if gate.startswith("sigmoid") else scores.exp()
+    shares = weights if gate == "sigmoid" else weights / weights.sum(-1, keepdim=True)
+    expected = 0.5 * (load * shares.flatten(0, 1).mean(0)).sum()
     assert routing.loss is not None
     torch.testing.assert_close(routing.loss, expected)
 
