@@ -205,15 +205,6 @@ def test_scoring_starts_where_choices_diverge_contexts_end_or_the_answer_begins(
     assert continuations("language_modeling", [[9, 1], [9, 1, 2, 3]]) == [([9, 1, 2, 3], 2)]
 
 
-def test_boundaries_of_real_tokens_worked_by_hand() -> None:
-    letters = Tokenizer([bytes([i]) for i in range(256)])
-    first, second = ([letters.bos, *letters.encode(text)] for text in ("a: blue", "a: black"))
-    scored = [letters.decode(c.tokens[c.start :]) for c in continuations("multiple_choice", [first, second])]
-    assert scored == ["ue", "ack"]
-    scored = [letters.decode(c.tokens[c.start :]) for c in continuations("schema", [first, [*first[:2], *first[3:]]])]
-    assert scored == [" blue", " blue"]
-
-
 def test_the_first_of_the_lowest_penalties_is_the_answer() -> None:
     def answered(gold: int, *penalties: float) -> bool:
         return is_right(Question("multiple_choice", ("a", "b", "c"), gold, None), Answer(penalties))

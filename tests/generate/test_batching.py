@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 from cases import RULES, covering, small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
-from expert_threshold.generate import generate
 from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
 from expert_threshold.model import GPT
 from expert_threshold.moe import Router
-from expert_threshold.routing import ExpertChoice, Routing, Rule, observe
+from expert_threshold.routing import ExpertChoice, Routing, observe
 
 BOS = small_tokenizer().bos
-with_every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def requests(count: int, **options: object) -> list[Request]:
@@ -51,23 +49,6 @@ def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[Writin
 
 def tokens(writing: Writing) -> list[int]:
     return [step.token for step in writing.steps]
-
-
-@with_every_rule
-@pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
-def test_greedy_output_is_the_same_alone_and_among_8_others(
-    tokenizer: Tokenizer, rule: Rule | None, strict: bool
-) -> None:
-    model, every = small_model(rule), requests(9)
-    alone = [tokens(run(Engine(model, tokenizer, slots=9, strict=strict), [request])[0]) for request in every]
-    for at, slots in ((0, 9), (2, 4)):
-        together = run(Engine(model, tokenizer, slots=slots, strict=strict), every, at=at)
-        assert [tokens(writing) for writing in together] == alone
-    for request, written in zip(every, alone, strict=True):
-        steps = generate(
-            model, tokenizer, request.prompt, max_tokens=request.max_tokens, temperature=0, stop_at_document_end=False
-        )
-        assert [step.token for step in steps] == written
 
 
 class Recorder(Engine):
@@ -188,7 +169,9 @@ def test_an_echoed_prompt_has_the_model_s_logprobs_and_its_own_text(
     assert writing.prompt[0].logprob is None
     for i, step in enumerate(writing.prompt[1:]):
         assert step.logprob == pytest.approx(float(logprobs[i, ids[i + 1]]), abs=1e-4)
-        assert [token for token, _ in step.top] == logprobs[i].topk(3).indices.tolist()
+        likeliest = logprobs[i].topk(3)
+        assert [token for token, _ in step.top] == likeliest.indices.tolist()
+        assert [logprob for _, logprob in step.top] == pytest.approx(likeliest.values.tolist(), abs=1e-4)
         assert step.routing is not None
         for layer, routing in zip(step.routing, output.routings, strict=True):
             assert list(layer.experts) == routing.assignment[0, i + 1].nonzero()[:, 0].tolist()

@@ -125,19 +125,6 @@ def test_what_comes_later_or_stands_in_other_sequences_changes_no_bit() -> None:
         assert torch.equal(kernels.attention(x[1:, :end], cos[:end], sin[:end], 1), whole[1:, :end])
 
 
-def test_the_number_of_threads_changes_no_bit() -> None:
-    x, cos, sin, dy = inputs((3, 100, 4, 2, 64))
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            found.append(with_gradient(lambda x: kernels.attention(x, cos, sin, 2), x, dy))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 def test_large_scores_stay_finite() -> None:
     """Nothing bounds those of values, and normed queries and keys meet at √head_dim."""
     x, cos, sin, dy = inputs((1, 70, 2, 2, 128))

@@ -88,29 +88,6 @@ def test_without_gradients_losses_have_the_same_bits() -> None:
     torch.testing.assert_close(losses, expected, atol=0, rtol=0)
 
 
-def test_the_same_bits_come_with_any_number_of_threads() -> None:
-    x, weight, targets = given(700, 64, 640)
-    threads = torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(outcome(x, weight, targets))
-    finally:
-        torch.set_num_threads(threads)
-    for again in found[1:]:
-        for name, value in found[0].items():
-            torch.testing.assert_close(again[name], value, atol=0, rtol=0)
-
-
-def test_what_an_earlier_call_left_behind_reaches_nothing() -> None:
-    x, weight, targets = given(45, 64, 128)
-    expected = outcome(x, weight, targets)
-    outcome(torch.full((512, 64), torch.nan).bfloat16(), weight, torch.zeros(512, dtype=torch.int64))
-    for name, value in outcome(x, weight, targets).items():
-        torch.testing.assert_close(value, expected[name], atol=0, rtol=0)
-
-
 def test_nan_in_a_token_is_its_own_loss_and_no_others() -> None:
     x, weight, targets = given(100, 64, 128)
     expected = outcome(x, weight, targets)
@@ -132,19 +109,6 @@ def test_a_token_that_is_sure_has_a_finite_loss_of_at_least_zero(size: float) ->
     torch.testing.assert_close(found["losses"][2:], found["losses"][:2] + 30, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
-def test_the_default_dtype_changes_nothing(default: torch.dtype) -> None:
-    x, weight, targets = given(100, 64, 128)
-    expected = outcome(x, weight, targets)
-    torch.set_default_dtype(default)
-    try:
-        found = outcome(x, weight, targets)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, atol=0, rtol=0)
-
-
 @pytest.mark.parametrize("with_gradient", [True, False])
 def test_a_target_beyond_the_vocabulary_is_refused(with_gradient: bool) -> None:
     x, weight, targets = given(100, 64, 128)
@@ -160,22 +124,11 @@ def test_targets_may_be_of_any_whole_dtype() -> None:
     torch.testing.assert_close(again, losses, atol=0, rtol=0)
 
 
-def test_at_the_largest_cap_nothing_underflows() -> None:
-    x, weight, targets = given(64, 64, 128, scale=0.001)
-    x, weight = x.requires_grad_(), weight.requires_grad_()
-    for scale in (1.0, -1e4):  # all logits near 0, and many at either end
-        mean, losses = linear_cross_entropy(x * scale, weight, targets, kernel.MOST_SOFTCAP)
-        dx, dweight = torch.autograd.grad(mean, (x, weight))
-        assert losses.isfinite().all()
-        assert dx.isfinite().all()
-        assert dweight.isfinite().all()
-    assert not kernel.applies(x, weight, 2 * kernel.MOST_SOFTCAP)
-
-
 def test_where_it_does_not_apply_it_is_left_out() -> None:
     x, weight, _ = given(64, 64, 128)
     assert kernel.applies(x, weight, SOFTCAP)
     assert not kernel.applies(x, weight, None)
+    assert not kernel.applies(x, weight, 2 * kernel.MOST_SOFTCAP)
     assert not kernel.applies(x.float(), weight, SOFTCAP)
     assert not kernel.applies(x, weight[:100], SOFTCAP)
     assert not kernel.applies(x[:0], weight, SOFTCAP)

@@ -16,7 +16,7 @@ from rounding import assert_rounded
 pytestmark = pytest.mark.usefixtures("block_kernels")
 
 SHAPES = [
-    *((64, 32), (32, 64), (64, 32), (3, 96, 32), (2, 2, 160, 192), (128, 544)),
+    *((64, 32), (32, 64), (64, 32), (3, 96, 32), (4, 160, 192), (128, 544)),
     *((3, 16, 128), (90, 17), (33, 65)),  # not whole tiles
     (0, 64, 32),
 ]
@@ -105,17 +105,6 @@ def test_second_moments_of_a_single_row_or_column_are_those_of_its_side(shape: t
     found, exact = (moved(dtype, shapes=[shape], normuon=side) for dtype in (torch.bfloat16, torch.float32))
     for f, e in zip(found, exact, strict=True):
         assert (f - e).norm() <= 0.1 * e.norm()
-
-
-@pytest.mark.parametrize("side", ["rows", "columns"])
-def test_what_an_earlier_matrix_left_behind_reaches_nothing(side: str) -> None:
-    options: dict[str, Any] = {"equilibrate": side, "renormalize": side, "normuon": side}
-    expected = moved(torch.bfloat16, shapes=[(90, 17), (33, 65)], **options)
-    poison = nn.Parameter(torch.zeros(128, 128))
-    poison.grad = torch.full((128, 128), torch.nan)
-    Muon([poison], 0.1, ns_dtype=torch.bfloat16, **options).step()
-    found = moved(torch.bfloat16, shapes=[(90, 17), (33, 65)], **options)
-    assert all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
 
 def test_cautious_weight_decay_spares_what_moves_away_from_zero() -> None:

@@ -445,19 +445,6 @@ def test_the_loss_is_cross_entropy_plus_the_routing_losses_of_all_layers(rule: R
 
 
 @rules
-def test_what_is_recorded_is_what_was_observed(rule: Rule | None) -> None:
-    model = lively(rule)
-    output = model(tokens_of(2, CONTEXT), record=True)
-    assert model(tokens_of(2, CONTEXT)).routings is None
-    assert len(output.routings) == len(output.observations) == len(model.moe_layers())
-    for routing, observation in zip(output.routings, output.observations, strict=True):
-        assert routing.scores.shape == routing.assignment.shape == (2, CONTEXT, 4)
-        assert torch.equal(routing.assignment.sum((0, 1)), observation.load)
-        assert observation.tokens == 2 * CONTEXT
-        assert same(routing.observation, observation)
-
-
-@rules
 def test_activation_checkpointing_changes_no_loss_gradient_or_observation(rule: Rule | None) -> None:
     model = lively(rule, z_loss=0.01, **ALL)
     tokens, targets = tokens_of(2, CONTEXT), tokens_of(2, CONTEXT, 1)

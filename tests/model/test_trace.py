@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from expert_threshold.model import GPT, GPTConfig, trace
+from cases import small_model
+from expert_threshold.model import GPT, trace
 from expert_threshold.model.trace import Trace, record_trace
 from expert_threshold.routing import RULES as TABLE
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Routing, Rule, TokenChoice
@@ -26,15 +27,11 @@ CONTEXT = 8
 
 
 def model_of(rule: Rule | None, **options: object) -> GPT:
-    torch.manual_seed(0)
-    sizes = {"layers": 3, "d_model": 16, "heads": 2, "kv_heads": 2, "d_expert": 16, "d_feed_forward": 32}
-    model = GPT(GPTConfig.preset("tiny", rule=rule, vocab_size=50, context=CONTEXT, **(sizes | options)))
-    with torch.no_grad():
-        model.head.weight.normal_()
-        for _, moe in model.moe_layers():
-            for value in moe.router.state:
-                if value.is_floating_point():
-                    value.normal_()
+    model = small_model(rule, steps=0, vocab_size=50, context=CONTEXT, **options)
+    for _, moe in model.moe_layers():
+        for value in moe.router.state:
+            if value.is_floating_point():
+                value.normal_()
     return model
 
 

@@ -146,20 +146,6 @@ def test_nothing_depends_on_what_stood_in_fresh_memory(
     assert_same(found, outputs_and_gradients(BACKENDS[name], given_case), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_stacked_on_itself_the_gradients_equal_the_reference(name: str) -> None:
-    given_case = case(fanout(6, EXPERTS, 2))
-
-    def twice(backend: RoutedSum) -> RoutedSum:
-        def stacked(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts) -> Tensor:
-            return backend(backend(x, gates, assignment, experts) + x, gates, ~assignment, experts)
-
-        return stacked
-
-    expected = outputs_and_gradients(twice(BACKENDS["reference"]), given_case)
-    assert_same(outputs_and_gradients(twice(BACKENDS[name]), given_case), expected)
-
-
 def test_every_backend_but_expert_parallel_is_chosen_by_name() -> None:
     assert set(BY_NAME) == {"auto", *BACKENDS} - {"expert_parallel"}
     assert all(backend.name == name for name, backend in (BACKENDS | BY_NAME).items())

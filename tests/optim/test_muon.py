@@ -153,10 +153,14 @@ def scheduled(make: Factory, steps: int = 6) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_it_moves_as_torchs_own_under_a_scheduler_of_torchs(
+    nesterov: bool, decay: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with_exact_oracle(monkeypatch)
-    ours = scheduled(lambda params: Muon(params, 0.1, 0.9, nesterov=nesterov, ns_dtype=torch.float32))
-    theirs = scheduled(lambda params: torch.optim.Muon(params, 0.1, 0.0, 0.9, nesterov))
+    options = {"nesterov": nesterov, "weight_decay": decay}
+    ours = scheduled(lambda params: Muon(params, 0.1, 0.9, ns_dtype=torch.float32, **options))
+    theirs = scheduled(lambda params: torch.optim.Muon(params, 0.1, momentum=0.9, **options))
     constant = scheduled(lambda params: Muon([{"params": params, "initial_lr": 0.0, "lr": 0.0}]))
     for our, their, start in zip(ours, theirs, constant, strict=True):
         torch.testing.assert_close(our, their, atol=1e-5, rtol=0)

@@ -116,6 +116,13 @@ def test_large_batches_are_sampled_at_all_positions_of_a_sequence() -> None:
     assert position[::stride].unique().numel() == context
 
 
+def test_levels_are_symmetric_about_the_median() -> None:
+    scores = skewed(301)[0]
+    found = sketch(scores)
+    torch.testing.assert_close(found[LEVELS // 2], scores.median(0).values)
+    torch.testing.assert_close(sketch(-scores), -found.flip(0), rtol=1e-4, atol=1e-4)
+
+
 def test_beyond_the_last_level_the_tail_goes_on() -> None:
     found = sketch(torch.randn(2048, EXPERTS, generator=torch.Generator().manual_seed(0)))
     inside = quantile(found, 1 / (1 + math.exp(7.5)))
