@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import settings
 
 import processes  # which tells the server of forks, before it starts, what to import
+from commands import Refused, content
 
 if TYPE_CHECKING:
     from expert_threshold.data import Tokenizer
@@ -89,6 +91,25 @@ def tokenizer() -> Tokenizer:
     from cases import small_tokenizer
 
     return small_tokenizer()
+
+
+@pytest.fixture
+def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Assert that a command is refused in one line, which has these words, and changes nothing; return the line."""
+
+    from cases import et  # not every test needs torch
+
+    def refused(arguments: Sequence[object], *words: str) -> str:
+        before = content(tmp_path)
+        capsys.readouterr()
+        assert et(*arguments) == 2
+        line = capsys.readouterr().err.splitlines()[-1]  # above it may stand what was begun
+        assert line.startswith(("et: ", f"et {[*arguments, ''][0]}: "))
+        assert [word for word in words if word not in line] == [], line
+        assert content(tmp_path) == before
+        return line
+
+    return refused
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def run(site: Path, *arguments: str, cwd: Path) -> str:
 def test_every_command_takes_a_rule_of_another_distribution(steps: list[str], site: Path, tmp_path: Path) -> None:
     if steps == ["compiled"] and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    told = run(site, str(ROOT / "tests" / "every_command.py"), str(tmp_path), *steps, cwd=tmp_path)
+    told = run(site, str(ROOT / "tests" / "helpers" / "every_command.py"), str(tmp_path), *steps, cwd=tmp_path)
     assert [line for line in told.splitlines() if line in steps] == steps  # ranks print what training tells
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import inspect
 import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,10 +17,8 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette", reason="the server's packages are not installed: pip install -e '.[serve]'")
 pytest.importorskip("uvicorn", reason="the server's packages are not installed: pip install -e '.[serve]'")
 
-from cases import NULL_SCORES, RULES, small_model, small_tokenizer, write_run
-from expert_threshold.cli import generate as command
-from expert_threshold.cli import main
-from expert_threshold.generate.engine import Engine, generate
+from cases import NULL_SCORES, RULES, small_model, small_tokenizer
+from expert_threshold.generate.engine import Engine
 from expert_threshold.model import GPT
 from expert_threshold.serve.completion import ApiError, Limits
 from expert_threshold.serve.explorer import (
@@ -349,49 +343,3 @@ def test_a_reader_that_does_not_read_frees_its_row_when_its_time_is_up() -> None
         return len(engine.running)
 
     assert asyncio.run(ask()) == 0
-
-
-# The command.
-
-
-def serve_with(*arguments: str) -> Any:
-    """The app that et serve would run."""
-    with mock.patch("expert_threshold.serve.connections.run_server") as run:
-        assert main(["serve", *arguments, "--port", "0"]) == 0
-    return run.call_args.args[0]
-
-
-def paths(app: Any) -> set[str]:
-    return {route.path for route in app.routes}
-
-
-def test_the_explorer_is_there_for_this_machine_alone_unless_asked_for(tmp_path: Path) -> None:
-    run = str(write_run(tmp_path / "run", small_model()).path)
-    explorer = {"/", "/static/{file}", "/explorer/runs", "/explorer/read"}
-    assert explorer <= paths(serve_with(run))
-    assert not explorer & paths(serve_with(run, "--host", "0.0.0.0"))
-    assert explorer <= paths(serve_with(run, "--host", "0.0.0.0", "--explorer"))
-    assert not explorer & paths(serve_with(run, "--public-host", "lab.example"))
-    assert explorer <= paths(serve_with(run, "--public-host", "lab.example", "--explorer"))
-
-
-def test_runs_are_compared_under_names_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = str(write_run(tmp_path / "run", small_model()).path)
-    second = str(write_run(tmp_path / "other" / "run", small_model(RULES["dense"])).path)
-    with mock.patch("expert_threshold.serve.explorer.routes", return_value=[]) as made:
-        serve_with(first, "--compare", second)
-        assert [run.name for run in made.call_args.args[0]] == ["run", second]
-        serve_with(first, "--compare", first, "--compare", first)
-        assert [run.name for run in made.call_args.args[0]] == ["run", first, f"{first} 2"]
-    capsys.readouterr()
-    assert main(["serve", first, "--host", "0.0.0.0", "--compare", second]) == 2
-    assert capsys.readouterr().err.endswith("is for the explorer, which is off for others; add --explorer\n")
-
-
-def test_samples_have_one_temperature_unless_told() -> None:
-    """At 0.8, the default before, small models repeat themselves five times as often as text does."""
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
-    field = re.search(r'id="temperature"[^>]* value="([^"]*)"', page)
-    assert field is not None
-    option = next(option.default for option in command.OPTIONS if option.name == "temperature")
-    assert float(field[1]) == option == inspect.signature(generate).parameters["temperature"].default == 1

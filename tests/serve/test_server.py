@@ -8,9 +8,7 @@ import http.client
 import json
 import math
 import re
-import signal
 import socket
-import sys
 import time
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,19 +24,16 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
 
 from cases import RULES, small_model, small_tokenizer, write_run  # noqa: E402
-from expert_threshold.cli import main  # noqa: E402
-from expert_threshold.cli.serve import is_local  # noqa: E402
+from commands import Refused  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
 from expert_threshold.generate import generate, kernel  # noqa: E402
 from expert_threshold.generate.engine import Engine  # noqa: E402
-from expert_threshold.install import install  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.moe import Router  # noqa: E402
 from expert_threshold.routing import ExpertChoice, Routing, Rule, observe  # noqa: E402
 from expert_threshold.serve.completion import Limits  # noqa: E402
 from expert_threshold.serve.connections import bind, url  # noqa: E402
 from expert_threshold.serve.worker import Worker, require_independent  # noqa: E402
-from processes import Python  # noqa: E402
 from served import PATIENCE, Served, hung, served, until  # noqa: E402
 
 PROMPT = "the cat sat"
@@ -303,7 +298,7 @@ def test_every_rule_is_served_that_routes_a_token_by_itself(rule: Rule | None) -
 
 @pytest.mark.parametrize("pool", ["sequence", "batch"])
 def test_a_run_that_routes_by_pools_in_inference_is_refused(
-    pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pool: Any, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(ExpertChoice(4, 1, pool=pool))
     run = write_run(tmp_path / "run", model)
@@ -315,8 +310,7 @@ def test_a_run_that_routes_by_pools_in_inference_is_refused(
     monkeypatch.setattr(ExpertChoice, "route", by_pool)
     with pytest.raises(ValueError, match=r"rule ExpertChoice of layer \d routes tokens by a pool"):
         require_independent(model)
-    assert main(["serve", str(run.path), "--port", "0"]) == 2
-    assert "serve a run whose rule looks at no other text" in capsys.readouterr().err
+    refused(["serve", run.path, "--port", 0], "serve a run whose rule looks at no other text")
 
 
 # Limits.
@@ -540,11 +534,6 @@ def test_a_local_server_is_not_reached_by_another_name() -> None:
         for host in ("evil.example:80", "evil.example", "", "[::1", "[::2]", "localhost.evil.example:80", ":80"):
             answer = ask(server, "/v1/models", Host=host)
             assert (answer.status, answer.error["code"]) == (403, "unknown_host"), host
-    assert is_local("127.0.0.1")
-    assert is_local("::1")
-    assert is_local("localhost")
-    assert not is_local("0.0.0.0")
-    assert not is_local("example.org")
 
 
 # What the operator sees.
@@ -705,37 +694,6 @@ def test_the_openapi_document_matches_the_parser(server: Served) -> None:
     assert ask(server, "/v1/completions", {"model": "small", "new": 1}).error["code"] == "unknown_field"
 
 
-# The command.
-
-
-def test_et_serve_serves_a_run_until_it_is_interrupted(model: GPT, tmp_path: Path) -> None:
-    run = write_run(tmp_path / "cats", model)
-    command = ["-m", "expert_threshold", "serve", str(run.path), "--port", "0", "--threads", "1"]
-    process = Python(*command, environment={"ET_API_KEY": "key"})
-    line = next(line for line in process.stderr if "running on" in line)
-    found = re.search(r"http://127\.0\.0\.1:\d+", line)
-    assert found is not None
-    with openai.OpenAI(base_url=f"{found[0]}/v1", api_key="key", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["cats"]
-        told = client.completions.create(model="cats", prompt="the", max_tokens=3, temperature=0)  # draws may end
-        assert told.usage.completion_tokens == 3
-    process.send_signal(signal.SIGINT)
-    code, _, errors = process.communicate()
-    assert code == 0
-    assert "Traceback" not in errors
-
-
-def test_a_port_in_use_is_one_line_and_2_before_anything_starts(
-    model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", model)
-    with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as other:
-        port = other.getsockname()[1]
-        assert main(["serve", str(run.path), "--port", str(port)]) == 2
-    error = capsys.readouterr().err
-    assert error == f"et serve: --port {port}: in use at 127.0.0.1; give another one, or 0 for one that is free\n"
-
-
 def test_a_server_has_the_port_at_all_addresses_of_its_host() -> None:
     sockets = bind("localhost", 0)
     assert len({each.getsockname()[1] for each in sockets}) == 1
@@ -743,48 +701,3 @@ def test_a_server_has_the_port_at_all_addresses_of_its_host() -> None:
         host, port = each.getsockname()[:2]
         assert url(each) == (f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
         each.close()
-
-
-def test_a_host_that_is_allowed_already_is_named_once(model: GPT, tmp_path: Path) -> None:
-    run, seen = write_run(tmp_path / "run", model), {}
-    with mock.patch("expert_threshold.serve.server.create_app", lambda *_, **options: seen.update(options)), \
-            mock.patch("expert_threshold.serve.connections.run_server"):  # fmt: skip
-        assert main(["serve", str(run.path), "--port", "0", "--public-host", "Lab.example"]) == 0
-    assert list(seen["hosts"]) == ["127.0.0.1", "localhost", "::1", "lab.example"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--max-queue", "0"], "--max-queue: expected a whole number of at least 1, not 0; see et serve --help"),
-        (["--slots", "0"], "--slots: expected a whole number of at least 1, not 0"),
-        (["--port", "65536"], "--port: expected a whole number of at least 0 and at most 65535, not 65536"),
-        (["--threads", "0"], "--threads: expected a whole number of at least 1 or none, not 0"),
-        (["--threads", "1000000"], "threads=1000000 is more than this machine can use; give --threads of at most"),
-        (["--max-body-seconds", "0"], "--max-body-seconds: expected a number above 0, not 0; see et serve --help"),
-        (["--host", "192.0.2.1"], "--host 192.0.2.1: not an address of this machine; leave it out, or give 0.0.0.0"),
-        (["--host", "nowhere.invalid"], "--host nowhere.invalid: unknown name"),
-        (["--host", ""], "--host: must not be empty"),
-        (["--host", "a" * 70], f"--host {'a' * 70}: unknown name"),
-        (["--public-host", "https://a.b/"], "--public-host https://a.b/: give a host name alone, such as"),
-        (["--api-key", ""], "--api-key: must not be empty"),
-        (["--api-key", "key "], "--api-key or ET_API_KEY must be letters, digits and signs of ASCII"),
-    ],
-)
-def test_nonsense_is_one_line_and_2(
-    options: list[str], message: str, model: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = write_run(tmp_path / "run", model)
-    assert main(["serve", str(run.path), *options]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"et serve: {message}")
-    assert error.count("\n") == 1
-
-
-def test_missing_packages_are_reported_with_the_command_to_install_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delitem(sys.modules, "expert_threshold.serve.connections")
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    assert main(["serve", "run"]) == 2
-    assert capsys.readouterr().err == f"et serve: et serve needs uvicorn, which is missing; run: {install('serve')}\n"

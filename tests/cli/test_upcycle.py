@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from cases import et, small_model, write_run, write_text
+from commands import Refused, content, lines
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.model.upcycle import upcycle, upcycled_config
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, NullSlots, Rule, TokenChoice
@@ -98,46 +98,38 @@ def test_widths_that_do_not_go_up_and_models_with_experts_are_refused() -> None:
     assert GPTConfig.from_dict(upcycled_config(config, RULES["expert_choice"]).to_dict()).d_expert == 16
 
 
-def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_run_is_upcycled_and_trained_on(tmp_path: Path) -> None:
     text = write_text(tmp_path / "corpus.jsonl")
     small = ["--data", text, "--batch-size", 4, "--threads", 1, "--dtype", "float32", "--eval-every", 6]
     sizes = ["--vocab-size", 270, "--context", 64]
     dense_run, start, moe_run = (tmp_path / name for name in ("dense", "start", "moe"))
     assert et("train", "tiny", *small, *sizes, "--rule", "dense", "--steps", 6, "--out", dense_run) == 0
-    before = {path: path.read_bytes() for path in dense_run.rglob("*") if path.is_file()}
+    before = content(dense_run)
     assert et("upcycle", dense_run, "--to", start, "--num-experts", 4) == 0
-    assert {path: path.read_bytes() for path in dense_run.rglob("*") if path.is_file()} == before
+    assert content(dense_run) == before
     tokens = TOKENS[:, :64]
     old, new = (load_model(run)[0] for run in (dense_run, start))
     torch.testing.assert_close(new(tokens).logits, old(tokens).logits, rtol=1e-5, atol=1e-5)
     options = ["--steps", 12, "--warmup-steps", 4, "--log-every", 1, "--out", moe_run]
     assert et("train", "tiny", "--init-from", start, *small, *options) == 0
-    lines = {
-        run: [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (dense_run, moe_run)
-    }
-    losses = [line["loss"] for line in lines[moe_run] if line["split"] == "train"]
-    validated = {run: [line["loss"] for line in lines[run] if line["split"] == "validation"] for run in lines}
-    assert losses[0] < lines[dense_run][0]["loss"]  # what was learned is there
+    logged = {run: lines(run / "metrics.jsonl") for run in (dense_run, moe_run)}
+    losses = [line["loss"] for line in logged[moe_run] if line["split"] == "train"]
+    validated = {run: [line["loss"] for line in logged[run] if line["split"] == "validation"] for run in logged}
+    assert losses[0] < logged[dense_run][0]["loss"]  # what was learned is there
     assert validated[moe_run][-1] < validated[dense_run][-1]
     trained = load_model(moe_run)[0]
     assert all(moe.experts.down.any() for _, moe in trained.moe_layers())
     trained.set_rate(2)
-    capsys.readouterr()
 
 
-def test_an_invalid_upcycling_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_upcycling_is_refused(refused: Refused, tmp_path: Path) -> None:
     write_run(tmp_path / "experts", small_model())
     write_run(tmp_path / "dense", dense())
     for run, options, message in (
-        ("experts", [], f"{tmp_path / 'experts'} already has experts; name a run that was trained with --rule dense"),
-        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists; name another folder"),
-        ("dense", ["--num-experts", "0"], "num_experts=0 must be a whole number of at least 1"),
+        ("experts", [], f"{tmp_path / 'experts'} already has experts"),
+        ("dense", ["--to", tmp_path / "experts"], f"--to {tmp_path / 'experts'}: already exists"),
+        ("dense", ["--num-experts", "0"], "num_experts=0"),
         ("dense", ["--d-expert", "7"], "d_expert=7 must divide d_feed_forward=64"),
     ):
         to = [] if "--to" in options else ["--to", tmp_path / "new"]
-        assert et("upcycle", tmp_path / run, *to, *options) == 2
-        printed = capsys.readouterr().err
-        assert printed.startswith(f"et upcycle: {message}")
-        assert printed.count("\n") == 1
-        assert not (tmp_path / "new").exists()
+        refused(["upcycle", tmp_path / run, *to, *options], message)

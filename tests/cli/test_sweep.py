@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from cases import et, write_text
+from cases import et
+from commands import Options, Refused, edit, interrupt_at, read, without
 from expert_threshold import sweep
 from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas
 from expert_threshold.cli.compare import best_options, configure
@@ -24,48 +25,35 @@ from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
-from interrupts import interrupt_at
 
 METHODS = ["dense", "expert_threshold"]
 SPACE = ["--space", "matrix_lr=0.005..0.1:log", "--space", "betas=0.9,0.95|0.8,0.95", "--space", "warmup_steps=0..2"]
 TRIALS = 3
 
 
-def read(out: Path) -> dict[str, Any]:
-    return dict(json.loads((out / "sweep.json").read_bytes()))
-
-
-def without_seconds(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_seconds(item) for key, item in value.items() if key != "seconds"}
-    return [without_seconds(item) for item in value] if isinstance(value, list) else value
+def record_of(out: Path) -> Any:
+    return read(out / "sweep.json")
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A run sets the number of threads of the process; a speed need not be measured."""
+def no_speed_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("optuna", reason="optuna is not installed")
     monkeypatch.setattr(sweep, "tokens_within", lambda *_: 10**7)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
-    """Options of trials that take no time, with two validations each."""
-    text = write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl")
-    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 2, "--d-model", 32, "--heads", 2]
-    return ["tiny", "--data", text, *sizes, "--num-experts", 4, "--steps", 4, "--eval-every", 2, "--threads", 1]
+def small(small: Options) -> Options:
+    """Options of trials with two validations each."""
+    return [*small, "--layers", 2, "--num-experts", 4, "--steps", 4]
 
 
 @pytest.fixture(scope="module")
-def command(small: list[object]) -> list[object]:
+def command(small: Options) -> Options:
     return ["sweep", *small, "--methods", ",".join(METHODS), *SPACE, "--trials", TRIALS]
 
 
 @pytest.fixture(scope="module")
-def finished(command: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(command: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three trials of two methods. No test may change it."""
     pytest.importorskip("optuna", reason="optuna is not installed")
     out = tmp_path_factory.mktemp("sweep") / "out"
@@ -81,7 +69,7 @@ def copy(finished: Path, tmp_path: Path) -> Path:
 
 
 def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
-    studies = read(finished)["studies"]
+    studies = record_of(finished)["studies"]
     assert list(studies) == METHODS
     assert studies["dense"]["options"].keys() == {"matrix_lr", "betas"}  # a dense model has no rule's warmup
     assert studies["expert_threshold"]["options"].keys() == {"matrix_lr", "betas", "warmup_steps"}
@@ -101,7 +89,7 @@ def test_each_method_has_its_trials_inside_the_space(finished: Path) -> None:
 
 
 def test_the_first_trial_has_the_present_options(finished: Path) -> None:
-    for study in read(finished)["studies"].values():
+    for study in record_of(finished)["studies"].values():
         first = study["trials"][0]
         assert first["present"]
         assert first["options"]["matrix_lr"] == 0.02
@@ -127,13 +115,13 @@ def test_the_first_trials_of_a_study_are_the_present_options_and_the_spread(fini
         "matrix_lr": sweep.Range("", 0.005, 0.1, log=True),
         "betas": sweep.Choice("", {"0.9,0.95": (0.9, 0.95), "0.8,0.95": (0.8, 0.95)}),
     }
-    trials = read(finished)["studies"]["dense"]["trials"]
+    trials = record_of(finished)["studies"]["dense"]["trials"]
     assert [trial["options"] for trial in trials[1:]] == [sweep.spread(space, 0), sweep.spread(space, 1)]
 
 
 def test_the_best_options_are_a_file_that_a_run_takes_as_it_is(finished: Path) -> None:
     for method in METHODS:
-        best = read(finished)["studies"][method]["best"]["options"]
+        best = record_of(finished)["studies"][method]["best"]["options"]
         config = resolve_run({"preset": "tiny", "config": str(finished / method / "best.json")})
         assert config.optim.matrix_lr == best["matrix_lr"]
         assert ",".join(map(str, config.optim.betas)) == best["betas"]
@@ -151,7 +139,7 @@ def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_th
     names = ["dense", "expert_threshold", "expert_threshold_last_batch"]
     files = best_options([str(finished)], names)
     configs = configure({"preset": "tiny", RULE + "decay": 0.9}, names, files)
-    studies = read(finished)["studies"]
+    studies = record_of(finished)["studies"]
     for name, method in zip(names, ["dense", "expert_threshold", "expert_threshold"], strict=True):
         assert files[name] == finished / method / "best.json"
         assert configs[name].optim.matrix_lr == studies[method]["best"]["options"]["matrix_lr"]
@@ -162,107 +150,92 @@ def test_a_comparison_gives_each_method_its_best_options_and_its_kin_those_of_th
 
 
 def test_a_comparison_with_options_that_no_sweep_found_is_refused(
-    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, refused: Refused, tmp_path: Path
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    (other := tmp_path / "other").mkdir()
-    damaged = tmp_path / "damaged"
+    empty, other, damaged = (tmp_path / name for name in ("empty", "other", "damaged"))
+    empty.mkdir()
+    shutil.copytree(finished / "dense", other / "dense")
     (damaged / "dense").mkdir(parents=True)
     (damaged / "dense" / "best.json").touch()
-    shutil.copytree(finished / "dense", other / "dense")
-    for wrong, said in {
+    for wrong, words in {
         (tmp_path / "none",): "has no METHOD/best.json",
-        (tmp_path / "empty",): "has no METHOD/best.json",
+        (empty,): "has no METHOD/best.json",
         (finished, other): "has dense, too",
         (damaged,): "best.json: not JSON",
         (other,): "no best options of expert_threshold",
     }.items():
         tuned = [part for folder in wrong for part in ("--tuned", folder)]
-        out = tmp_path / "runs" / "out"
-        assert et("compare", "tiny", "--rules", "dense,expert_threshold", *tuned, "--out", out) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("et compare: --tuned")
-        assert said in error
-        assert error.count("\n") == 1
-        assert not out.parent.exists()
-    config = finished / "dense" / "best.json"
-    assert et("compare", "tiny", "--rules", "dense", "--tuned", finished, "--config", config) == 2
-    assert "leave one of them out" in capsys.readouterr().err
+        out = ["--out", tmp_path / "runs" / "out"]
+        refused(["compare", "tiny", "--rules", "dense,expert_threshold", *tuned, *out], "--tuned", words)
+    both = ["--tuned", finished, "--config", finished / "dense" / "best.json"]
+    refused(["compare", "tiny", "--rules", "dense", *both], "leave one of them out")
 
 
 def test_a_finished_sweep_is_shown_again_and_trains_nothing(
-    command: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = read(copy)
-    stale = read(copy)
-    stale["studies"]["dense"]["fitted"]["residual"] = 1.0  # as a version that fits otherwise had written it
-    (copy / "sweep.json").write_text(json.dumps(stale))
+    before = record_of(copy)
+    with edit(copy / "sweep.json") as stale:
+        stale["studies"]["dense"]["fitted"]["residual"] = 1.0  # as a version that fits otherwise had written it
     monkeypatch.setattr(sweep, "train", None)
     assert et(*command, "--out", copy) == 0
-    assert read(copy) == before
+    assert record_of(copy) == before
     assert f"{before['studies']['dense']['best']['loss']:.4f}" in capsys.readouterr().out
 
 
 def test_a_method_that_is_left_out_later_keeps_its_results(
-    command: list[object], finished: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
+    command: Options, finished: Path, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep, "train", None)
     assert et(*command, "--methods", "expert_threshold", "--out", copy) == 0
-    assert read(copy)["studies"] == read(finished)["studies"]
+    assert record_of(copy)["studies"] == record_of(finished)["studies"]
 
 
 @pytest.mark.parametrize("step", [2, 4 * 4 + 3], ids=["in the first trial", "in the fifth"])
 def test_a_stopped_sweep_resumes_and_equals_one_that_never_stopped(
-    step: int,
-    command: list[object],
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    step: int, command: Options, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:
+) -> None:  # fmt: skip
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         interrupt_at(step, patch)
         assert et(*command, "--out", out) == 130
     assert "to continue the sweep: et sweep tiny --data" in capfd.readouterr().out
     assert et(*command, "--out", out) == 0
-    assert without_seconds(read(out)) == without_seconds(read(finished))
+    assert without(record_of(out), ["seconds"]) == without(record_of(finished), ["seconds"])
 
 
-def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(
-    command: list[object], finished: Path, copy: Path
-) -> None:
+def test_a_trial_that_was_chosen_and_not_begun_is_chosen_again(command: Options, finished: Path, copy: Path) -> None:
     """A process killed between the two left its choice to the next trial, and all that followed moved by one."""
-    shutil.copy(finished / "sweep.json", copy / "sweep.json")
     (copy / "studies.jsonl").unlink()
-    (copy / "sweep.json").write_text(json.dumps(read(copy) | {"studies": {}}))
+    with edit(copy / "sweep.json") as record:
+        record["studies"] = {}
     storage = sweep.open_journal(copy / "studies.jsonl")
     import optuna
 
     optuna.create_study(storage=storage, study_name="dense").enqueue_trial({"matrix_lr": 0.09})
     assert et(*command, "--out", copy) == 0
-    assert without_seconds(read(copy)) == without_seconds(read(finished))
+    assert without(record_of(copy), ["seconds"]) == without(record_of(finished), ["seconds"])
 
 
-def test_a_killed_sweep_resumes_with_the_same_trials(command: list[object], finished: Path, copy: Path) -> None:
+def test_a_killed_sweep_resumes_with_the_same_trials(command: Options, finished: Path, copy: Path) -> None:
     """The process was killed during the last trial, in the middle of a line of the journal."""
     journal = copy / sweep.STUDIES
     lines = journal.read_bytes().splitlines(keepends=True)
     begun = [place for place, line in enumerate(lines) if json.loads(line)["op_code"] == 4]  # trials created
     journal.write_bytes(b"".join(lines[: begun[-1] + 2]) + lines[begun[-1] + 2][:20])
-    (copy / "sweep.json").write_text(json.dumps(read(copy) | {"studies": {}}))
+    with edit(copy / "sweep.json") as record:
+        record["studies"] = {}
     assert et(*command, "--out", copy) == 0
-    assert without_seconds(read(copy)) == without_seconds(read(finished))
+    assert without(record_of(copy), ["seconds"]) == without(record_of(finished), ["seconds"])
 
 
-def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
-    small: list[object], tmp_path: Path
-) -> None:
+def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
     space = ["--space", "matrix_lr=0.02|1e29", "--space", "head_lr=0.004|1e29"]
     options = ["--steps", 12, "--trials", 5, *space, "--methods", "token_choice", "--softcap", "none"]
     assert et("sweep", *small, *options, "--out", out) == 0
-    study = read(out)["studies"]["token_choice"]
+    study = record_of(out)["studies"]["token_choice"]
     assert [trial["trial"] for trial in study["trials"]] == [1, 2, 3, 4, 5]
     diverged = [trial for trial in study["trials"] if trial["state"] == "diverged"]
     assert diverged
@@ -272,13 +245,13 @@ def test_a_diverging_trial_is_recorded_with_its_reason_and_the_others_continue(
 
 
 def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ended the sweep, and the same command tried it again: no later trial was ever made."""
     out = tmp_path / "out"
     space = ["--space", "d_expert=16|1000000000000", "--trials", 4]  # more bytes than an address space has
     assert et("sweep", *small, *space, "--out", out) == 0
-    trials = read(out)["studies"]["expert_threshold"]["trials"]
+    trials = record_of(out)["studies"]["expert_threshold"]["trials"]
     assert {trial["state"] for trial in trials} == {"finished", "refused"}
     for trial in trials:
         fits = trial["options"]["d_expert"] == "16"
@@ -288,7 +261,7 @@ def test_a_trial_that_runs_out_of_memory_is_recorded_and_the_others_continue(
 
 
 def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
-    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     options = [*small, "--methods", "token_choice", "--steps", 4, "--space", "head_lr=0.001|0.004|0.01", "--out", out]
@@ -299,19 +272,18 @@ def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
     runs = [RunFolder.open(path.parent) for path in out.glob("*/*/*/config.json")]
     assert len(runs) > 1
     assert {run.config["train"]["dtype"] for run in runs} == {"float32"}
-    record = read(out)
-    record["corpus"]["tokenizer"] = "f" * 64
-    (out / "sweep.json").write_text(json.dumps(record))
+    with edit(out / "sweep.json") as record:
+        record["corpus"]["tokenizer"] = "f" * 64
     capsys.readouterr()
     assert et("sweep", *options, "--trials", 5) == 2
     assert "the tokenizer of " in capsys.readouterr().err
 
 
-def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], tmp_path: Path) -> None:
+def test_a_trial_above_the_median_is_stopped_in_the_middle(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ["--trials", 12, "--methods", "token_choice", "--steps", 8, "--space", "head_lr=1e-4..0.03:log"]
     assert et("sweep", *small, *options, "--out", out) == 0
-    trials = read(out)["studies"]["token_choice"]["trials"]
+    trials = record_of(out)["studies"]["token_choice"]["trials"]
     pruned = [trial for trial in trials if trial["state"] == "pruned"]
     assert pruned
     assert all(trial["trial"] > sweep.UNPRUNED for trial in pruned)
@@ -321,9 +293,9 @@ def test_a_trial_above_the_median_is_stopped_in_the_middle(small: list[object], 
 
 
 def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_again(
-    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained: list[object] = []
+    trained: Options = []
     train = sweep.train
 
     def counted(folder: RunFolder, *arguments: Any, **options: Any) -> Any:
@@ -333,7 +305,7 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
     monkeypatch.setattr(sweep, "train", counted)
     space = ["--methods", "expert_threshold", "--space", "betas=0.9,0.95|0.8,0.95", "--trials", 5]
     assert et("sweep", *small, *space, "--out", tmp_path / "out") == 0
-    trials = read(tmp_path / "out")["studies"]["expert_threshold"]["trials"]
+    trials = record_of(tmp_path / "out")["studies"]["expert_threshold"]["trials"]
     assert len(trained) == len({trial["options"]["betas"] for trial in trials}) == 2
     assert len(trials) == 5
     for trial in trials:
@@ -342,22 +314,13 @@ def test_options_that_were_tried_before_keep_their_loss_and_are_not_trained_agai
         assert bool(trial["curve"]) == (trial is first)
 
 
-def test_options_that_contradict_each_other_cost_one_trial(small: list[object], tmp_path: Path) -> None:
+def test_options_that_contradict_each_other_cost_one_trial(small: Options, tmp_path: Path) -> None:
     out = tmp_path / "out"
     space = ["--space", "heads=2|4", "--space", "kv_heads=1|4", "--trials", 6]
     assert et("sweep", *small, *space, "--methods", "dense", "--heads", 4, "--out", out) == 2  # fixed and searched
     space = ["--space", "d_expert=32|64", "--space", "matrix_lr=0.01..0.02", "--trials", 2]
     assert et("sweep", *small, *space, "--out", out) == 0
-    assert {trial["state"] for trial in read(out)["studies"]["expert_threshold"]["trials"]} == {"finished"}
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.startswith("et sweep: ")
-    assert error.count("\n") == 1
-    for part in parts:
-        assert part in error
+    assert {trial["state"] for trial in record_of(out)["studies"]["expert_threshold"]["trials"]} == {"finished"}
 
 
 @pytest.mark.parametrize(
@@ -395,10 +358,9 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
     ],
 )
 def test_an_invalid_search_is_refused_before_anything_is_created(
-    options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: Options, parts: list[str], small: Options, refused: Refused, tmp_path: Path
 ) -> None:
-    refused(capsys, et("sweep", *small, *options, "--out", tmp_path / "out"), *parts)
-    assert not (tmp_path / "out").exists()
+    refused(["sweep", *small, *options, "--out", tmp_path / "out"], *parts)
 
 
 def test_a_range_has_whole_numbers_for_a_rule_that_takes_no_others() -> None:
@@ -420,7 +382,7 @@ def test_the_best_options_leave_out_what_a_rule_scales_to_a_runs_length() -> Non
 
 
 def test_a_warmup_beyond_the_presets_run_is_among_the_best_options(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The best options were checked as a run of the preset's length, which refused the warmup: no file was written."""
     longer = ["--steps", 101, "--eval-every", 101, "--adamw-warmup-steps", 101]
@@ -463,48 +425,38 @@ def test_none_is_the_present_value_of_a_rate_that_follows_the_matrices() -> None
             assert method.present == {option: present}
 
 
-def test_another_space_preset_or_length_is_refused_by_name(
-    command: list[object], small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = read(copy)
+def test_another_space_preset_or_length_is_refused_by_name(command: Options, copy: Path, refused: Refused) -> None:
     for changed, parts in (
         (["--seeds", 2], ["seeds=2 differs from 1"]),
         (["--steps", 8], ["steps=8 differs from 4"]),
         (["--space", "head_lr=0.1..0.2"], ["space=", "differs from"]),
     ):
-        refused(capsys, et(*command, *changed, "--out", copy), *parts, "name another --out")
-    arguments = ["d4" if argument == "tiny" else argument for argument in command]
-    refused(capsys, et(*arguments, "--out", copy), "preset='d4' differs from 'tiny'")
-    assert read(copy) == before
+        refused([*command, *changed, "--out", copy], *parts, "name another --out")
+    of_another = ["d4" if argument == "tiny" else argument for argument in command]
+    refused([*of_another, "--out", copy], "preset='d4' differs from 'tiny'")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "sweep.json"])
-def test_a_folder_that_is_no_sweep_is_refused(
-    name: str, command: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_no_sweep_is_refused(name: str, command: Options, refused: Refused, tmp_path: Path) -> None:
     (tmp_path / name).write_text("{}")
-    refused(capsys, et(*command, "--out", tmp_path), str(tmp_path), "name another --out")
-    assert [path.name for path in tmp_path.iterdir()] == [name]
+    refused([*command, "--out", tmp_path], str(tmp_path), "name another --out")
 
 
-def test_a_damaged_journal_is_reported_in_one_line(
-    command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_journal_is_reported_in_one_line(command: Options, copy: Path, refused: Refused) -> None:
     journal = copy / sweep.STUDIES
     journal.write_bytes(b"{ no JSON\n" + journal.read_bytes())
-    refused(capsys, et(*command, "--out", copy), str(journal), "damaged")
+    refused([*command, "--out", copy], str(journal), "damaged")
 
 
 def test_without_optuna_the_error_names_the_extra(
-    command: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Options, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
-    refused(capsys, et(*command, "--out", tmp_path / "out"), install("sweep"))
-    assert not (tmp_path / "out").exists()
+    refused([*command, "--out", tmp_path / "out"], install("sweep"))
 
 
 def test_the_work_ahead_is_announced_before_it_begins(
-    command: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+    command: Options, copy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et(*command, "--trials", TRIALS + 1, "--out", copy) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -516,11 +468,9 @@ def test_the_work_ahead_is_announced_before_it_begins(
     assert all(re.search(r"matrix_lr \S+ .*\d+:\d\d, \d+:\d\d left$", line) for line in trials)
 
 
-def test_no_trial_begins_that_would_end_after_the_minutes(small: list[object], tmp_path: Path) -> None:
+def test_no_trial_begins_that_would_end_after_the_minutes(small: Options, tmp_path: Path) -> None:
     assert et("sweep", *small, "--minutes", 1e-6, "--methods", "token_choice", "--out", tmp_path / "out") == 0
-    assert (
-        len(read(tmp_path / "out")["studies"]["token_choice"]["trials"]) == 1
-    )  # the first one tells how long they take
+    (_,) = record_of(tmp_path / "out")["studies"]["token_choice"]["trials"]  # the first one shows how long they take
 
 
 def trial(number: int, loss: float | None, **options: Any) -> Trial:
@@ -634,7 +584,7 @@ def test_the_best_trial_is_the_first_of_the_least_loss() -> None:
     assert best_of([trial(1, None)]) is None
 
 
-def test_the_page_has_a_row_and_figures_for_each_method(command: list[object], copy: Path, drawn: None) -> None:
+def test_the_page_has_a_row_and_figures_for_each_method(command: Options, copy: Path, drawn: None) -> None:
     assert et(*command, "--out", copy) == 0
     page = (copy / "sweep.html").read_text()
     table = page[page.index("<tbody>") : page.index("</tbody>")]
@@ -661,7 +611,7 @@ def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_the
 
 
 def test_without_matplotlib_all_but_the_page_is_written(
-    command: list[object], copy: Path, drawn: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Options, copy: Path, drawn: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (copy / "sweep.html").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)

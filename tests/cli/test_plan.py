@@ -7,7 +7,6 @@ import functools
 import gc
 import io
 import json
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from cases import small_model
-from expert_threshold.cli import main
+from cases import et, small_model
+from commands import Refused
 from expert_threshold.cli import plan as plan_command
 from expert_threshold.config import RunConfig, resolve
 from expert_threshold.distributed import local_batch
@@ -45,7 +44,7 @@ def plan(*arguments: str) -> dict[str, Any]:
     """Return the JSON that `et plan` prints; no weight may be made, since those of d20 would take 10 GB."""
     told = io.StringIO()
     with mock.patch.multiple(GPT, to_empty=None, init_weights=None), contextlib.redirect_stdout(told):
-        assert main(["plan", *arguments, "--json"]) == 0
+        assert et("plan", *arguments, "--json") == 0
     found: dict[str, Any] = json.loads(told.getvalue())
     return found
 
@@ -63,19 +62,16 @@ def test_kernels_that_are_off_are_one_line_under_the_tables_and_a_field_of_the_j
     with off() if is_off else nullcontext():
         reason = plan.__wrapped__("tiny", "--device", "cpu", "--dtype", "bfloat16")["kernels_off"]
         assert (reason is None) == cpu.available()
-        assert main(["plan", "tiny", "--device", "cpu", "--dtype", "bfloat16"]) == 0
+        assert et("plan", "tiny", "--device", "cpu", "--dtype", "bfloat16") == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("kernels are off: ") == (reason is not None)
     assert reason is None or last == reason
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def scratch_of_one_thread(one_thread: None) -> None:
     """torch's attention has scratch memory for each thread, which plans leave out."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
@@ -116,13 +112,7 @@ def measured(config: RunConfig, dtype: torch.dtype, folder: Path) -> int:
     ],
 )
 def test_the_memory_of_a_step_is_what_the_allocator_counts(
-    preset: str,
-    rule: str,
-    sequences: int,
-    dtype: torch.dtype,
-    accumulation: int,
-    checkpointing: bool,
-    tmp_path: Path,
+    preset: str, rule: str, sequences: int, dtype: torch.dtype, accumulation: int, checkpointing: bool, tmp_path: Path
 ) -> None:
     config = resolve(preset, rule)
     train = {"batch_size": sequences, "accumulation": accumulation, "activation_checkpointing": checkpointing}
@@ -318,7 +308,7 @@ def test_muon_s_batch_is_no_larger_than_a_small_model() -> None:
 
 
 def test_a_free_fanout_is_told_with_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", "--rule", "top_p"]) == 0
+    assert et("plan", "tiny", "--rule", "top_p") == 0
     assert "top_p has no fixed mean fanout; active parameters" in capsys.readouterr().out
     assert plan_without_memory("tiny", "--rule", "top_p", "--controller")["assumed"] is None
 
@@ -336,7 +326,7 @@ def test_a_gpus_micro_batch_is_that_of_training(rule: str) -> None:
 
 
 def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *D12, "--gpus", "8"]) == 0
+    assert et("plan", *D12, "--gpus", "8") == 0
     text = capsys.readouterr().out
     found = plan(*D12, "--gpus", "8")
     for name in ("params_total", "params_active", "tokens", "pool"):
@@ -346,26 +336,46 @@ def test_tables_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        (["--gpus", "0"], "--gpus: expected a whole number of at least 1, not 0"),
-        (["--gpus", "17"], "--gpus 17: a step has 16 sequences; give at most as many GPUs"),
-        (["--gpus", "2", "--micro-batch", "3"], "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
-        (["--gpus", "3", "--micro-batch", "1"], "--gpus 3: does not divide the step of 16 sequences"),
-        (["--gpus", "4", "--batch-size", "2", "--accumulation", "8"], "4 ranks are more than the 2 sequences"),
-        (["--gpus", "16", "--expert-parallel", "5"], "expert_parallel=5 does not divide the 16 ranks"),
-        (["--gpus", "3", "--batch-size", "3", "--expert-parallel", "3"], "num_experts=16 cannot be split over 3 ranks"),
-        (["--peak-tflops", "1e-320"], "the run would never end"),
-        (["--utilisation", "0"], "--utilisation: expected a number above 0 and at most 1, not 0"),
-        (["--utilisation", "1.5"], "--utilisation: expected a number above 0 and at most 1, not 1.5"),
-        (["--price-per-gpu-hour", "-1"], "--price-per-gpu-hour: expected a number of at least 0, not -1"),
+        ("--gpus 0", "--gpus: expected a whole number of at least 1, not 0"),
+        ("--gpus 17", "--gpus 17: a step has 16 sequences"),
+        ("--gpus 2 --micro-batch 3", "--micro-batch 3 on 2 GPUs does not divide the step of 16 sequences"),
+        ("--gpus 3 --micro-batch 1", "--gpus 3: does not divide the step of 16 sequences"),
+        ("--gpus 4 --batch-size 2 --accumulation 8", "4 ranks are more than the 2 sequences"),
+        ("--gpus 16 --expert-parallel 5", "expert_parallel=5 does not divide the 16 ranks"),
+        ("--gpus 3 --batch-size 3 --expert-parallel 3", "num_experts=16 cannot be split over 3 ranks"),
+        ("--peak-tflops 1e-320", "the run would never end"),
+        ("--peak-tflops 1e-9 --price-per-gpu-hour 1e308", "--price-per-gpu-hour 1e+308: the cost is beyond counting"),
+        ("--utilisation 0", "--utilisation: expected a number above 0 and at most 1, not 0"),
+        ("--utilisation 1.5", "--utilisation: expected a number above 0 and at most 1, not 1.5"),
+        ("--price-per-gpu-hour -1", "--price-per-gpu-hour: expected a number of at least 0, not -1"),
     ],
 )
-def test_nonsense_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "tiny", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_nonsense_is_refused(options: str, message: str, refused: Refused) -> None:
+    refused(["plan", "tiny", *options.split()], message)
+
+
+def test_flags_go_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "options.json"
+    file.write_text('{"train": {"steps": 7, "batch_size": 3}, "model": {"rule": {"name": "dense"}}}')
+    found = plan_without_memory("tiny", "--config", str(file), "--batch-size", "5")
+    assert (found["preset"], found["config"]) == ("tiny", str(file))
+    assert (found["steps"], found["tokens_per_step"], found["rule"]) == (7, 5 * 128, "dense")
+
+
+def test_a_plan_of_a_file_alone_claims_no_preset(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_without_memory("--config", str(run / "config.json"))
+    assert "preset" not in found
+    assert found["config"] == str(run / "config.json")
+    assert et("plan", "--config", run / "config.json") == 0
+    assert "quickstart" not in capsys.readouterr().out
+
+
+def test_a_narrow_model_has_one_head() -> None:
+    """--d-model 30 was refused as heads=0, which nobody had typed."""
+    assert plan_without_memory("quickstart", "--d-model", "30")["steps"]
+    assert resolve("quickstart", changes={"model": {"d_model": 30}}).model.heads == 1
 
 
 class Looking(TokenChoice):

@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 from cases import et
-from expert_threshold.cli import data as command
+from commands import Options, Refused, edit, lines, write_lines
 from expert_threshold.data import Tokenizer, open_source, public, token_files
 from expert_threshold.data.cache import VARIABLE
 from expert_threshold.runs import RunFolder
@@ -65,6 +65,12 @@ def world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public, "fetch", lambda url, path, *_: path.write_bytes(content(url)))
 
 
+@pytest.fixture(scope="module")
+def small() -> Options:
+    sizes = ["--layers", 2, "--d-model", 32, "--heads", 2, "--vocab-size", 270, "--batch-size", 2, "--context", 32]
+    return ["tiny", *sizes, "--threads", 1, "--eval-tokens", 64]
+
+
 def write_shards(folder: Path) -> Path:
     """Three shards of three row groups each."""
     folder.mkdir(parents=True)
@@ -74,21 +80,8 @@ def write_shards(folder: Path) -> Path:
     return folder
 
 
-def test_help_names_what_there_is_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
-    assert et("data", "--help") == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: et data")
-    for name, entry in command.ENTRIES.items():
-        assert f"et data {name} " in text
-        assert et("data", name, "--help") == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        for option in entry.options:
-            assert option.flag in shown
-            assert " ".join(option.help.split()) in shown
-
-
 def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
-    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     assert "3 shards" in capsys.readouterr().out
@@ -100,23 +93,20 @@ def test_from_shards_over_a_tokenizer_and_tokens_to_a_run(
     assert et("data", "tokenize", "--out", tmp_path / "tokens") == 0
     said = capsys.readouterr().out
     assert f"next: et train --data {tmp_path / 'tokens'} --vocab-size 270" in said
-    small = ["tiny", "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32, "--eval-tokens", 64]
+    losses = []
     for name, source in (("text", "fineweb-edu"), ("tokens", tmp_path / "tokens")):
-        assert et("train", *small, "--data", source, "--out", tmp_path / "runs" / name) == 0
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("text", "tokens")
-    ]
+        run = tmp_path / "runs" / name
+        assert et("train", *small, "--steps", 1, "--data", source, "--out", run) == 0
+        losses.append([record["loss"] for record in lines(run / "metrics.jsonl")])
     assert losses[0] == losses[1] != []
 
 
 def test_more_shards_do_not_change_the_runs_that_began_before(
-    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, small: Options, refused: Refused, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
-    small = ["--vocab-size", 270, "--steps", 2, "--batch-size", 2, "--context", 32, "--eval-tokens", 64]
+    run, text = tmp_path / "run", [*small, "--steps", 2, "--data", "fineweb-edu"]
     assert et("data", "fineweb-edu", "--shards", 2) == 0
-    assert et("train", "tiny", *small, "--data", "fineweb-edu", "--checkpoint-every", 1, "--out", run) == 0
+    assert et("train", *text, "--checkpoint-every", 1, "--out", run) == 0
     weights = run / "checkpoints" / "step_000002" / "model.safetensors"
     before = weights.read_bytes()
     shutil.rmtree(weights.parent)
@@ -124,11 +114,10 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     assert et("train", "--resume", run) == 0
     assert weights.read_bytes() == before
     assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 64) == 0
-    limited = ["tiny", *small, "--data", "fineweb-edu", "--out", tmp_path / "limited"]
-    assert et("train", *limited, "--train-shards", 2) == 0
+    assert et("train", *text, "--train-shards", 2, "--out", tmp_path / "limited") == 0
     found = tmp_path / "limited" / "checkpoints" / "step_000002" / "model.safetensors"
     assert found.read_bytes() == before
-    compare = ["compare", "tiny", *small, "--data", "fineweb-edu", "--rules", "dense", "--out", tmp_path / "compare"]
+    compare = ["compare", *text, "--rules", "dense", "--out", tmp_path / "compare"]
     shutil.rmtree(cache)
     assert et("data", "fineweb-edu", "--shards", 2) == 0
     assert et(*compare, "--seeds", 1) == 0
@@ -136,32 +125,26 @@ def test_more_shards_do_not_change_the_runs_that_began_before(
     assert et(*compare, "--seeds", 2) == 0
     hashes = {RunFolder.open(tmp_path / "compare" / "dense" / f"seed_{n}").config["corpus"]["hash"] for n in (0, 1)}
     assert len(hashes) == 1
-    capsys.readouterr()
-    assert et("train", *limited[:-1], tmp_path / "none", "--train-shards", 5) == 2
-    assert "train_shards=5: fineweb-edu has 4 for training" in capsys.readouterr().err
-    assert et("train", "tiny", "--train-shards", 1, "--out", tmp_path / "none") == 2
-    assert "embedded has no Parquet shards; leave it out" in capsys.readouterr().err
+    none = ["--out", tmp_path / "none"]
+    refused(["train", *text, "--train-shards", 5, *none], "train_shards=5: fineweb-edu has 4 for training")
+    refused(["train", "tiny", "--train-shards", 1, *none], "embedded has no Parquet shards; leave it out")
 
 
 def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    refused: Refused, tmp_path: Path
 ) -> None:
     """It was written beside the folder and looked for beside the shards."""
     shards = write_shards(tmp_path / "text" / "data")
     assert et("data", "tokenizer", tmp_path / "text", "--vocab-size", 270) == 0
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
-    assert (
-        Tokenizer.load(tmp_path / "text" / "tokenizer.json").hash
-        == Tokenizer.load(tmp_path / "tokens" / "tokenizer.json").hash
-    )
-    capsys.readouterr()
+    first, second = (Tokenizer.load(tmp_path / name / "tokenizer.json").hash for name in ("text", "tokens"))
+    assert first == second
     pyarrow.parquet.write_table(pyarrow.table({"text": ["  ", "\n"]}), shards / "shard_3.parquet")
-    assert et("train", "tiny", "--data", tmp_path / "text", "--vocab-size", 270, "--out", tmp_path / "run") == 2
-    assert "too few for a loss; give more text, or --eval-every none" in capsys.readouterr().err
+    train = ["train", "tiny", "--vocab-size", 270, "--out", tmp_path / "run", "--data"]
+    refused([*train, tmp_path / "text"], "too few for a loss", "--eval-every none")
     twice = pyarrow.table([["a"], ["b"]], names=["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
-    assert et("train", "tiny", "--data", tmp_path / "twice.parquet", "--out", tmp_path / "run") == 2
-    assert "several columns text_field='text'" in capsys.readouterr().err
+    refused([*train, tmp_path / "twice.parquet"], "several columns text_field='text'")
 
 
 def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,8 +153,8 @@ def test_a_second_kill_loses_no_tokens(tmp_path: Path, monkeypatch: pytest.Monke
     assert et("data", "tokenizer", shards, "--vocab-size", 270) == 0
     assert et("data", "tokenize", shards, "--out", tmp_path / "tokens") == 0
     index = tmp_path / "tokens" / "train.jsonl"
-    manifest = json.loads((tmp_path / "tokens" / "tokens.json").read_text())
-    (tmp_path / "tokens" / "tokens.json").write_text(json.dumps(manifest | {"finished": False}))
+    with edit(tmp_path / "tokens" / "tokens.json") as manifest:
+        manifest["finished"] = False
     kept = "".join(index.read_text().splitlines(keepends=True)[:2])
     index.write_text(kept)
     there: list[str] = []
@@ -191,65 +174,57 @@ def test_a_data_set_of_the_hub_is_downloaded_into_a_folder_to_train_on(
 
 
 def test_damaged_shards_are_skipped_while_a_tokenizer_is_trained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, refused: Refused, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shards = write_shards(tmp_path / "text")
     damaged = shards / "shard_0.parquet"
     damaged.write_bytes(damaged.read_bytes()[:4] + bytes(60) + damaged.read_bytes()[64:])
     make = ["data", "tokenizer", shards, "--vocab-size", 270]
-    small = ["train", "tiny", "--data", shards, "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32]
-    for arguments in (make, [*small, "--out", tmp_path / "run"]):
-        assert et(*arguments) == 2
-        assert f"{damaged} is damaged" in capsys.readouterr().err
+    train = ["train", *small, "--data", shards, "--steps", 1, "--out", tmp_path / "run"]
+    for command in (make, train):
+        refused(command, f"{damaged} is damaged")
     assert et(*make, "--skip-damaged") == 0
     assert f"skipped: {damaged} is damaged" in capsys.readouterr().err
     (shards / "tokenizer.json").unlink()
-    assert et(*small, "--skip-damaged", "--eval-tokens", 64, "--out", tmp_path / "run") == 0
+    assert et(*train, "--skip-damaged") == 0
     assert f"skipped: {damaged} is damaged" in capsys.readouterr().out
 
 
 def test_the_eval_bundle_is_found_by_evaluate(
-    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    world: None, cache: Path, small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("data", "core") == 0
     assert f"1 tasks in {cache / 'core'}" in capsys.readouterr().out
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    run = tmp_path / "run"
-    small = ["tiny", "--vocab-size", 270, "--steps", 1, "--batch-size", 2, "--context", 32, "--data", text]
-    assert et("train", *small, "--out", run) == 0
+    text, run = write_lines(tmp_path / "text.jsonl", [{"text": text} for text in TEXTS]), tmp_path / "run"
+    assert et("train", *small, "--steps", 1, "--data", text, "--out", run) == 0
     assert et("evaluate", run, "--no-validation") == 0
     assert "capitals" in capsys.readouterr().out
     assert et("evaluate", run, "--bundle", "none", "--eval-tokens", 32) == 0
     assert "capitals" not in capsys.readouterr().out
 
 
-def test_what_cannot_be_done_is_one_line(
-    world: None, cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_done_is_refused(
+    world: None, cache: Path, text: Path, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(message: str, *arguments: object) -> None:
-        assert et("data", *arguments) == 2
-        *_, error = capsys.readouterr().err.splitlines()  # before it stands what was begun
-        assert error.startswith("et data: ")
-        assert message in error
-
-    refused("name a subcommand: fineweb-edu, hub, core, tokenizer, tokenize")
-    refused("unknown subcommand fineweb; did you mean fineweb-edu?", "fineweb")
-    refused("--shards 0: there are 1822 for training; give from 1", "fineweb-edu", "--shards", 0)
-    refused("unknown option --shard; did you mean --shards?", "fineweb-edu", "--shard", 3)
-    refused("fineweb-edu is not in", "tokenizer")
-    file = tmp_path / "file"
-    file.write_text("some text\n\n" * 2000)
+    (cache / "fineweb-edu").mkdir(parents=True)
+    for command, message in (
+        ("", "name a subcommand: fineweb-edu, hub, core, tokenizer, tokenize"),
+        ("fineweb", "unknown subcommand fineweb; did you mean fineweb-edu?"),
+        ("fineweb-edu --shards 0", "--shards 0: there are 1822 for training"),
+        ("fineweb-edu --shard 3", "unknown option --shard; did you mean --shards?"),
+        ("tokenizer", "fineweb-edu is not in"),
+        ("tokenizer missing", "missing does not exist"),
+        ("tokenizer missing --vocab-size 5", "vocab_size=5 is too small"),
+        (f"tokenizer {text} --vocab-size 300", "--out is missing"),  # it was called an unwritable cache folder
+        (f"tokenize {text}", "is no folder of Parquet shards; name one"),
+        (f"tokenize {tmp_path / 'none'}", "does not exist"),
+    ):
+        refused(["data", *command.split()], message)
     with monkeypatch.context() as patch:
-        patch.setenv(VARIABLE, str(file))
-        refused("cannot be written", "core")
+        patch.setenv(VARIABLE, str(text))
+        refused(["data", "core"], "cannot be written")
     assert et("data", "fineweb-edu", "--shards", 2) == 0
-    refused("vocab_size=65536 is too large for this text: it supports fewer than", "tokenizer")
-    refused("no tokenizer.json beside fineweb-edu; make one with et data tokenizer", "tokenize")
+    refused(["data", "tokenizer"], "vocab_size=65536 is too large for this text")
+    refused(["data", "tokenize"], "no tokenizer.json beside fineweb-edu; make one with et data tokenizer")
     (cache / "fineweb-edu" / "tokenizer.json").write_text("{}")
-    capsys.readouterr()
-    refused("is not a tokenizer", "tokenizer")
-    text = tmp_path / "a.txt"
-    text.write_text("some text\n\n" * 2000)
-    refused("is no folder of Parquet shards; name one", "tokenize", text)
-    refused("does not exist", "tokenize", tmp_path / "none")
+    refused(["data", "tokenizer"], "is not a tokenizer")

@@ -10,7 +10,6 @@ import math
 import shutil
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.text import Text
 
-from cases import et, write_text
+from cases import et
+from commands import Options, Refused, edit, interrupt_at, lines, put, read, without, write_lines
 from expert_threshold import __version__, compare
 from expert_threshold.analysis.comparison import (
     Result,
@@ -49,53 +49,32 @@ from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
-from interrupts import interrupt_at
 
 CHOSEN = ["dense", "token_choice", "expert_threshold"]
+
+
 STEPS = 4
+
+
 CLOCKS = {"tokens_per_second", "seconds", "clock", "seconds_to_loss", "at_seconds"}
-"""All that may differ between two comparisons of one kind."""
 
 
-def read(out: Path) -> dict[str, Any]:
-    return dict(json.loads((out / "compare.json").read_bytes()))
+def record_of(out: Path) -> Any:
+    return read(out / "compare.json")
 
 
-def without_clocks(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: without_clocks(item) for key, item in value.items() if key not in CLOCKS}
-    return [without_clocks(item) for item in value] if isinstance(value, list) else value
-
-
-def content(folder: Path) -> dict[str, bytes]:
+def runs_in(folder: Path) -> dict[str, bytes]:
     """Every file of the runs."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.glob("*/seed_*/**/*")) if p.is_file()}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A run sets the number of threads of the process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="module")
+def small(small: Options) -> Options:
+    return [*small, "--steps", STEPS, "--num-experts", 4]
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = "the cat sat on a mat and saw another by old river where cats"
-    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", words)
-
-
-@pytest.fixture(scope="module")
-def small(text: Path) -> list[object]:
-    """Options of runs that take no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
-    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 3, "--num-experts", 4]
-    intervals = ["--steps", STEPS, "--eval-every", 2, "--eval-tokens", 128, "--log-every", 1, "--checkpoint-every", 2]
-    return ["tiny", "--data", text, "--threads", 1, "--d-model", 32, "--heads", 2, *sizes, *intervals]
-
-
-@pytest.fixture(scope="module")
-def finished(small: list[object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three methods, two seeds. No test may change it."""
     out = tmp_path_factory.mktemp("comparison") / "out"
     with contextlib.redirect_stdout(io.StringIO()):
@@ -108,8 +87,14 @@ def copy(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "copy"))
 
 
+@pytest.fixture
+def again(small: Options, copy: Path) -> Options:
+    """The command that made the comparison, for its copy."""
+    return ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy]
+
+
 def test_the_table_says_what_the_runs_measured(finished: Path) -> None:
-    table = {row["method"]: row for row in read(finished)["table"]}
+    table = {row["method"]: row for row in record_of(finished)["table"]}
     assert list(table) == CHOSEN
     for method, row in table.items():
         last, speeds = [], []
@@ -139,7 +124,7 @@ def test_the_table_says_what_the_runs_measured(finished: Path) -> None:
 
 
 def test_csv_json_and_markdown_agree(finished: Path) -> None:
-    table = read(finished)["table"]
+    table = record_of(finished)["table"]
     with (finished / "compare.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [{k: v or None for k, v in line.items()} for line in lines] == [
@@ -156,7 +141,7 @@ def test_csv_json_and_markdown_agree(finished: Path) -> None:
 
 
 def test_the_record_tells_the_options_the_machine_and_the_versions(finished: Path, text: Path) -> None:
-    record = read(finished)
+    record = record_of(finished)
     assert record["options"]["run"] == {"preset": "tiny"}
     assert record["options"]["train"]["steps"] == STEPS
     assert record["options"]["data"]["source"] == str(text)
@@ -250,16 +235,16 @@ def entry(method: str, loss: float) -> dict[str, Any]:
     return {"method": method, "kind": method, "points": [[1, 10.0], [2, loss + 0.1], [3, loss]]}
 
 
-def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: list[object], tmp_path: Path) -> None:
+def test_each_run_is_one_that_et_train_would_have_made(finished: Path, small: Options, tmp_path: Path) -> None:
     alone = tmp_path / "alone"
     assert et("train", *small, "--rule", "token_choice", "--seed", 1, "--out", alone) == 0
     run, other = RunFolder.open(finished / "token_choice" / "seed_1"), RunFolder.open(alone)
-    assert without_clocks(run.metrics.read()) == without_clocks(other.metrics.read())
+    assert without(run.metrics.read(), CLOCKS) == without(other.metrics.read(), CLOCKS)
     assert run.config == other.config
 
 
 def test_methods_see_the_same_data_in_the_same_order_under_one_seed(
-    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[Batch]] = []
 
@@ -296,7 +281,7 @@ def swept(folder: Path, **options: dict[str, Any]) -> Path:
 
 
 def test_each_methods_tuned_options_are_recorded_and_kept_apart(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, refused: Refused, tmp_path: Path
 ) -> None:
     slow, fast, narrow = (tmp_path / name for name in ("slow", "fast", "narrow"))
     swept(slow, dense={"optim": {"matrix_lr": 0.02}}, expert_threshold={"optim": {"matrix_lr": 0.01}})
@@ -306,31 +291,28 @@ def test_each_methods_tuned_options_are_recorded_and_kept_apart(
     one, other, thin = (tmp_path / f"of-{name}" for name in ("slow", "fast", "narrow"))
     assert et(*both, "--tuned", slow, "--out", one) == 0
     assert et(*both, "--tuned", fast, "--out", other) == 0
-    own = read(other)["own_options"]
-    assert own == {"dense": {}, "expert_threshold": {"matrix_lr": 0.1}}
+    assert record_of(other)["own_options"] == {"dense": {}, "expert_threshold": {"matrix_lr": 0.1}}
     # Other options do not continue a comparison, and runs with other options are not seeds of one method.
-    refused(capsys, et(*both, "--tuned", fast, "--seeds", 2, "--out", one), "matrix_lr=0.1 differs from 0.01")
+    refused([*both, "--tuned", fast, "--seeds", 2, "--out", one], "matrix_lr=0.1 differs from 0.01")
     join = ["compare", "--join", one, "--join", other, "--out", tmp_path / "joined"]
-    refused(capsys, et(*join), f"--join {other}: expert_threshold has matrix_lr=0.1 there and 0.01 in {one}")
+    refused(join, f"--join {other}: expert_threshold has matrix_lr=0.1 there and 0.01 in {one}")
     # The same options continue it, with some of its methods, too; what differs in size has a name of its own.
     assert et("compare", *small, "--rules", "expert_threshold", "--tuned", fast, "--out", other) == 0
-    assert [run["method"] for run in read(other)["runs"]] == ["dense", "expert_threshold"]
+    assert [run["method"] for run in record_of(other)["runs"]] == ["dense", "expert_threshold"]
     assert et("compare", *small, "--rules", "expert_threshold", "--tuned", narrow, "--out", thin) == 0
     assert et("compare", "--join", one, "--join", thin, "--out", tmp_path / "joined") == 0
-    rows = json.loads((tmp_path / "joined" / "joined.json").read_text())["table"]
+    rows = read(tmp_path / "joined" / "joined.json")["table"]
     assert [row["method"] for row in rows] == ["dense", "expert_threshold", "expert_threshold (4 experts of 32)"]
 
 
-def test_options_that_give_methods_other_budgets_are_refused(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_that_give_methods_other_budgets_are_refused(small: Options, refused: Refused, tmp_path: Path) -> None:
     folder = swept(tmp_path / "swept", dense={}, expert_threshold={"train": {"accumulation": 2}})
-    code = et("compare", *small, "--rules", "dense,expert_threshold", "--tuned", folder, "--out", tmp_path / "out")
-    refused(capsys, code, "--tuned: expert_threshold has accumulation=2 and dense 1")
+    command = ["compare", *small, "--rules", "dense,expert_threshold", "--tuned", folder, "--out", tmp_path / "out"]
+    refused(command, "--tuned: expert_threshold has accumulation=2 and dense 1")
 
 
 def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = swept(
         tmp_path / "swept", token_choice={"optim": {"matrix_lr": 1e29, "head_lr": 1e29}}, expert_threshold={}
@@ -340,7 +322,7 @@ def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
     assert et(*command) == 0
     told = capsys.readouterr().out
     assert "token_choice seed 0 diverged" in told
-    record = read(tmp_path / "out")
+    record = record_of(tmp_path / "out")
     losses = {row["method"]: row["loss"] for row in record["table"]}
     assert losses["token_choice"] is None
     assert losses["expert_threshold"] is not None
@@ -349,88 +331,79 @@ def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
     assert (tmp_path / "out" / "compare.html").is_file()
     monkeypatch.setattr(compare, "train_run", None)
     assert et(*command) == 0
-    assert read(tmp_path / "out") == record
+    assert record_of(tmp_path / "out") == record
 
 
-def test_a_finished_comparison_that_is_shown_elsewhere_keeps_its_seconds(small: list[object], copy: Path) -> None:
-    record = read(copy)
-    record["machines"][0] |= {"cpu": "another", "expert_threshold": "9.9"}
-    (copy / "compare.json").write_text(json.dumps(record))
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
-    assert read(copy)["machines"] == record["machines"]
-    assert read(copy)["judgement"] == record["judgement"]
+def test_a_finished_comparison_that_is_shown_elsewhere_keeps_its_seconds(again: Options, copy: Path) -> None:
+    with edit(copy / "compare.json") as record:
+        record["machines"][0] |= {"cpu": "another", "expert_threshold": "9.9"}
+    assert et(*again) == 0
+    assert record_of(copy)["machines"] == record["machines"]
+    assert record_of(copy)["judgement"] == record["judgement"]
 
 
-def test_a_copy_of_a_run_beside_it_is_not_part_of_the_comparison(small: list[object], copy: Path) -> None:
+def test_a_copy_of_a_run_beside_it_is_not_part_of_the_comparison(again: Options, copy: Path) -> None:
     shutil.copytree(copy / "dense" / "seed_0", copy / "dense" / "seed_0.bak")
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert et(*again) == 0
     assert len(find_runs([str(copy)])) == 2 * len(CHOSEN)
 
 
-def test_fewer_methods_and_seeds_keep_the_results_of_the_others(
-    finished: Path, small: list[object], copy: Path
-) -> None:
+def test_fewer_methods_and_seeds_keep_the_results_of_the_others(finished: Path, small: Options, copy: Path) -> None:
     assert et("compare", *small, "--rules", "token_choice", "--seeds", 1, "--out", copy) == 0
-    before, after = read(finished), read(copy)
+    before, after = record_of(finished), record_of(copy)
     assert after["runs"] == before["runs"]
     assert after["costs"] == before["costs"]
 
 
 def test_an_interrupted_comparison_resumes_and_equals_one_that_never_stopped(
-    small: list[object],
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    small: Options, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "a folder"
-    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", out]
+    command = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", out]
     with monkeypatch.context() as patch:
         interrupt_at(STEPS + 3, patch)
-        assert et(*arguments) == 130
+        assert et(*command) == 130
     shown = capfd.readouterr()
     assert "to continue the comparison: et compare tiny --data" in shown.out
     assert shown.out.rstrip().endswith(f"--out '{out}'")
     assert f"to go on: et train --resume '{out / 'token_choice' / 'seed_0'}'\n" in shown.out
-    assert [row["method"] for row in read(out)["table"]] == ["dense"]
+    assert [row["method"] for row in record_of(out)["table"]] == ["dense"]
     assert RunFolder.open(out / "token_choice" / "seed_0").latest_checkpoint() == 3
-    assert et(*arguments) == 0
-    assert without_clocks(read(out)) == without_clocks(read(finished))
+    assert et(*command) == 0
+    assert without(record_of(out), CLOCKS) == without(record_of(finished), CLOCKS)
     for path in sorted(finished.glob("*/seed_*")):
         run, whole = RunFolder.open(out / path.relative_to(finished)), RunFolder.open(path)
-        assert without_clocks(run.metrics.read()) == without_clocks(whole.metrics.read())
+        assert without(run.metrics.read(), CLOCKS) == without(whole.metrics.read(), CLOCKS)
         one, other = run.load_checkpoint().tensors["model"], whole.load_checkpoint().tensors["model"]
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(
-    small: list[object], finished: Path, copy: Path
-) -> None:
+def test_a_killed_run_resumes_from_its_checkpoint_or_starts_over(again: Options, finished: Path, copy: Path) -> None:
     """One run was killed after step 2, one before its first checkpoint, one before anything was written."""
     shutil.rmtree(copy / "dense" / "seed_1" / "checkpoints" / "step_000004")
     shutil.rmtree(copy / "token_choice" / "seed_0" / "checkpoints")
     for path in (copy / "expert_threshold" / "seed_0").iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (copy / "expert_threshold" / "seed_0" / ".lock").write_text("process 1 on elsewhere")
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
-    assert without_clocks(read(copy)) == without_clocks(read(finished))
+    assert et(*again) == 0
+    assert without(record_of(copy), CLOCKS) == without(record_of(finished), CLOCKS)
 
 
 def test_a_finished_comparison_is_shown_again_and_no_run_is_touched(
-    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before, record = content(copy), read(copy)
+    before, record = runs_in(copy), record_of(copy)
     monkeypatch.setattr(compare, "train_run", None)
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
-    assert content(copy) == before
-    assert read(copy) == record
+    assert et(*again) == 0
+    assert runs_in(copy) == before
+    assert record_of(copy) == record
     assert f"{record['table'][0]['loss']:.3f}" in capsys.readouterr().out
 
 
-def test_methods_and_seeds_can_be_added_later(small: list[object], copy: Path) -> None:
-    before = content(copy)
+def test_methods_and_seeds_can_be_added_later(small: Options, copy: Path) -> None:
+    before = runs_in(copy)
     assert et("compare", *small, "--rules", "token_choice_aux,dense", "--seeds", 3, "--out", copy) == 0
-    after, record = content(copy), read(copy)
+    after, record = runs_in(copy), record_of(copy)
     assert before.items() <= after.items()
     seeds = {row["method"]: row["seeds"] for row in record["table"]}
     assert seeds == {"dense": 3, "token_choice": 2, "expert_threshold": 2, "token_choice_aux": 3}
@@ -438,7 +411,7 @@ def test_methods_and_seeds_can_be_added_later(small: list[object], copy: Path) -
 
 
 def test_progress_names_the_run_the_step_and_what_is_left(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("compare", *small, "--rules", "dense,token_choice", "--seeds", 2, "--out", tmp_path / "out") == 0
     shown = capsys.readouterr()
@@ -470,25 +443,16 @@ def test_the_total_time_left_covers_this_run_and_those_that_follow(monkeypatch: 
 
 
 def test_without_matplotlib_all_but_the_figure_is_written(
-    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for path in copy.glob("loss_by_method.*"):
         path.unlink()
     (copy / "compare.md").unlink()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
+    assert et(*again) == 0
     assert (copy / "compare.md").is_file()
     assert not list(copy.glob("loss_by_method.*"))
     assert install("viz") in capsys.readouterr().out.splitlines()[-1]
-
-
-def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
-    error = capsys.readouterr().err
-    assert code == 2
-    assert error.startswith("et compare: ")
-    assert error.count("\n") == 1
-    for part in parts:
-        assert part in error
 
 
 @pytest.mark.parametrize(
@@ -501,19 +465,19 @@ def refused(capsys: pytest.CaptureFixture[str], code: int, *parts: str) -> None:
         (["--rule", "dense"], ["unknown option --rule", "--rules"]),
         (["--balance", "aux"], ["unknown option --balance"]),
         (["--rules", "dense,token_choice", "--decay", 0.5], ["--decay 0.5", "dense, token_choice", "leave it out"]),
+        (["--rules", "dense", "--baseline", "relu"], ["--baseline relu", "dense"]),
         (["--eval-every", "none"], ["--eval-every none", "leave it out"]),
         (["--experts-per-token", 0.05], ["experts_per_token=0.05"]),
         (["--rules", "dense,expert_threshold", "--pool", 7], ["pool", "7"]),
         (["--data", "missing.txt"], ["missing.txt", "does not exist"]),
-        (["--vocab-size", 256], ["vocab_size=256 is too small"]),
+        (["--vocab-size", 256], ["vocab_size=256"]),
         (["--threads", 100_000], ["threads=100000", "at most"]),
     ],
 )
 def test_an_invalid_comparison_is_refused_before_anything_is_created(
-    options: list[object], parts: list[str], small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: Options, parts: list[str], small: Options, refused: Refused, tmp_path: Path
 ) -> None:
-    refused(capsys, et("compare", *small, *options, "--out", tmp_path / "out"), *parts)
-    assert not (tmp_path / "out").exists()
+    refused(["compare", *small, *options, "--out", tmp_path / "out"], *parts)
 
 
 @pytest.mark.parametrize(
@@ -528,33 +492,26 @@ def test_an_invalid_comparison_is_refused_before_anything_is_created(
     ],
 )
 def test_options_that_differ_from_those_of_the_comparison_are_refused_by_name(
-    options: list[object], parts: list[str], small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
+    options: Options, parts: list[str], again: Options, copy: Path, refused: Refused
 ) -> None:
-    before = content(copy), read(copy)
-    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy, *options]
-    refused(capsys, et(*arguments), *parts, str(copy), "name another --out")
-    assert (content(copy), read(copy)) == before
+    refused([*again, *options], *parts, str(copy), "name another --out")
 
 
-def test_another_preset_is_refused_by_name(copy: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, et("compare", "d4", "--data", text, "--out", copy), "preset='d4' differs from 'tiny'")
+def test_another_preset_is_refused_by_name(copy: Path, text: Path, refused: Refused) -> None:
+    refused(["compare", "d4", "--data", text, "--out", copy], "preset='d4' differs from 'tiny'")
 
 
-def test_another_text_is_refused(
-    small: list[object], tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    changing = tmp_path / "corpus.jsonl"
-    shutil.copy(text, changing)
-    arguments = ["compare", *small, "--data", changing, "--rules", "token_choice", "--out", tmp_path / "out"]
-    assert et(*arguments) == 0
+def test_another_text_is_refused(small: Options, tmp_path: Path, text: Path, refused: Refused) -> None:
+    changing = Path(shutil.copy(text, tmp_path / "corpus.jsonl"))
+    command = ["compare", *small, "--data", changing, "--rules", "token_choice", "--out", tmp_path / "out"]
+    assert et(*command) == 0
     with changing.open("a") as file:
         file.write('{"text": "one more"}\n')
-    capsys.readouterr()
-    refused(capsys, et(*arguments), "has changed", "restore the text")
+    refused(command, "has changed")
 
 
 def test_a_text_that_changes_between_two_runs_changes_none_of_them(
-    small: list[object], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    small: Options, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changing, train_run = tmp_path / "corpus.jsonl", compare.train_run
     shutil.copy(text, changing)
@@ -568,30 +525,25 @@ def test_a_text_that_changes_between_two_runs_changes_none_of_them(
     out = tmp_path / "out"
     assert et("compare", *small, "--data", changing, "--rules", "dense,token_choice", "--out", out) == 0
     hashes = {run.config["corpus"]["hash"] for run in find_runs([str(out)])}
-    assert hashes == {read(out)["corpus"]["hash"]}
+    assert hashes == {record_of(out)["corpus"]["hash"]}
 
 
-def test_another_tokenizer_is_refused(
-    small: list[object], copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = read(copy)
-    assert record["corpus"]["tokenizer"] == RunFolder.open(copy / "dense" / "seed_0").tokenizer().hash
-    record["corpus"]["tokenizer"] = "f" * 64
-    (copy / "compare.json").write_text(json.dumps(record))
-    arguments = ["compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 3, "--out", copy]
-    refused(capsys, et(*arguments), "the tokenizer of ", "has changed since", "name another --out")
+def test_another_tokenizer_is_refused(again: Options, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with edit(copy / "compare.json") as record:
+        assert record["corpus"]["tokenizer"] == RunFolder.open(copy / "dense" / "seed_0").tokenizer().hash
+        record["corpus"]["tokenizer"] = "f" * 64
+    assert et(*again, "--seeds", 3) == 2
+    assert "the tokenizer of " in capsys.readouterr().err
     assert not list(copy.glob("*/seed_2"))
 
 
-def test_all_runs_have_the_dtype_of_the_first(
-    small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_runs_have_the_dtype_of_the_first(small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     monkeypatch.setattr(device, "fast_dtype", lambda _: torch.float32)
     assert et("compare", *small, "--rules", "token_choice", "--out", out) == 0
     monkeypatch.setattr(device, "fast_dtype", lambda _: torch.bfloat16)  # another machine
     assert et("compare", *small, "--rules", "token_choice,expert_threshold", "--out", out) == 0
-    record = read(out)
+    record = record_of(out)
     assert record["options"]["train"]["dtype"] == "float32"
     assert {run.config["train"]["dtype"] for run in find_runs([str(out)])} == {"float32"}
     record["options"]["train"]["dtype"] = "auto"  # as earlier versions recorded it
@@ -600,33 +552,28 @@ def test_all_runs_have_the_dtype_of_the_first(
 
 
 def test_finished_runs_without_their_weights_are_not_trained_again(
-    small: list[object], copy: Path, monkeypatch: pytest.MonkeyPatch
+    again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in copy.glob("*/*/checkpoints"):
         shutil.rmtree(path)
-    before, table = content(copy), read(copy)["table"]
+    before, table = runs_in(copy), record_of(copy)["table"]
     monkeypatch.setattr(compare, "train_run", None)
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy) == 0
-    assert content(copy) == before
-    assert read(copy)["table"] == table
+    assert et(*again) == 0
+    assert runs_in(copy) == before
+    assert record_of(copy)["table"] == table
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "compare.json"])
 def test_a_folder_that_is_no_comparison_is_refused_before_the_text_is_read(
-    name: str, small: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, small: Options, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "open_source", None)
     (tmp_path / name).write_text("{}")
-    refused(capsys, et("compare", *small, "--out", tmp_path), str(tmp_path), "name another --out")
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_no_name_is_no_folder(small: list[object], capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, et("compare", *small, "--out", ""), "--out: must not be empty")
+    refused(["compare", *small, "--out", tmp_path], str(tmp_path), "name another --out")
 
 
 def test_the_work_ahead_is_announced_before_the_text_is_read(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert et("compare", *small, "--data", tmp_path / "missing.txt", "--out", tmp_path / "out") == 2
     told = capsys.readouterr().out
@@ -636,7 +583,7 @@ def test_the_work_ahead_is_announced_before_the_text_is_read(
 
 
 def test_a_comparison_of_a_file_says_so(
-    small: list[object], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = finished / "dense" / "seed_0" / "config.json"
     data = ["--data", tmp_path / "missing.txt", "--out", tmp_path / "out"]
@@ -647,90 +594,69 @@ def test_a_comparison_of_a_file_says_so(
 
 
 def test_a_folder_holding_only_a_stale_lock_can_become_a_comparison(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / ".lock").write_text("process 1 on elsewhere")
-    refused(capsys, et("compare", *small, "--data", "missing.txt", "--out", tmp_path), "missing.txt does not exist")
+    assert et("compare", *small, "--data", "missing.txt", "--out", tmp_path) == 2
+    assert "missing.txt does not exist" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def change(record: Any, path: str, value: Any) -> None:
-    """Set what stands at a path such as `layers.1.usage`, or remove it where the value is `...`."""
-    *parents, last = path.split(".")
-    for part in parents:
-        record = record[part]
-    if value is ...:
-        del record[last]
+METRICS = "token_choice/seed_1/metrics.jsonl"
+AGAIN = [METRICS.partition("/metrics")[0], "restore it from a copy", "to train that run again"]
+DAMAGE: list[tuple[str, Any, list[str]]] = [
+    *(
+        ("compare.json", (path, value), ["name another --out"])
+        for path in ("options", "methods", "machines", "corpus", "corpus.hash")
+        for value in (..., None, [5])
+    ),
+    *(
+        (METRICS, change, AGAIN)
+        for change in (
+            ("layers", ...), ("layers", "x"), ("layers.1", 5), ("layers.1.fanout_counts", ...),
+            ("layers.1.fanout_counts", [1, 2]), ("loss", ...), ("loss", "x"), ("bits_per_byte", []),
+            ("layers.2.load_spread", "x"),
+        )
+    ),
+    *(("compare.json", data, ["compare.json"]) for data in (b"", b"{}", b"[]", b"\xff", b"{")),
+    *(
+        ("dense/seed_0/config.json", data, ["config.json"])
+        for data in (b"{}", b"\xff", b'{"format": "expert-threshold run"}')
+    ),
+    ("dense/seed_0/metrics.jsonl", b'{"step": 1}\n{}\n', ["metrics.jsonl"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "damage", "parts"), DAMAGE)
+def test_a_damaged_file_is_named_and_nothing_is_changed(
+    name: str, damage: Any, parts: list[str], again: Options, copy: Path, refused: Refused
+) -> None:
+    """damage: the file's content, or what is set at a place in its last record."""
+    path = copy / name
+    if isinstance(damage, bytes):
+        path.write_bytes(damage)
+    elif name.endswith(".json"):
+        with edit(path) as record:
+            put(record, *damage)
     else:
-        record[last] = value
+        records = lines(path)
+        put(records[-1], *damage)
+        write_lines(path, records)
+    refused(again, *parts)
 
 
-@pytest.mark.parametrize("value", [..., None, [5]], ids=repr)
-@pytest.mark.parametrize("path", ["options", "methods", "machines", "corpus", "corpus.hash"])
-def test_a_damaged_record_is_reported_and_left_unchanged(
-    path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record = read(copy)
-    change(record, path, value)
-    (copy / "compare.json").write_text(json.dumps(record))
-    refused_and_unharmed(copy, small, capsys, "name another --out")
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("layers", ...), ("layers", "x"), ("layers.1", 5), ("layers.1.fanout_counts", ...),
-        ("layers.1.fanout_counts", [1, 2]), ("loss", ...), ("loss", "x"), ("bits_per_byte", []),
-        ("layers.2.load_spread", "x"),
-    ],
-)  # fmt: skip
-def test_damaged_measurements_are_reported_and_left_unchanged(
-    path: str, value: Any, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = copy / "token_choice" / "seed_1"
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    record = json.loads(lines[-1])
-    assert record["split"] == "validation"
-    change(record, path, value)
-    (run / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
-    refused_and_unharmed(copy, small, capsys, str(run), "restore it from a copy", "to train that run again")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        *[("compare.json", content) for content in (b"", b"{}", b"[]", b"\xff", b"{")],
-        *[("dense/seed_0/config.json", content) for content in (b"{}", b"\xff", b'{"format": "expert-threshold run"}')],
-        ("dense/seed_0/metrics.jsonl", b'{"step": 1}\n{}\n'),
-    ],
-)
-def test_a_truncated_or_replaced_file_is_named_and_left_unchanged(
-    name: str, content: bytes, small: list[object], copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (copy / name).write_bytes(content)
-    refused_and_unharmed(copy, small, capsys, name)
-
-
-def refused_and_unharmed(copy: Path, small: list[object], capsys: pytest.CaptureFixture[str], *parts: str) -> None:
-    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
-    refused(capsys, et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 2, "--out", copy), *parts)
-    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
-
-
-def test_a_layer_that_got_no_token_in_validation_has_no_spread(finished: Path, copy: Path) -> None:
+def test_a_layer_that_got_no_token_in_validation_has_no_spread(copy: Path) -> None:
     path = copy / "token_choice" / "seed_0" / "metrics.jsonl"
-    lines = path.read_text().splitlines()
-    record = json.loads(lines[-1])
-    other = record["layers"]["2"]["load_spread"]
-    change(record, "layers.1.load_spread", None)
-    path.write_text("\n".join([*lines[:-1], json.dumps(record)]) + "\n")
+    records = lines(path)
+    other = records[-1]["layers"]["2"]["load_spread"]
+    records[-1]["layers"]["1"]["load_spread"] = None
+    write_lines(path, records)
     result = read_result(RunFolder.open(path.parent), "token_choice", 0)
     assert result is not None
     assert result.load_spread == other
 
 
 TWO: dict[str, Any] = {"rule.experts_per_token": 2}
-"""What every method accepts: gates normalised over one expert are constant."""
 
 
 def test_each_method_is_what_its_name_says() -> None:
@@ -824,7 +750,7 @@ def test_a_curve_is_the_mean_over_seeds_where_all_were_validated() -> None:
 
 
 def test_the_judgement_is_paired_by_seed(finished: Path) -> None:
-    record = read(finished)
+    record = record_of(finished)
     losses = {(run["method"], run["seed"]): run["loss"] for run in record["runs"]}
     rows = {row["method"]: row for row in record["judgement"]}
     assert record["baseline"] == "token_choice"
@@ -836,7 +762,7 @@ def test_the_judgement_is_paired_by_seed(finished: Path) -> None:
 
 
 def test_flops_follow_the_fanout_that_was_measured(finished: Path) -> None:
-    runs = read(finished)["runs"]
+    runs = record_of(finished)["runs"]
     d_expert = RunFolder.open(finished / "token_choice" / "seed_0").config["model"]["d_expert"]
     dense, choice = (next(run for run in runs if run["method"] == method) for method in ("dense", "token_choice"))
     assert choice["fanout_trained"] == 1
@@ -855,7 +781,7 @@ def test_flops_follow_the_fanout_of_each_step(copy: Path) -> None:
     for record in records:
         for layer in record["layers"].values() if record["split"] == "train" else ():
             layer["fanout_mean"] = 1.0 if record["step"] <= 2 else 3.0
-    (run.path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_lines(run.path / "metrics.jsonl", records)
     drifting = read_result(run, "expert_threshold", 0)
     even = read_result(RunFolder.open(copy / "token_choice" / "seed_0"), "token_choice", 0)
     assert drifting is not None
@@ -874,67 +800,65 @@ def test_the_page_holds_every_method_and_sorts(finished: Path) -> None:
         assert page.count(f"<td>{method}</td>") == 3
 
 
-def test_comparisons_join_into_one_table(
-    small: list[object], finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparisons_join_into_one_table(small: Options, finished: Path, refused: Refused, tmp_path: Path) -> None:
     other, out = tmp_path / "elsewhere", tmp_path / "joined"
     assert et("compare", *small, "--rules", "token_choice_aux", "--seeds", 2, "--out", other) == 0
+    join = ["compare", "--join", finished]
     options = ["--baseline", "dense", "--margin", 0.5, "--out", out]
-    assert et("compare", "--join", finished, "--join", other, *options) == 0
-    record = json.loads((out / "joined.json").read_text())
+    assert et(*join, "--join", other, *options) == 0
+    record = read(out / "joined.json")
     assert [row["method"] for row in record["judgement"]] == [*CHOSEN, "token_choice_aux"]
     assert record["baseline"] == "dense"
     assert all(row["seconds"] is not None for row in record["judgement"])  # one machine
     assert "token_choice_aux" in (out / "compare.html").read_text()
-    assert et("compare", "--join", finished, "--join", other, *options) == 0  # again, in its own folder
-    capsys.readouterr()
-    refused(capsys, et("compare", "--join", finished, "--join", finished, *options), "are not different folders")
-    refused(capsys, et("compare", "--join", tmp_path / "none", *options), "has no compare.json")
-    refused(capsys, et("compare", "--join", finished, "--steps", 8, *options), "leave out --steps")
-    refused(capsys, et("compare", "--join", finished, "--out", other), "is not a joined comparison")
-    refused(capsys, et("compare", "--join", finished, "--baseline", "relu", "--out", out), "--baseline relu")
+    assert et(*join, "--join", other, *options) == 0  # again, in its own folder
+    refused([*join, "--join", finished, *options], "are not different folders")
+    refused(["compare", "--join", tmp_path / "none", *options], "has no compare.json")
+    refused([*join, "--steps", 8, *options], "leave out --steps")
+    refused([*join, "quickstart", "--out", out], "leave out quickstart")
+    refused([*join, "--out", other], "is not a joined comparison")
+    refused([*join, "--baseline", "relu", "--out", out], "--baseline relu")
     changed = Path(shutil.copytree(other, tmp_path / "changed"))
-    for old, new, told in (
+    for old, new, words in (
         ('"batch_size": 2', '"batch_size": 16', "batch_size=16 differs from 2"),
         ('"key_offset": null', '"key_offset": "all"', "key_offset='all' differs from None"),
         ('"hash": "', '"hash": "f', "text="),
         ('"tokenizer": "', '"tokenizer": "f', "tokenizer="),
     ):
         (changed / "compare.json").write_text((other / "compare.json").read_text().replace(old, new))
-        refused(capsys, et("compare", "--join", finished, "--join", changed, *options), told)
+        refused([*join, "--join", changed, *options], words)
 
 
 def test_joined_rows_name_their_number_of_experts_and_of_steps_and_note_several_versions(
     finished: Path, copy: Path, tmp_path: Path
 ) -> None:
-    record = read(copy)
-    del record["methods"]["dense"]
-    record["runs"] = [run for run in record["runs"] if run["method"] != "dense"]
-    for rule in record["methods"].values():
-        rule["num_experts"] = 64
-    record["options"]["train"]["steps"] = 1200
-    record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
-    record["options"]["optim"]["expert_lr"] = 0.01
-    record["machines"][0]["expert_threshold"] = "9.9"
-    (copy / "compare.json").write_text(json.dumps(record))
+    with edit(copy / "compare.json") as record:
+        del record["methods"]["dense"]
+        record["runs"] = [run for run in record["runs"] if run["method"] != "dense"]
+        for rule in record["methods"].values():
+            rule["num_experts"] = 64
+        record["options"]["train"]["steps"] = 1200
+        record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
+        record["options"]["optim"]["expert_lr"] = 0.01
+        record["machines"][0]["expert_threshold"] = "9.9"
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
-    rows = json.loads((tmp_path / "out" / "joined.json").read_text())["table"]
+    rows = read(tmp_path / "out" / "joined.json")["table"]
     told = "64 experts of 8, 4 shared, experts at rate 0.01, fanout norm, 1,200 steps"
     others = [f"{method} ({told})" for method in CHOSEN[1:]]
     assert [row["method"] for row in rows] == [*CHOSEN, *others]
     for page in ("compare.html", "compare.md"):
         text = (tmp_path / "out" / page).read_text()
-        assert "several versions of expert-threshold: 0.1.0 and 9.9" in text
+        assert f"{__version__} and 9.9" in text
         assert (
             "4 experts of 64, 1 shared, experts at the usual rate, no norm and 4 steps where no other is named" in text
         )
 
 
 def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
-    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, copy: Path, refused: Refused, tmp_path: Path
 ) -> None:
     """Dense is the same run beside any number of experts, and could not be joined with itself."""
-    record = read(copy)
+    record = record_of(copy)
     for rule in list(record["methods"].values())[1:]:
         rule["num_experts"] = 64
     (copy / "compare.json").write_text(json.dumps(record))
@@ -943,45 +867,38 @@ def test_a_run_in_two_joined_folders_is_taken_once_or_the_difference_named(
     told = (tmp_path / "out" / "compare.md").read_text()
     assert f"{finished} (6 runs) and {copy} (6 runs, 2 of them in an earlier folder, too)" in told
     assert told.count("\n| dense |") == 3
-    capsys.readouterr()
     for section, option, value in (("optim", "matrix_lr", 0.5), ("train", "log_every", 9)):
         changed = record | {"options": record["options"] | {section: record["options"][section] | {option: value}}}
         (copy / "compare.json").write_text(json.dumps(changed))
-        refused(
-            capsys, et(*join), f"--join {copy}: dense has {option}={value} there and ", f" in {finished}; leave one"
-        )
+        refused(join, f"--join {copy}: dense has {option}={value} there and ", f" in {finished}")
     record["machines"][0]["expert_threshold"] = "9.9"
     (copy / "compare.json").write_text(json.dumps(record))
-    refused(
-        capsys, et(*join), f"expert_threshold='9.9' there and '{__version__}' in {finished}; leave one of the folders"
-    )
+    refused(join, f"expert_threshold='9.9' there and '{__version__}' in {finished}")
 
 
 def test_runs_of_one_name_have_one_recipe_whatever_their_seeds(
-    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    finished: Path, copy: Path, refused: Refused, tmp_path: Path
 ) -> None:
-    record = read(copy)
+    record = record_of(copy)
     for run in record["runs"]:
         run["seed"] += 10
     record["options"]["train"]["log_every"] = 9
     (copy / "compare.json").write_text(json.dumps(record))
     join = ["compare", "--join", finished, "--join", copy, "--out", tmp_path / "out"]
     assert et(*join) == 0
-    assert json.loads((tmp_path / "out" / "joined.json").read_text())["table"][0]["seeds"] == 4
-    capsys.readouterr()
+    assert read(tmp_path / "out" / "joined.json")["table"][0]["seeds"] == 4
     record["options"]["optim"]["matrix_lr"] = 0.5
     (copy / "compare.json").write_text(json.dumps(record))
-    refused(capsys, et(*join), f"--join {copy}: dense has matrix_lr=0.5 there and ")
+    refused(join, f"--join {copy}: dense has matrix_lr=0.5 there and ")
 
 
 def test_dense_is_the_same_beside_other_experts(finished: Path, copy: Path, tmp_path: Path) -> None:
-    record = read(copy)
-    record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
-    for method in CHOSEN[1:]:
-        record["methods"][method] |= {"gate": "softmax", "null_scores": 3}
-    (copy / "compare.json").write_text(json.dumps(record))
+    with edit(copy / "compare.json") as record:
+        record["options"]["model"] |= {"d_expert": 8, "shared_experts": 4, "gate_norm": "fanout"}
+        for method in CHOSEN[1:]:
+            record["methods"][method] |= {"gate": "softmax", "null_scores": 3}
     assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
-    rows = {row["method"]: row["seeds"] for row in json.loads((tmp_path / "out" / "joined.json").read_text())["table"]}
+    rows = {row["method"]: row["seeds"] for row in read(tmp_path / "out" / "joined.json")["table"]}
     others = {f"{method} (4 experts of 8, 4 shared, 3 null scores, fanout norm)": 2 for method in CHOSEN[1:]}
     assert rows == dict.fromkeys(CHOSEN, 2) | others
 
@@ -996,29 +913,24 @@ def test_a_name_tells_the_sizes_that_most_runs_do_not_have() -> None:
     assert names_with_sizes(runs[2:]) == (["relu", "top_p"], "")
 
 
-def test_seconds_of_different_machines_are_not_compared(finished: Path, small: list[object], tmp_path: Path) -> None:
-    other = tmp_path / "elsewhere"
-    assert et("compare", *small, "--rules", "token_choice_aux", "--out", other) == 0
-    record = read(other)
-    record["machines"][0]["cpu"] = "another"
-    (other / "compare.json").write_text(json.dumps(record))
-    assert et("compare", "--join", finished, "--join", other, "--out", tmp_path / "out") == 0
-    judged = json.loads((tmp_path / "out" / "joined.json").read_text())["judgement"]
+def test_seconds_of_different_machines_are_not_compared(
+    finished: Path, small: Options, copy: Path, tmp_path: Path
+) -> None:
+    """Neither of comparisons that are joined nor of one that is continued elsewhere."""
+    with edit(copy / "compare.json") as record:
+        record["machines"][0]["cpu"] = "another"
+        for run in record["runs"]:
+            run["seed"] += 10
+    assert et("compare", "--join", finished, "--join", copy, "--out", tmp_path / "out") == 0
+    judged = read(tmp_path / "out" / "joined.json")["judgement"]
     assert all(row["seconds"] is None and row["at_seconds"] is None for row in judged)
+    assert et("compare", *small, "--rules", "token_choice", "--seeds", 3, "--out", copy) == 0
+    assert all(row["seconds"] is None for row in record_of(copy)["judgement"])
+    assert "Loss by seconds" not in (copy / "compare.html").read_text()
 
 
-def test_an_unknown_baseline_is_refused(
-    small: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code = et("compare", *small, "--rules", "dense", "--baseline", "relu", "--out", tmp_path / "out")
-    refused(capsys, code, "--baseline relu", "use one of dense")
-    assert not (tmp_path / "out").exists()
-
-
-def test_joining_an_empty_or_damaged_folder_is_refused(
-    finished: Path, copy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    whole = read(copy)
+def test_joining_an_empty_or_damaged_folder_is_refused(copy: Path, refused: Refused, tmp_path: Path) -> None:
+    whole = record_of(copy)
     changes: list[tuple[str, Any, str]] = [
         ("runs", [], "has no finished run"),
         ("runs", [whole["runs"][0] | {"loss": "abc"}], "damaged"),
@@ -1032,9 +944,7 @@ def test_joining_an_empty_or_damaged_folder_is_refused(
     ]
     for name, value, told in changes:
         (copy / "compare.json").write_text(json.dumps(whole | {name: value}))
-        refused(capsys, et("compare", "--join", copy, "--out", tmp_path / "out"), told)
-    refused(capsys, et("compare", "--join", finished, "quickstart", "--out", tmp_path / "out"), "leave out quickstart")
-    assert not (tmp_path / "out").exists()
+        refused(["compare", "--join", copy, "--out", tmp_path / "out"], told)
 
 
 def test_every_row_of_a_printed_table_has_its_name(
@@ -1046,12 +956,3 @@ def test_every_row_of_a_printed_table_has_its_name(
         assert sum(line.lstrip().startswith(method) for line in shown.splitlines()) == 3
     assert "…" not in shown
     assert "joined.json" in shown
-
-
-def test_a_comparison_continued_on_another_machine_compares_no_seconds(small: list[object], copy: Path) -> None:
-    record = read(copy)
-    record["machines"][0]["cpu"] = "another"
-    (copy / "compare.json").write_text(json.dumps(record))
-    assert et("compare", *small, "--rules", ",".join(CHOSEN), "--seeds", 3, "--out", copy) == 0
-    assert all(row["seconds"] is None for row in read(copy)["judgement"])
-    assert "Loss by seconds" not in (copy / "compare.html").read_text()

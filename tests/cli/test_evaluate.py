@@ -16,7 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
 
-from cases import et, write_text
+from cases import et
+from commands import Options, Refused, edit, lines, write_lines
+from commands import read as read_json
 from expert_threshold.cli import evaluate as command
 from expert_threshold.data import open_held_out, pack
 from expert_threshold.evaluation import centred, evaluate, evaluate_task, read_results, results
@@ -39,30 +41,20 @@ icl_tasks:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = "the cat sat on a mat and saw another cat by the old river where all the other cats lived"
-    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", words, words=200)
-
-
-def train(corpus: Path, out: Path, *options: object) -> None:
-    small = ["tiny", "--data", corpus, "--vocab-size", 280, "--batch-size", 2, "--context", 64, "--threads", 1]
-    small += ["--dtype", "float32"]
+def choice(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of expert choice. No test may change it."""
+    path = tmp_path_factory.mktemp("runs") / "choice"
     with contextlib.redirect_stdout(io.StringIO()):
-        assert et("train", *small, "--steps", 2, "--eval-every", 2, "--out", out, *options) == 0
-
-
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs "threshold" and "choice". No test may change them."""
-    folder = tmp_path_factory.mktemp("runs")
-    train(corpus, folder / "threshold")
-    train(corpus, folder / "choice", "--rule", "expert_choice")
-    return folder
+        options = ["--steps", 2, "--eval-tokens", 10_000, "--dtype", "float32", "--rule", "expert_choice"]
+        assert et("train", *small, *options, "--out", path) == 0
+    return path
 
 
 @pytest.fixture
-def runs(trained: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(trained, tmp_path / "runs"))
+def runs(run: Path, choice: Path, tmp_path: Path) -> Path:
+    """Runs "threshold" and "choice"."""
+    shutil.copytree(choice, tmp_path / "runs" / "choice")
+    return Path(shutil.copytree(run, tmp_path / "runs" / "threshold")).parent
 
 
 @pytest.fixture
@@ -74,12 +66,12 @@ def bundle(tmp_path: Path) -> Path:
     copy = [{"context": f"cat {i}", "continuation": f"cat {i}"} for i in range(5)]
     animals = [{"query": "the cat sat on", "choices": ["a mat", "xylophone"], "gold": i % 2} for i in range(4)]
     for name, rows in {"copy": copy, "animals": animals}.items():
-        (path / "eval_data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_lines(path / "eval_data" / f"{name}.jsonl", rows)
     return path
 
 
 def read(run: Path) -> Any:
-    return json.loads((run / "evaluation.json").read_text())
+    return read_json(run / "evaluation.json")
 
 
 def test_runs_stand_side_by_side_and_each_gets_its_file(
@@ -92,12 +84,8 @@ def test_runs_stand_side_by_side_and_each_gets_its_file(
     assert "animals" in printed.err
     for name in ("threshold", "choice"):
         result = read(runs / name)
-        (logged,) = [
-            line
-            for line in map(json.loads, (runs / name / "metrics.jsonl").read_text().splitlines())
-            if line["split"] == "validation"
-        ]
-        assert result["step"] == 2
+        logged = [line for line in lines(runs / name / "metrics.jsonl") if line["split"] == "validation"][-1]
+        assert result["step"] == logged["step"] == (4 if name == "threshold" else 2)
         assert result["validation"]["loss"] == pytest.approx(logged["loss"], rel=1e-4)
         assert result["validation"]["bits_per_byte"] == pytest.approx(logged["bits_per_byte"], rel=1e-4)
         assert f"{result['validation']['loss']:.4f}" in printed.out
@@ -153,8 +141,8 @@ def test_saved_results_are_not_measured_again(
 def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    math = tmp_path / "math.jsonl"
-    math.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": "a cat" * 9}) + "\n" for i in range(40)))
+    questions = [{"question": f"{i} + 1?", "answer": "a cat" * 9} for i in range(40)]
+    math = write_lines(tmp_path / "math.jsonl", questions)
     short = tmp_path / "short.txt"
     short.write_text("the cat sat")
     both = ["evaluate", runs / "threshold", runs / "choice", "--no-validation", "--dtype", "float32"]
@@ -162,7 +150,7 @@ def test_the_loss_on_other_text_is_measured_once_and_by_both_protocols(
     assert et(*both) == 0
     printed = capsys.readouterr()
     assert "by training pools, gap" in printed.out
-    assert "short.txt: too short for training pools: a batch has 128 tokens" in printed.err
+    assert "short.txt: too short for training pools: a batch has 64 tokens" in printed.err
     for name in ("threshold", "choice"):
         data = read(runs / name)["data"]
         assert list(data) == [str(math), str(short)]
@@ -344,11 +332,10 @@ def test_a_core_belongs_to_one_bundle_and_its_tasks(
 
 
 def test_results_of_other_steps_and_dtypes_are_kept(
-    corpus: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An evaluation of another checkpoint, or in another dtype, replaced them."""
-    run = tmp_path / "run"
-    train(corpus, run, "--steps", 4, "--checkpoint-every", 2)
+    run = runs / "threshold"
     cases = [(4, "float32"), (2, "float32"), (4, "bfloat16")]
 
     def evaluated() -> list[Any]:
@@ -403,18 +390,12 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
     ("options", "message"),
     [
         (["threshold", "--bundle", "nowhere"], "nowhere: not an eval bundle, core.yaml is missing"),
-        (
-            ["threshold", "--bundle", "bundle", "--tasks", "animal"],
-            "--tasks animal: unknown task; did you mean animals?",
-        ),
+        (["threshold", "--bundle", "bundle", "--tasks", "animal"], "did you mean animals?"),
         (["threshold", "--bundle", "bundle", "--max-per-task", 1], "copy shows 1 solved examples"),
-        (
-            ["threshold", "--bundle", "bundle", "--max-per-task", 0],
-            "--max-per-task: expected a whole number",
-        ),
+        (["threshold", "--bundle", "bundle", "--max-per-task", 0], "--max-per-task: expected a whole number"),
         (["threshold", "--eval-tokens", 0], "--eval-tokens: expected a whole number of at least 1 or none, not 0"),
         (["threshold", "--tasks", "copy"], "--tasks copy: is unused without --bundle"),
-        (["threshold", "--no-validation"], "--no-validation leaves nothing to do"),
+        (["threshold", "--no-validation"], "--no-validation"),
         (["threshold", "--no-validation", "--bundle", "bundle", "--eval-tokens", 5], "is unused without --validation"),
         (["threshold", "--text-field", "body"], "--text-field body: is unused without --data"),
         (["threshold", "--harness-path", "bundle"], "--harness-path bundle: is unused without --harness"),
@@ -426,41 +407,36 @@ def test_other_baselines_move_what_is_centred_and_nothing_else(runs: Path, bundl
         ([], "arguments are required: RUN"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_2(
-    runs: Path,
-    bundle: Path,
-    options: list[object],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_what_cannot_be_done_is_refused(
+    options: Options, message: str, runs: Path, bundle: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(bundle, runs / "bundle")
+    bundle.rename(runs / "bundle")
     shutil.copytree(runs / "threshold", runs / "bare")
     shutil.rmtree(runs / "bare" / "checkpoints")
     monkeypatch.chdir(runs)
-    assert et("evaluate", *options) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert not list(runs.rglob("evaluation.json"))
+    refused(["evaluate", *options], message)
 
 
-def test_a_run_without_a_known_text_is_refused_with_the_remedy(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = json.loads((runs / "threshold" / "config.json").read_text())
-    del config["corpus"], config["data"]  # as of an imported model
-    (runs / "threshold" / "config.json").write_text(json.dumps(config))
-    assert et("evaluate", runs / "threshold") == 2
-    assert "its validation text is unknown; use --no-validation, with --data" in capsys.readouterr().err
-    assert et("calibrate", runs / "threshold", "--to", runs / "calibrated") == 2
-    assert "its validation text is unknown; name a text with --data" in capsys.readouterr().err
+def test_a_run_without_a_known_text_is_refused_with_the_remedy(copy: Path, refused: Refused, tmp_path: Path) -> None:
+    with edit(copy / "config.json") as config:
+        del config["corpus"], config["data"]  # as of an imported model
+    refused(["evaluate", copy], "its validation text is unknown", "--no-validation", "--data")
+    refused(["calibrate", copy, "--to", tmp_path / "calibrated"], "its validation text is unknown", "--data")
 
 
-def test_text_that_has_changed_is_refused(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = Path(shutil.copy(corpus, tmp_path / "own.jsonl"))
-    train(text, tmp_path / "run")
-    text.write_text(text.read_text() + json.dumps({"text": "more"}) + "\n")
-    capsys.readouterr()
-    assert et("evaluate", tmp_path / "run") == 2
-    error = capsys.readouterr().err
-    assert "has changed since" in error
-    assert "--no-validation" in error
+@pytest.mark.parametrize("options", [[], ["--rates", "1"]], ids=["evaluate", "at rates"])
+def test_a_text_that_is_gone_is_named_with_the_run_that_needs_it(
+    options: list[str], copy: Path, refused: Refused, tmp_path: Path
+) -> None:
+    """The remedy was one of `et train`: another text."""
+    with edit(copy / "config.json") as config:
+        config["data"]["source"] = str(tmp_path / "gone.txt")
+    refused(["evaluate", copy, *options], f"{copy}: ", f"({tmp_path / 'gone.txt'} does not exist", "; restore it, or ")
+
+
+def test_text_that_has_changed_is_refused(copy: Path, text: Path, refused: Refused, tmp_path: Path) -> None:
+    own = Path(shutil.copy(text, tmp_path))
+    with edit(copy / "config.json") as config:
+        config["data"]["source"] = str(own)
+    own.write_text(own.read_text() + json.dumps({"text": "more"}) + "\n")
+    refused(["evaluate", copy], "has changed since", "--no-validation")

@@ -7,12 +7,12 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from cases import RULES, et, small_model, write_run, write_text
+from commands import Refused, read
 from expert_threshold.cli import rates
 from expert_threshold.data import open_source, pack
 from expert_threshold.evaluation import Point, evaluate
@@ -34,10 +34,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def runs(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "runs"))
-
-
-def read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 @pytest.mark.parametrize("rule", ["expert_choice", "expert_threshold"])
@@ -88,24 +84,18 @@ def test_several_runs_share_one_table_and_the_figure_that_is_named(
 
 @pytest.mark.parametrize(("name", "message"), [("x.foo", "there is no format foo"), ("no/x.png", "does not exist")])
 def test_a_figure_that_cannot_be_drawn_is_told_before_anything_is_measured(
-    name: str, message: str, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, message: str, runs: Path, refused: Refused, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures need the extra viz")
     with mock.patch("expert_threshold.cli.evaluate.measure_rates", side_effect=AssertionError):
-        assert et("evaluate", runs / "expert_choice", "--rates", "1", "--figure", tmp_path / name) == 2
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert printed.count("\n") == 1
+        refused(["evaluate", runs / "expert_choice", "--rates", "1", "--figure", tmp_path / name], message)
 
 
-def test_without_matplotlib_nothing_is_measured(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_matplotlib_nothing_is_measured(runs: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"] + ["matplotlib"]:
         monkeypatch.setitem(sys.modules, name, None)
     with mock.patch("expert_threshold.cli.evaluate.measure_rates", side_effect=AssertionError):
-        assert et("evaluate", runs / "expert_choice", "--rates", "1") == 2
-    assert "pip install" in capsys.readouterr().err
+        refused(["evaluate", runs / "expert_choice", "--rates", "1"], "pip install")
 
 
 def test_losses_that_are_no_numbers_are_shown_and_drawn(runs: Path, tmp_path: Path) -> None:
@@ -133,29 +123,20 @@ def test_results_at_a_rate_are_kept_apart_from_those_as_trained(runs: Path, caps
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained by token_choice, which has no cutoffs; name a"),
-        (
-            "dense",
-            ["--rates", "1"],
-            "--rates 1: {run} is trained by dense, which has no cutoffs; name a run whose rule",
-        ),
-        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs; name a run whose rule"),
-        ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0, as in 0.25,0.5,1,2"),
-        ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0, as in 0.25,0.5,1,2"),
-        (
-            "expert_choice",
-            ["--rates", "1,5"],
-            "rate=5.0 must lie between 0 and num_experts=4: routed experts per token",
-        ),
+        ("token_choice", ["--rates", "1"], "--rates 1: {run} is trained by token_choice, which has no cutoffs"),
+        ("dense", ["--rates", "1"], "--rates 1: {run} is trained by dense, which has no cutoffs"),
+        ("dense", ["--rate", "1"], "--rate 1: {run} is trained by dense, which has no cutoffs"),
+        ("expert_choice", ["--rates", "1,x"], "--rates 1,x: expected numbers of at least 0"),
+        ("expert_choice", ["--rates", "1,-1"], "--rates 1,-1: expected numbers of at least 0"),
+        ("expert_choice", ["--rates", "1,5"], "rate=5.0 must lie between 0 and num_experts=4"),
+        ("expert_choice", ["--rates", "1,1"], "--rates 1,1: 1 is named twice"),
         ("expert_choice", ["--rates=1", "--rate=1"], "--rates 1: measures the validation loss alone; leave --rate out"),
-        ("expert_choice", ["--figure", "x.png"], "--figure x.png: is unused without --rates; name one"),
+        ("expert_choice", ["--rates=1", "--bundle=x"], "--rates 1: measures the validation loss alone; leave --bundle"),
+        ("expert_choice", ["--rates=1", "--max-per-task=3"], "leave --max-per-task out"),
+        ("expert_choice", ["--figure", "x.png"], "--figure x.png: is unused without --rates"),
     ],
 )
-def test_rates_that_there_are_not_are_refused_in_one_line(
-    name: str, options: list[str], message: str, made: Path, capsys: pytest.CaptureFixture[str]
+def test_rates_that_there_are_not_are_refused(
+    name: str, options: list[str], message: str, runs: Path, refused: Refused
 ) -> None:
-    assert et("evaluate", made / name, *options) == 2
-    printed = capsys.readouterr().err
-    assert printed.startswith("et evaluate: " + message.format(run=made / name))
-    assert printed.count("\n") == 1
-    assert not list(made.glob("*/rates.json"))
+    refused(["evaluate", runs / name, *options], message.format(run=runs / name))

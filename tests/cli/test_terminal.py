@@ -6,12 +6,12 @@ import io
 import pwd
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from cases import et
+from commands import Refused
 from expert_threshold.data import public
 from expert_threshold.data.cache import VARIABLE
 
@@ -53,27 +53,21 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pwd, "getpwuid", unknown)
 
 
-@pytest.mark.parametrize("arguments", [["data", "core"], ["data", "tokenizer"], ["train", "--data", "fineweb-edu"]])
-def test_without_a_home_folder_another_cache_is_asked_for(
-    arguments: list[str], homeless: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("line", ["data core", "data tokenizer", "train --data fineweb-edu"])
+def test_without_a_home_folder_another_cache_is_asked_for(line: str, homeless: None, refused: Refused) -> None:
     assert public.core_bundle() is None  # which is asked for by every evaluation
-    assert et(*arguments) == 2
-    assert f"name another cache in {VARIABLE}" in capsys.readouterr().err.splitlines()[-1]
+    refused(line.split(), f"name another cache in {VARIABLE}")
 
 
-@pytest.mark.parametrize("command", ["train", "evaluate"])
-def test_a_home_folder_of_nobody_does_not_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    options: Mapping[str, list[str]] = {"train": ["--data", "~no-such-user/text"], "evaluate": ["~no-such-user/run"]}
-    assert et(command, *options[command]) == 2
-    assert "~no-such-user" in capsys.readouterr().err.splitlines()[-1]
+@pytest.mark.parametrize("line", ["train --data ~no-such-user/text", "evaluate ~no-such-user/run"])
+def test_a_home_folder_of_nobody_does_not_exist(line: str, refused: Refused) -> None:
+    refused(line.split(), "~no-such-user")
 
 
 def test_without_a_temporary_folder_one_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
     monkeypatch.setattr("expert_threshold.cli.recipes.run", lambda _: tempfile.gettempdir())
-    assert et("recipes") == 2
-    assert "TMPDIR" in capsys.readouterr().err
+    refused(["recipes"], "TMPDIR")

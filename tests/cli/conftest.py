@@ -1,0 +1,55 @@
+"""Commands in this process: one corpus and one small run for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import et, write_text
+from commands import Options
+
+TEXT = "the cat sat on a mat and saw another cat by the old river where all the other cats lived "
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """A run sets the number of threads of the process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of forty documents."""
+    return write_text(tmp_path_factory.mktemp("text") / "corpus.jsonl", TEXT, documents=40, words=200)
+
+
+@pytest.fixture(scope="session")
+def small(text: Path) -> Options:
+    """Options of a run that takes no time: 3 layers, two of them with experts; validations at steps 2 and 4."""
+    sizes = ["--vocab-size", 270, "--batch-size", 2, "--context", 32, "--layers", 3, "--d-model", 32, "--heads", 2]
+    intervals = ["--eval-every", 2, "--eval-tokens", 128, "--log-every", 1, "--checkpoint-every", 2]
+    return ["tiny", "--data", text, "--threads", 1, *sizes, *intervals]
+
+
+@pytest.fixture(scope="session")
+def run(small: Options, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four steps. No test may change it."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    with contextlib.redirect_stdout(io.StringIO()):
+        options = ["--steps", 4, "--sample-every", 2, "--eval-tokens", 10_000, "--dtype", "float32"]
+        assert et("train", *small, *options, "--out", path) == 0
+    return path
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run, to be changed."""
+    return Path(shutil.copytree(run, tmp_path / "copy"))

@@ -1,0 +1,170 @@
+"""Files of a run that were cut, replaced or lost: every command that reads them back says so in one line and harms
+nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cases import et
+from commands import Refused, content, edit, lines, put, write_lines
+from expert_threshold import full_run
+from expert_threshold.analysis.methods import read_subjects
+from expert_threshold.analysis.run import read_run
+from expert_threshold.runs import RunFolder
+
+FILES = (
+    "config.json",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "evaluation.json",
+    "samples/step_000002.txt",
+    "checkpoints/step_000002/manifest.json",
+    "checkpoints/step_000002/state.json",
+    "checkpoints/step_000002/model.safetensors",
+    "checkpoints/step_000002/optimizer.safetensors",
+)
+COMMANDS = {
+    "resume": ("train", "--resume", "RUN"),
+    "evaluate": ("evaluate", "RUN"),
+    "generate": ("generate", "RUN", "--max-tokens", "2"),
+    "export": ("export", "RUN", "--to", "NEW"),
+    "upcycle": ("upcycle", "RUN", "--to", "NEW"),
+}
+
+
+@pytest.fixture(scope="module")
+def evaluated(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was evaluated, and has two steps to go and an event. No test may change it."""
+    folder = RunFolder.open(shutil.copytree(run, tmp_path_factory.mktemp("run") / "run"))
+    shutil.rmtree(folder.path / "checkpoints" / "step_000004")
+    folder.metrics.truncate_after(2)
+    folder.metrics.append({"step": 2, "split": "event", "event": "dead_expert", "layer": 1, "expert": 0})
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        assert et("evaluate", folder.path) == 0
+    return folder.path
+
+
+@pytest.fixture
+def copy(evaluated: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(evaluated, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read what a report reads, but draw nothing, which would take most of the time."""
+    monkeypatch.setattr(full_run, "write_report", read_run)
+
+
+def assert_reported(run: Path, copy: Path, name: str, data: bytes | None, command: str) -> None:
+    """Assert that with `data` as that file the command works, or fails with one line and changes nothing."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy)
+    (copy / name).unlink()
+    if data is not None:
+        (copy / name).write_bytes(data)
+    before, err = content(copy), io.StringIO()
+    given = {"RUN": copy, "NEW": copy.with_name("new")}
+    shutil.rmtree(given["NEW"], ignore_errors=True)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(err):
+        code = et(*(given.get(argument, argument) for argument in COMMANDS[command]))
+    assert code in (0, 2)
+    if code == 2:
+        assert err.getvalue().startswith(f"et {COMMANDS[command][0]}: ")
+        assert err.getvalue().count("\n") == 1
+        assert content(copy) == before
+        assert not given["NEW"].exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_cut_replaced_or_lost(name: str, command: str, evaluated: Path, tmp_path: Path) -> None:
+    whole = (evaluated / name).read_bytes()
+    for data in (None, b"", whole[: len(whole) // 2], b"{}\n{}\n", b"\xff\n", b"[" * 100_000 + b"\n"):
+        assert_reported(evaluated, tmp_path / "run", name, data, command)
+
+
+def places(value: Any) -> Iterator[tuple[str | int, ...]]:
+    """The path of everything in a JSON value; of a list the first."""
+    inner = value.items() if isinstance(value, dict) else list(enumerate(value))[:1] if isinstance(value, list) else []
+    for key, item in inner:
+        yield (key,)
+        yield from ((key, *path) for path in places(item))
+
+
+@settings(
+    max_examples=settings.default.max_examples // 2,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_a_record_with_something_missing_or_else_in_it(data: st.DataObject, evaluated: Path, tmp_path: Path) -> None:
+    name = data.draw(st.sampled_from([name for name in FILES if name.endswith((".json", ".jsonl"))]))
+    text = (evaluated / name).read_text()
+    records = [json.loads(record) for record in (text.splitlines() if name.endswith(".jsonl") else [text])]
+    record = records[data.draw(st.integers(0, len(records) - 1))]
+    path = data.draw(st.sampled_from(list(places(record))))
+    put(record, path, data.draw(st.sampled_from([..., None, "x", -1, 0, 1e300, [], {}, True])))
+    command = data.draw(st.sampled_from(list(COMMANDS)))
+    written = "".join(json.dumps(record) + "\n" for record in records).encode()
+    assert_reported(evaluated, tmp_path / "run", name, written, command)
+
+
+@pytest.mark.parametrize(("place", "value"), [("layer", []), ("expert", {}), ("expert", None)])
+def test_a_dead_expert_without_a_number_is_reported(place: str, value: Any, evaluated: Path, tmp_path: Path) -> None:
+    """A list for the layer ended `et train --resume` in a TypeError."""
+    event = {"step": 1, "split": "event", "event": "dead_expert", "layer": 1, "expert": 2, place: value}
+    metrics = (evaluated / "metrics.jsonl").read_bytes() + json.dumps(event).encode() + b"\n"
+    assert_reported(evaluated, tmp_path / "run", "metrics.jsonl", metrics, "resume")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value"),
+    [
+        ("config.json", "train", []),
+        ("config.json", "train.batch_size", "x"),
+        ("config.json", "data", []),
+        ("config.json", "data.source", 5),
+        ("evaluation.json", "core", []),
+        ("evaluation.json", "core", {"tasks": {"t": 5}}),
+        ("evaluation.json", "validation", 5),
+        ("evaluation.json", "validation.loss", "x"),
+    ],
+)
+def test_a_damaged_file_is_named_by_export(
+    name: str, path: str, value: Any, copy: Path, refused: Refused, tmp_path: Path
+) -> None:
+    with edit(copy / name) as record:
+        put(record, path, value)
+    refused(["export", copy, "--to", tmp_path / "new"], str(copy / name))
+
+
+def test_a_damaged_loss_of_training_is_named_by_export(copy: Path, refused: Refused, tmp_path: Path) -> None:
+    (copy / "evaluation.json").unlink()
+    records = [record | {"loss": "x"} for record in lines(copy / "metrics.jsonl") if record["split"] == "validation"]
+    write_lines(copy / "metrics.jsonl", records)
+    refused(["export", copy, "--to", tmp_path / "new"], f"{copy / 'metrics.jsonl'}: damaged")
+
+
+def test_a_damaged_loss_is_named_before_anything_is_drawn(copy: Path) -> None:
+    whole = (copy / "metrics.jsonl").read_bytes()
+    for path, value in (("loss", "x"), ("layers.1.usage", "x"), ("layers", {"x": {}})):
+        record = next(record for record in map(json.loads, whole.splitlines()) if record["split"] == "train")
+        put(record, path, value)
+        write_lines(copy / "metrics.jsonl", [record])
+        with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+            read_subjects([RunFolder.open(copy)])
+    (copy / "metrics.jsonl").write_bytes(whole)
+    with edit(copy / "config.json") as config:
+        del config["train"]["steps"]
+    with pytest.raises(ValueError, match=f"{re.escape(str(copy))}: damaged"):
+        read_subjects([RunFolder.open(copy)])

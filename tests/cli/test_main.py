@@ -1,0 +1,465 @@
+"""The command `et`: what it understands, what it refuses in one line, and what it leaves alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from cases import et
+from commands import Options, Refused
+from expert_threshold import full_run
+from expert_threshold.analysis.figures import FIGURES
+from expert_threshold.cli import COMMANDS, main, options
+from expert_threshold.cli import data as data_command
+from expert_threshold.cli import generate as generate_command
+from expert_threshold.cli import train as train_command
+from expert_threshold.cli.options import Command, Option, parse, parse_value, show
+from expert_threshold.cli.run_options import parse_run, resolve_run, run_groups
+from expert_threshold.config import RUNS, SECTIONS, resolve
+from expert_threshold.files import new_folder
+from expert_threshold.moe.backends import BY_NAME
+from expert_threshold.option import Bounds, Count, alternatives, describe
+from expert_threshold.recipes import methods
+from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option
+
+
+def help_and_options(command: str) -> tuple[str, list[Option]]:
+    """What `et COMMAND --help` prints, and the options that it is made of."""
+    made: list[Command] = []
+    parser, printed = options._Parser, io.StringIO()
+
+    def noted(command: Command) -> Any:
+        made.append(command)
+        return parser(command)
+
+    with mock.patch.object(options, "_Parser", noted), contextlib.redirect_stdout(printed):
+        assert et(*command.split(), "--help") == 0
+    return printed.getvalue(), made[-1].options
+
+
+HELP = {
+    command: help_and_options(command)
+    for command in [name for name in COMMANDS if name != "data"] + [f"data {name}" for name in data_command.ENTRIES]
+}
+
+
+def unwrapped(help_text: str) -> str:
+    """Without the line ends."""
+    return " ".join(help_text.split())
+
+
+@pytest.mark.parametrize(("program", "entries"), [("et", COMMANDS), ("et data", data_command.ENTRIES)])
+def test_help_lists_every_command(program: str, entries: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert et(*program.split()[1:], "--help") == 0
+    text = capsys.readouterr().out
+    for name, entry in entries.items():
+        assert f"{program} {name} " in text
+        assert entry.summary in text
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert et("--version") == 0
+    assert capsys.readouterr().out.startswith("expert-threshold ")
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_shows_every_option_with_its_default_and_every_value_that_has_a_name(command: str) -> None:
+    """--dispatch listed three of its five names, PRESET its default alone, and --recipe broke names in two."""
+    text, offered = HELP[command]
+    assert text.startswith(f"usage: et {command}")
+    for each in offered:
+        assert each.flag in text
+        assert each.help
+        assert unwrapped(each.help) in unwrapped(text), each.flag
+        assert each.required or f"(default: {show(each.default)})" in unwrapped(text)
+        if names := {name for name in alternatives(each.kind) if isinstance(name, str)}:
+            assert names <= set(re.split(r"[^\w-]+", help_of(each, text))), each.flag
+
+
+def help_of(option: Option, text: str) -> str:
+    """Return the help of one option as one line."""
+    lines = text.splitlines()
+    name = re.compile(rf"  {option.flag}(?![\w-])")
+    first = next(number for number, line in enumerate(lines) if name.match(line))
+    rest = itertools.takewhile(lambda line: not line.startswith("  --"), lines[first + 1 :])
+    return " ".join([lines[first], *rest])
+
+
+def test_help_lists_the_names_that_stand_in_lists() -> None:
+    for command, names in (("compare", list(methods())), ("analyze", [study.name for study in FIGURES])):
+        assert set(names) <= set(re.split(r"[^\w-]+", HELP[command][0]))
+
+
+def test_dispatch_is_chosen_among_all_there_are() -> None:
+    kind = next(option.kind for option in HELP["train"][1] if option.name == "dispatch")
+    assert set(alternatives(kind)) == set(BY_NAME)
+
+
+def test_an_option_that_is_any_text_refuses_none() -> None:
+    """Options that take a few names have a type that lists them; --help and errors are made from it."""
+    for section, record in SECTIONS.items():
+        for name, kind in get_type_hints(record).items():
+            if str in alternatives(kind) and name != "windows":  # a pattern, which says so itself
+                resolve("tiny", changes={section: {name: "no-such-name"}})
+
+
+def test_help_shows_the_defaults_of_the_chosen_preset_and_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    et("plan", "d12", "--rule", "token_choice", "--seed", 17, "--help")
+    text = unwrapped(capsys.readouterr().out)
+    for default in ("19073", "65536", "token_choice", "17"):
+        assert f"(default: {default})" in text
+
+
+def test_no_two_options_of_a_run_share_a_name() -> None:
+    names = [option.name for option in HELP["train"][1]]
+    assert len(set(names)) == len(names)
+
+
+@dataclass(frozen=True)
+class Clashing(TokenChoice):
+    """A rule whose options are named like others."""
+
+    seed: int = option(5, "Draws the routers.")
+    out: int | None = option(None, "none is no help.")
+    decay: float = option(1.0, "Exponent of the gates.")
+
+
+def test_an_option_of_a_rule_with_the_name_of_another_one_is_typed_with_a_prefix(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--seed was the run's alone, and the rule's could not be given."""
+    monkeypatch.setitem(RULES._rules, "clashing", Clashing)  # type: ignore[attr-defined]
+    arguments = ["tiny", "--rule", "clashing", "--seed", "7", "--rule-seed", "9", "--rule_out", "none"]
+    config = resolve_run(parse_run("et train", "", train_command.OPTIONS, arguments))
+    assert config.model.rule == Clashing(seed=9)
+    assert config.train.seed == 7
+    assert et("train", "--rule", "clashing", "--help") == 0
+    text = unwrapped(capsys.readouterr().out)
+    assert "--rule-seed INT Draws the routers. (clashing) (default: 5)" in text
+    assert "--rule-out INT|none none is no help. (clashing) (default: none)" in text
+
+
+def test_help_describes_each_rules_own_options() -> None:
+    """The first rule's help once stood for every rule's option of that name."""
+    text = unwrapped(HELP["plan"][0])
+    assert "--num-experts INT Routed experts in a layer. (default: 16)" in text
+    assert "expert_choice: Tokens that compete for an expert" in text
+    assert "quantile_balancing: Tokens over which quantiles are taken" in text
+
+
+@pytest.mark.parametrize("preset", RUNS)
+@pytest.mark.parametrize("rule", ["expert_threshold", "token_choice", "dense"])
+def test_every_default_can_be_typed_as_it_is_shown(preset: str, rule: str) -> None:
+    for group in run_groups(resolve(preset, rule)).values():
+        for offered in group:
+            if offered.kind is not bool:
+                assert parse_value(offered.kind, show(offered.default)) == offered.default
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (int, "12", 12),
+        (float, "1e-3", 0.001),
+        (float | None, "none", None),
+        (float | None, "0.5", 0.5),
+        (Literal["none", "aux"], "none", "none"),
+        (Literal["batch", "global"] | int, "global", "global"),
+        (Literal["batch", "global"] | int, "64", 64),
+        (tuple[float, float], "0.8,0.9", (0.8, 0.9)),
+        (tuple[float, float] | None, "0.8,0.9", (0.8, 0.9)),
+        (tuple[float, float] | None, "none", None),
+        (str, "none", "none"),
+        (str | None, "none", None),
+        (str | None, "some", "some"),
+        (bool | float, "false", False),  # an option of two rules
+        (bool | float, "0.5", 0.5),
+    ],
+)
+def test_values_are_read(kind: Any, text: str, value: object) -> None:
+    assert parse_value(kind, text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        *((int, text) for text in ("", "x", "1.5", "nan", "none")),
+        *((float, text) for text in ("nan", "inf", "-inf", "x")),
+    ],
+)
+def test_no_other_text_is_a_number(kind: type, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        parse_value(kind, text)
+
+
+def test_types_are_described_in_words() -> None:
+    assert describe(int) == "a whole number"
+    assert describe(float | None) == "a number or none"
+    assert describe(tuple[float, float]) == "2 numbers such as 0.9,0.9"
+    assert describe(Count | None) == "a whole number of at least 1 or none"
+    assert describe(Annotated[float, Bounds(above=0, most=60)]) == "a number above 0 and at most 60"
+
+
+def test_flags_set_what_they_name() -> None:
+    arguments = "tiny --pool 128 --capacity-slack none --no-debias --softcap=none --gate-norm fanout --betas 0.8,0.9"
+    given = parse_run("et plan", "", [], [*arguments.split(), "--eval-every", "none", "--d_model", "128"])
+    config = resolve_run(given)
+    rule = config.model.rule
+    assert isinstance(rule, ExpertThreshold)
+    assert (rule.pool, rule.capacity_slack, rule.debias) == (128, None, False)
+    assert (config.model.softcap, config.model.gate_norm, config.model.d_model) == (None, "fanout", 128)
+    assert (config.optim.betas, config.train.eval_every) == ((0.8, 0.9), None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--prompt=--x"],
+        ["--prompt="],
+        ["--prompt", ""],
+        ["--prompt", "- x = 1"],
+        ["--prompt", "--max_tokens is an option"],
+        ["--prompt=--max_tokens=3"],
+    ],
+)
+def test_a_prompt_may_be_any_text(arguments: list[str]) -> None:
+    command = Command("et generate", "", {"generate": generate_command.OPTIONS})
+    text = arguments[-1].removeprefix("--prompt=")
+    assert parse(command, ["run", *arguments, "--seed", "-1"]) == {"run": "run", "prompt": text, "seed": -1}
+
+
+# What is typed, and what the one line has to say: the option or the file, and what to do about it.
+USAGE: list[tuple[str, list[str]]] = [
+    ("", ["name a command", "et --help"]),
+    ("tarin", ["unknown command tarin", "did you mean train?"]),
+    ("xyz", ["unknown command xyz", "there are train, plan, generate"]),
+    ("train --stepz 3", ["unknown option --stepz", "did you mean --steps?"]),
+    ("train --zzzzzz 3", ["unknown option --zzzzzz", "see et train --help"]),
+    ("train --steps", ["--steps: expected one argument", "see et train --help"]),
+    ("generate . --prompt --foo", ["--prompt: expected one argument", "see et generate --help"]),
+    (
+        "generate . --prompt -x",
+        ["--prompt: expected one argument; write --prompt=VALUE for a value that begins with -"],
+    ),
+    ("train --no-debias=yes", ["--no-debias", "ignored explicit argument 'yes'"]),
+    ("train --nope", ["unknown option --nope; see et train --help"]),  # not close to --p
+    ("train -steps 3", ["unknown option -steps", "did you mean --steps?"]),
+    ("train --steps many", ["--steps: expected a whole number of at least 1, not many"]),
+    ("train --rule expert_treshold", ["--rule: expected dense", "not expert_treshold; did you mean expert_threshold?"]),
+    ("train tiny d12", ["unexpected d12", "see et train --help"]),
+    ("train --matrix-lr nan", ["--matrix-lr: expected a number above 0 and below 1e+30, not nan"]),
+    ("train --betas 0.9", ["--betas: expected 2 numbers such as 0.9,0.9, each of at least 0 and below 1, not 0.9"]),
+    ("train --gate-norm fanuot", ["--gate-norm: expected fanout or none, not fanuot; did you mean fanout?"]),
+    ("train --dispatch fast", ["dispatch", "reference"]),
+    ("train --device gpu", ["--device: expected auto, cpu, cuda", "not gpu"]),
+    ("train --rule token_choice --pool batch", ["pool", "token_choice", "expert_choice or expert_threshold"]),
+    ("train --rule dense --num-experts 4", ["num_experts", "dense", "leave it out"]),
+    ("train --rule expert_choice --balance aux", ["balance", "expert_choice", "token_choice"]),
+    ("train --rule token_choice --experts-per-token 1.5", ["experts_per_token=1.5", "must be a whole number"]),
+    ("train --heads 3", ["heads=3", "d_model"]),
+    ("train --config missing.json", ["--config missing.json", "no such file"]),
+    ("train --resume missing", ["missing", "no such run folder"]),
+    ("train --init-from missing", ["missing", "no such run folder"]),
+    ("train --continue-warmup", ["--continue-warmup", "--init-from"]),
+    ("train --data missing", ["missing", "does not exist"]),
+    ("generate", ["arguments are required: RUN", "see et generate --help"]),
+    ("generate missing", ["missing", "no such run folder"]),
+    ("plan --steps 9223372036854775808", ["not 9223372036854775808; numbers must be below 2**63"]),
+    ("train --d-model 31", ["d_model=31 cannot be divided into heads", "a multiple of that"]),
+    ("compare --rules dense,dense", ["--rules dense,dense: dense is named twice"]),
+    ("compare --rules all,dense", ["--rules all: unknown; there are dense, token_choice"]),
+    ("analyze . --figures warmup,warmup", ["--figures warmup,warmup: warmup is named twice"]),
+    ("analyze . --figures warm", ["--figures warm: unknown; did you mean warmup?"]),
+    ("analyze . --tokens 1", ["--tokens: expected a whole number of at least 2, not 1"]),
+    ("analyze . --gsm8k missing", ["--gsm8k missing: does not exist"]),
+    ("analyze . --domain novels", ["--domain novels: expected NAME=SOURCE"]),
+    ("analyze . --domain start=embedded", ["--domain start=embedded: the name start is taken"]),
+    ("analyze . --domain a=code --domain a=embedded", ["--domain a=embedded: the name a is taken"]),
+    ("analyze . --human-eval missing", ["--human-eval missing: does not exist"]),
+    ("train --layers 1000000", ["--layers: expected a whole number of at least 1 and at most 1000, not 1000000"]),
+    ("export missing --to there", ["missing: no such run folder"]),
+    ("export .", ["arguments are required: --to"]),
+    ("import missing", ["missing: no config.json"]),
+    ("calibrate missing --to there", ["missing: no such run folder"]),
+    ("upcycle missing --to there", ["missing: no such run folder"]),
+    ("serve missing", ["missing: no such run folder"]),
+    ("train --minutes 1e300", ["--minutes: expected a number above 0 and below 10000000.0 or none, not 1e300"]),
+]
+
+
+@pytest.mark.parametrize(("line", "parts"), USAGE, ids=[line or "nothing" for line, _ in USAGE])
+def test_a_line_that_cannot_be_understood_is_refused(
+    line: str, parts: list[str], refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    refused(line.split(), *parts)
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (command, option)
+        for command, (_, offered) in HELP.items()
+        for option in offered
+        if str in alternatives(option.kind) and not option.may_be_empty
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.flag,
+)
+def test_an_empty_text_is_refused_by_the_name_that_was_typed(
+    command: str, option: Option, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty --rules was called an unknown method, an empty RUN a folder without a name, an empty --to the one that
+    is there already."""
+    monkeypatch.chdir(tmp_path)
+    typed = "" if option.positional else f"{option.flag}="
+    others = [f"{other.flag}=x" for other in HELP[command][1] if other.required and not other.positional]
+    refused([*command.split(), *others, typed], f"{option.flag}: must not be empty")
+
+
+@pytest.mark.parametrize("command", ["train --init-from RUN", "sweep", "plan"])
+def test_a_file_whose_section_is_no_object_is_refused(
+    command: str, run: Path, refused: Refused, tmp_path: Path
+) -> None:
+    """et sweep and --init-from looked into the section first, and ended with a traceback."""
+    (tmp_path / "odd.json").write_text('{"model": 5, "train": 5}')
+    arguments = [run if word == "RUN" else word for word in command.split()]
+    refused(
+        [*arguments, "--config", tmp_path / "odd.json"], f"--config {tmp_path / 'odd.json'}: section 'model'", "not 5"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"name": "expert_threshold", "num_experts": "4"}, "num_experts='4'"),
+        ({"name": "token_choice", "pool": "batch"}, "pool: rule token_choice has no such option"),
+        ({"name": "dense", "pool": "batch"}, "pool: rule dense has no such option"),
+    ],
+)
+def test_a_rule_s_option_that_is_none_is_named_with_its_file(
+    rule: dict[str, object], message: str, refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / "file.json").write_text(json.dumps({"model": {"rule": rule}}))
+    refused(["plan", "--config", tmp_path / "file.json"], f"--config {tmp_path / 'file.json'}: {message}")
+
+
+def test_options_of_a_file_s_rule_may_need_those_that_are_typed(tmp_path: Path) -> None:
+    rule = {"name": "expert_threshold", "experts_per_token": 32, "num_experts": 16.0}
+    (tmp_path / "file.json").write_text(json.dumps({"model": {"rule": rule}}))
+    assert et("plan", "--config", tmp_path / "file.json", "--num-experts", 64, "--json") == 0
+
+
+def exhaust_the_accelerator() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+RUN_OUT: dict[str, Callable[[], object]] = {
+    "accelerator": exhaust_the_accelerator,
+    "CPU": lambda: torch.empty(2**60, dtype=torch.uint8),
+    "NumPy": lambda: np.empty(2**60, np.uint8),
+    "addresses": lambda: torch.empty(2**40, 2**40, device="meta"),
+    "counts": lambda: torch.empty(1, device="meta").expand(2**40, 2**40).numel(),
+    "numbers": lambda: torch.empty(2**70, device="meta"),
+}
+
+
+@pytest.mark.parametrize("run_out", RUN_OUT.values(), ids=RUN_OUT)
+def test_running_out_of_memory_is_one_line_and_names_the_options_that_help(
+    run_out: Callable[[], object], run: Path, small: Options, refused: Refused, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(generate_command, "load_model", lambda *_: run_out())
+    refused(["generate", run], "out of memory; use a smaller model")
+    monkeypatch.setattr(full_run, "train", lambda *_, **__: run_out())
+    options = ["--batch-size", "--accumulation", "--activation-checkpointing"]
+    refused(["train", *small, "--out", tmp_path / "run"], "out of memory", *options)
+
+
+@pytest.mark.parametrize("error", [TypeError, AssertionError, RuntimeError])
+def test_a_bug_keeps_its_traceback(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(error("a bug")))
+    with pytest.raises(error, match="a bug"):
+        main([])
+
+
+def test_debugging_shows_the_traceback_of_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ET_DEBUG", "1")
+    with pytest.raises(ValueError, match="unknown command"):
+        main(["nonsense"])
+
+
+def test_an_interrupt_is_reported_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("expert_threshold.cli._run", lambda arguments: _raise(KeyboardInterrupt()))
+    assert main(["train"]) == 130
+    assert capsys.readouterr().err == "et train: interrupted\n"
+
+
+def _raise(error: BaseException) -> int:
+    raise error
+
+
+def test_help_loads_nothing_heavy() -> None:
+    program = "import sys; from expert_threshold.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "expert_threshold", "tarin"]  # which imports no torch
+    result = subprocess.run(command, timeout=120, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "et: unknown command tarin; did you mean train?\n"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes"]], ids=["print", "table"])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "expert_threshold", *arguments]
+    result = subprocess.run(command, timeout=120, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["train tiny", "compare tiny --rules dense"])
+def test_a_command_that_fails_leaves_none_of_the_folders_it_made(command: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for out in ("mine/made/run", "made/run"):
+        assert et(*command.split(), "--data", tmp_path / "empty.txt", "--out", tmp_path / out) == 2
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["empty.txt", "mine"]
+
+
+def test_a_new_folder_that_fails_leaves_none_of_its_parents(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), new_folder(tmp_path / "made" / "too" / "to") as folder:
+        (folder / "missing" / "file").touch()
+    assert not any(tmp_path.iterdir())
+    with new_folder(tmp_path / "made" / "too" / "to") as folder:
+        (folder / "whole").touch()
+    assert [path.name for path in (tmp_path / "made" / "too" / "to").iterdir()] == ["whole"]
+
+
+def test_the_working_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files were in a folder that the shell did not see: it stood in the one that had been replaced."""
+    monkeypatch.chdir(tmp_path)
+    for to in (".", tmp_path):
+        with pytest.raises(ValueError, match=f"--to {to}: is the working folder; name a new folder"), new_folder(to):
+            pass
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,359 @@
+"""`et train`: what it prints, begins, resumes and refuses, and what it never harms."""
+
+from __future__ import annotations
+
+import errno
+import shlex
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from cases import et
+from commands import Options, Refused, content, edit, put
+from expert_threshold.cli import train as train_command
+from expert_threshold.cli.run_options import parse_run, resolve_run
+from expert_threshold.config import RunConfig, resolve
+from expert_threshold.moe import BACKENDS
+from expert_threshold.routing import ExpertThreshold, TokenChoice
+from expert_threshold.runs import RunFolder
+from expert_threshold.train import train_step
+from expert_threshold.train.budget import SHARE_OF_STEPS
+
+LAST = "checkpoints/step_000004/model.safetensors"
+
+
+def test_a_run_of_some_minutes_has_the_steps_that_fit(
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda state: train_step(state) and 0.5)
+    monkeypatch.setattr("expert_threshold.train.pace.SECONDS", 0)
+    monkeypatch.setattr("expert_threshold.train.timer.now", lambda: 0.0)  # no time goes by: nothing is decided again
+    monkeypatch.setattr("expert_threshold.train.budget.ENOUGH", 1000)
+    assert et("train", *small, "--minutes", 0.1, "--out", tmp_path / "run") == 0
+    config = RunFolder.open(tmp_path / "run").config
+    assert config["train"]["steps"] == round(6 / 0.5 * SHARE_OF_STEPS)
+    assert config["model"]["rule"]["warmup_steps"] == config["train"]["steps"] // 5  # of the run as it became
+    assert config["time"] == {"minutes": 0.1, "decisions": []}
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["--minutes", 0], ["--minutes: expected"]),
+        (["--minutes=-1"], ["--minutes: expected"]),
+        (["--minutes", 1, "--steps", 3], ["minutes=1.0 and steps=3"]),
+        (["--vocab-size", 10], ["vocab_size=10", "257"]),
+        (["--experts-per-token", 0.01, "--pool", "sequence"], ["k", "experts_per_token"]),
+        (["--rule", "expert_choice", "--pool", 100], ["pool=100"]),
+        (["--threads", 100_000], ["threads=100000", "at most"]),
+    ],
+)
+def test_a_run_that_cannot_train_is_refused_and_nothing_is_made(
+    options: Options, parts: list[str], small: Options, refused: Refused, tmp_path: Path
+) -> None:
+    refused(["train", *small, *options, "--out", tmp_path / "run"], *parts)
+
+
+def test_minutes_beside_the_steps_of_a_file_are_refused_before_anything_is_measured(
+    small: Options, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line named tokens, which nobody had given."""
+    monkeypatch.setattr(train_command, "tokens_within", None)
+    (tmp_path / "steps.json").write_text('{"train": {"steps": 9}}')
+    options = ["--config", tmp_path / "steps.json", "--minutes", 1, "--out", tmp_path / "runs" / "run"]
+    assert "tokens" not in refused(["train", *small, *options], "minutes=1.0 and steps=9")
+
+
+def test_training_prints_its_plan_and_the_next_command(
+    small: Options, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a run"
+    assert et("train", *small, "--steps", 2, "--sample-every", 2, "--out", out) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "rule expert_threshold among 16 experts" in shown.out
+    assert "2 steps of 64 tokens" in shown.out
+    assert ", 1 thread\n" in shown.out
+    assert "bits per byte" in shown.out
+    assert "prompt 'def '" in shown.out
+    (last,) = (line for line in shown.out.splitlines() if line.startswith("next: "))
+    program, command, folder, flag, prompt = shlex.split(last.removeprefix("next: "))
+    assert (program, command, folder, flag) == ("et", "generate", str(out), "--prompt")
+    assert prompt in text.read_text()  # after a run on prose it was 'def '
+    assert [path.name for path in (out / "samples").iterdir()] == ["step_000002.txt"]
+    assert f"report: {out / 'report.html'}" in shown.out
+    assert "<h1>Expert threshold (ET" in (out / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("drawn")
+def test_a_report_that_fails_loses_nothing_but_itself(
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    out = tmp_path / "run"
+    assert et("train", *small, "--steps", 1, "--out", out) == 0
+    shown = capsys.readouterr()
+    (warning,) = (line for line in shown.out.splitlines() if line.startswith("warning"))
+    assert "matplotlib" in warning
+    assert "report: " not in shown.out
+    assert f"next: et generate {out}" in shown.out
+    assert RunFolder.open(out).latest_checkpoint() == 1
+    assert not (out / "report.html").exists()
+
+
+def test_the_config_of_a_run_repeats_it(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    assert et("train", "--config", run / "config.json", "--out", again) == 0
+    model = RunFolder.open(run).load_checkpoint().tensors["model"]
+    repeated = RunFolder.open(again).load_checkpoint().tensors["model"]
+    assert all(torch.equal(model[name], repeated[name]) for name in model)
+
+
+@pytest.fixture
+def part(copy: Path) -> Path:
+    """A run with two of its four steps to go."""
+    shutil.rmtree(copy / "checkpoints" / "step_000004")
+    return copy
+
+
+def test_a_run_is_resumed_from_its_folder_alone(run: Path, part: Path) -> None:
+    assert et("train", "--resume", part, "--log-every", 1) == 0
+    assert content(part)[LAST] == content(run)[LAST]
+
+
+def test_a_run_whose_text_lies_elsewhere_is_resumed(
+    run: Path, part: Path, text: Path, refused: Refused, tmp_path: Path
+) -> None:
+    with edit(part / "config.json") as config:
+        config["data"]["source"] = str(tmp_path / "gone")
+    refused(["train", "--resume", part], f"{tmp_path / 'gone'} does not exist", "--data")
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(text.read_text().splitlines(keepends=True)[1:]))
+    refused(["train", "--resume", part, "--data", other], "has changed", "--data")
+    assert et("train", "--resume", part, "--data", text) == 0
+    assert RunFolder.open(part).config["data"] == RunFolder.open(run).config["data"]
+    assert content(part)[LAST] == content(run)[LAST]
+
+
+def test_a_run_without_its_checkpoints_is_not_trained_again(copy: Path, refused: Refused) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    refused(["train", "--resume", copy], f"{copy / 'checkpoints'}: is missing or empty", "copy")
+    (copy / "report.html").unlink()  # as a run that was killed before its first checkpoint
+    assert et("train", "--resume", copy) == 0
+    assert content(copy)[LAST]
+
+
+def test_a_resumed_run_reports_that_it_keeps_its_threads(
+    copy: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert et("train", "--resume", copy) == 0
+    assert "as before" not in capsys.readouterr().out
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    assert et("train", "--resume", copy) == 0
+    assert "1 thread, as before" in capsys.readouterr().out
+    assert et("train", "--resume", copy, "--threads", 1) == 0
+    assert "as before" not in capsys.readouterr().out
+
+
+def test_a_run_begins_with_another_ones_model(text: Path, run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "next"
+    options = ["--data", text, "--batch-size", 2, "--steps", 1, "--seed", 5, "--rule", "token_choice", "--threads", 1]
+    assert et("train", "tiny", "--init-from", run, *options, "--out", out) == 0
+    config = RunConfig.from_dict(RunFolder.open(out).config)
+    assert config.model.context == 32
+    assert config.model.rule == TokenChoice()
+    assert RunFolder.open(out).config["init_from"] == str(run)
+
+
+def test_a_run_begun_from_another_has_warmup_and_decay_of_its_own_length(tmp_path: Path) -> None:
+    """It had those of the other run's length, and the other run's steps behind it."""
+    first = tmp_path / "first"
+    RunFolder.create(first).write_config(resolve("d12").to_dict())
+
+    def rule(*arguments: object) -> ExpertThreshold:
+        given = parse_run("et train", "", train_command.OPTIONS, list(map(str, [*arguments, "--init-from", first])))
+        found = resolve_run(given).model.rule
+        assert isinstance(found, ExpertThreshold)
+        return found
+
+    of_first, anew = resolve("d12").model.rule, rule("--steps", 500)
+    assert isinstance(of_first, ExpertThreshold)
+    assert (anew.warmup_steps, anew.decay, anew.estimator) == (100, 0.9619, "mean")
+    assert rule("--steps", 500, "--continue-warmup") == of_first
+    assert rule("--steps", 500, "--warmup-steps", 30, "--decay", 0.5).warmup_steps == 30
+    with pytest.raises(ValueError, match="warmup_steps=600 is beyond the run of 500 steps"):
+        rule("--steps", 500, "--warmup-steps", 600)
+
+
+def test_the_folder_of_a_run_is_named_after_preset_and_rule(
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert et("train", *small, "--steps", 1, "--rule", "dense") == 0
+    assert (tmp_path / "runs" / "tiny-dense" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "options", "parts"),
+    [
+        ("empty.txt", b"", [], ["has no documents"]),
+        ("latin.txt", "caf\xe9 ".encode("latin-1") * 99, [], ["UTF-8"]),
+        ("a.jsonl", b'{"body": "x"}\n', [], ["text"]),
+        ("a.jsonl", b"no json\n", [], []),
+        ("a.parquet", b"no parquet", [], []),
+        ("a.csv", b"a,b", [], [".parquet"]),
+        ("a.jsonl", b'{"text": "x"}\n' * 9, ["--text-field", "body"], ["body"]),
+        ("a.jsonl", b'{"text": "x"}\n' * 9, [], ["no documents left for train"]),
+    ],
+)
+def test_data_that_cannot_be_read_is_refused_and_nothing_is_made(
+    name: str, data: bytes, options: list[str], parts: list[str], refused: Refused, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    refused(["train", "tiny", "--data", tmp_path / name, *options, "--out", tmp_path / "run"], name, *parts)
+
+
+@pytest.mark.parametrize(
+    ("command", "parts"),
+    [
+        ("train --out RUN", ["--out", "already exists", "--resume"]),
+        ("train --resume RUN --steps 1", ["steps=1"]),
+        ("train --resume RUN --steps 9 --minutes 1", ["steps=9 and minutes=1.0"]),
+        ("train d12 --resume RUN", ["PRESET d12", "leave it out"]),
+        ("train --resume RUN --rule dense", ["--rule dense", "leave it out"]),
+        ("train --resume RUN --recipe expert_threshold", ["--recipe expert_threshold", "leave it out"]),
+        ("train --resume RUN --out x", ["--out x", "leave it out"]),
+        ("train --resume RUN --no-debias", ["--no-debias", "leave it out"]),
+        ("train --init-from RUN --layers 5 --out x --data TEXT", ["layers=5", "--init-from"]),
+        ("generate RUN --step 3", ["no checkpoint of step 3", "2, 4"]),
+        ("generate RUN --temperature -1", ["temperature=-1.0", "at least 0"]),
+        ("generate RUN --max-tokens 0", ["max_tokens=0", "at least 1"]),
+        (f"generate RUN --prompt {'the-cat-' * 99}", ["prompt", "shorten it"]),
+    ],
+)
+def test_what_does_not_fit_a_run_is_refused_and_the_run_unharmed(
+    command: str, parts: list[str], copy: Path, text: Path, refused: Refused, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    given = {"RUN": copy, "TEXT": text}
+    refused([given.get(word, word) for word in command.split()], *parts)
+
+
+def flip_a_byte(run: Path) -> None:
+    path = run / LAST
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text(text)
+
+
+def change(path: str, value: object) -> Callable[[Path], object]:
+    """Change what stands in the run's configuration."""
+
+    def changed(run: Path) -> None:
+        with edit(run / "config.json") as config:
+            put(config, path, value)
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (change("model", 5), ["section 'model'"]),
+        (change("model.rule", None), ["rule=None"]),
+        (flip_a_byte, ["model.safetensors", "step"]),
+        (
+            write("checkpoints/step_000004/manifest.json", '{"format": "pt", "files": {}}'),
+            ["manifest.json", "step_000002"],
+        ),
+        (write("config.json", '{"model_type": "llama"}'), ["config.json", "not written by expert-threshold"]),
+        (lambda run: (run / "tokenizer.json").unlink(), ["tokenizer.json", "missing"]),
+        (change("model.d_model", "x"), ["copy/config.json: d_model='x'", "at least 1"]),
+    ],
+    ids=["model", "rule", "weights", "manifest", "foreign", "tokenizer", "option"],
+)
+@pytest.mark.parametrize("command", ["generate RUN", "train --resume RUN"])
+def test_a_damaged_run_is_reported_and_left_as_it_is(
+    command: str, damage: Callable[[Path], object], parts: list[str], copy: Path, refused: Refused
+) -> None:
+    damage(copy)
+    refused([copy if word == "RUN" else word for word in command.split()], *parts)
+
+
+@pytest.mark.parametrize(
+    "command", ["train tiny --init-from RUN --out new", "calibrate RUN --to new", "upcycle RUN --to new"]
+)
+def test_an_option_that_is_none_is_named_with_the_file_that_has_it(
+    command: str, copy: Path, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    change("model.d_model", "x")(copy)
+    refused(
+        [copy if word == "RUN" else word for word in command.split()], f"{copy}/config.json: d_model='x'", "at least 1"
+    )
+
+
+def test_so_is_one_of_an_export(run: Path, refused: Refused, tmp_path: Path) -> None:
+    exported = tmp_path / "exported"
+    assert et("export", run, "--to", exported) == 0
+    change("d_model", "x")(exported)
+    refused(["import", exported, "--out", tmp_path / "new"], f"{exported / 'config.json'}: d_model='x'", "at least 1")
+
+
+def test_a_full_disk_is_reported_and_what_was_saved_stays(
+    small: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = RunFolder.save_checkpoint
+
+    def fill_up(folder: RunFolder, step: int, *arguments: Any, **options: Any) -> None:
+        if step > 2:
+            raise OSError(errno.ENOSPC, "No space left on device", "model.safetensors")
+        save(folder, step, *arguments, **options)
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "save_checkpoint", fill_up)
+        assert et("train", *small, "--steps", 4, "--out", out) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "model.safetensors: No space left on device" in line
+    assert "--resume" in line
+    assert RunFolder.open(out).load_checkpoint().step == 2
+    assert et("train", "--resume", out) == 0
+
+
+def test_a_dispatch_that_cannot_run_here_is_refused_before_anything_is_written(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BACKENDS["triton"], "why_not", lambda *_: "needs a CUDA GPU")
+    refused(["train", "tiny", "--dispatch", "triton", "--out", tmp_path / "run"], "dispatch='triton' needs a CUDA GPU")
+
+
+@pytest.mark.parametrize(
+    ("rule", "accumulation", "told"),
+    [
+        ("expert_choice", 1, True),
+        ("expert_choice", 4, False),
+        ("expert_choice --pool 256", 1, False),
+        ("token_choice --balance aux", 1, True),
+        ("expert_threshold", 1, False),
+        ("dense", 1, False),
+    ],
+)
+def test_ranks_that_give_a_rule_smaller_pools_are_told(rule: str, accumulation: int, told: bool) -> None:
+    config = resolve_run(
+        parse_run("et train", "", [], ["tiny", "--rule", *rule.split(), f"--accumulation={accumulation}"])
+    )
+    said = train_command.introduce(config, mock.Mock(world_size=2))
+    assert ("looks at 1,024 tokens of each rank, where one process has 2,048" in said) == told
+    assert "of each rank" not in train_command.introduce(config, None)

@@ -1,0 +1,81 @@
+"""What tests of commands share: files as they were, records changed in place, and Ctrl-C at a chosen step."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import signal
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Options = list[object]
+Refused = Callable[..., str]
+"""The fixture `refused(arguments, *words)` of tests/conftest.py."""
+
+
+def content(folder: Path) -> dict[str, str]:
+    """The hash of every file and the name of every folder below `folder`."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def read(path: Path) -> Any:
+    return json.loads(path.read_bytes())
+
+
+def lines(path: Path) -> list[Any]:
+    """The records of a .jsonl file."""
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def write_lines(path: Path, records: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@contextlib.contextmanager
+def edit(path: Path) -> Iterator[Any]:
+    """Yield the JSON of a file, and write it back as it is after the block."""
+    value = read(path)
+    yield value
+    path.write_text(json.dumps(value))
+
+
+def put(record: Any, path: str | Sequence[str | int], value: Any) -> None:
+    """Set what stands at a path such as `layers.1.usage`, or remove it where the value is `...`."""
+    *parents, last = path.split(".") if isinstance(path, str) else path
+    for part in parents:
+        record = record[part]
+    if value is ...:
+        del record[last]
+    else:
+        record[last] = value
+
+
+def without(value: Any, names: Collection[str]) -> Any:
+    """The same record, at any depth without the keys of these names."""
+    if isinstance(value, dict):
+        return {key: without(item, names) for key, item in value.items() if key not in names}
+    return [without(item, names) for item in value] if isinstance(value, list) else value
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in that step, counted over all runs."""
+    from expert_threshold.train import loop
+
+    train_step, made = loop.train_step, 0
+
+    def interrupted(*arguments: Any) -> bool:
+        nonlocal made
+        made += 1
+        if made == step:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", interrupted)
