@@ -145,6 +145,16 @@ def test_the_router_learns_through_the_gates_alone(rule: Rule) -> None:
     torch.testing.assert_close(gradient, expected, atol=1e-5, rtol=1e-4)
 
 
+def test_divided_by_the_fanout_the_gates_of_a_token_without_experts_spread_no_nan() -> None:
+    moe = moe_with_history(RULES["unbounded"], gate_norm="fanout")
+    moe.router.state.mean.fill_(0)
+    x = torch.randn(2, 30, 8)
+    y, observation = moe(x)
+    assert observation.fanout_counts[0] > 0
+    for gradient in torch.autograd.grad(y.square().sum(), [*moe.parameters()]):
+        assert gradient.isfinite().all()
+
+
 # Options.
 
 

@@ -39,9 +39,9 @@ class _Hook:
 
     def __init__(self, follower: Follower | None = None, call: Callable[..., Any] | None = None) -> None:
         self.follower = follower
-        self._call = call
+        # Tracing would run the backward's side effects. As a decorator it would import the compiler with this module.
+        self._call = None if call is None else torch.compiler.disable(call)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # tracing would run the backward's side effects
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
