@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cases import PIECES, RULES, covering, small_model
 from expert_threshold.generate import decoder
 from expert_threshold.generate.decoder import Decoder
 from expert_threshold.model import GPT
+from expert_threshold.moe import follow
 from rounding import assert_rounded
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -124,3 +126,32 @@ def test_a_row_holds_no_more_than_its_capacity() -> None:
     decoded.read(0, [1] * 4)
     with pytest.raises(ValueError, match="5 tokens do not fit in a row of 4"):
         decoded.step({0: 1})
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("adapted", ["a hook", "a hook of a router", "a subclass", "a parametrization"])
+def test_adapters_and_hooks_act_while_decoding(adapted: str) -> None:
+    """Decoders copied weights alone: texts were silently those of the model without adapters."""
+    model = small_model(RULES["expert_threshold"])
+    before, value = full(model, tokens_of(20)).logits, model.blocks[1].attention.value
+    match adapted:
+        case "a hook":
+            model.blocks[0].register_forward_pre_hook(lambda _, inputs: (2 * inputs[0] + 1, *inputs[1:]))
+        case "a hook of a router":
+            router = model.moe_layers()[0][1].router
+            router.register_forward_hook(lambda _, inputs, routing: routing._replace(gates=0 * routing.gates))
+        case "a subclass":
+            value.__class__ = type("Twice", (type(value),), {"forward": lambda self, x: 2 * F.linear(x, self.weight)})
+        case "a parametrization":
+            torch.nn.utils.parametrizations.weight_norm(value).parametrizations.weight.original0.mul_(2)
+    decoder, expected = Decoder(model, 1, 24), full(model, tokens_of(20)).logits
+    decoder.open(0)
+    torch.testing.assert_close(decoder.read(0, tokens_of(20), every=True).logits, expected[0], **CLOSE)
+    assert not torch.allclose(before, expected, **CLOSE)
+
+
+def test_a_followed_model_is_decoded_by_the_kernel() -> None:
+    model = small_model(RULES["expert_threshold"])
+    before = Decoder(model, 1, 24).kernel is None
+    follow(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert (Decoder(model, 1, 24).kernel is None) == before

@@ -111,6 +111,7 @@ SCALED = ("skipped by a GradScaler", "skipped by a GradScaler in a fused optimiz
         "cleared by the optimizer",
         "cleared by the model",
         "cleared after the next forward",
+        "cleared before the step",
         *SCALED,
     ],
 )
@@ -134,8 +135,10 @@ def test_a_forward_that_took_part_in_no_step_changes_no_rule(skipped: str, facto
                     scaler.step(optimizer)
                     scaler.update()
                     follower.loss_scale = scaler.get_scale()
-                if skipped.startswith("cleared by"):
-                    (optimizer if skipped == "cleared by the optimizer" else model).zero_grad()
+                if skipped.startswith("cleared b"):
+                    (model if skipped == "cleared by the model" else optimizer).zero_grad()
+                if skipped == "cleared before the step":
+                    optimizer.step()
             follower.loss_scale = scaler.get_scale() if skipped in SCALED else None
             loss = model(x).square().mean()
             optimizer.zero_grad()
@@ -154,6 +157,18 @@ def test_a_graph_that_is_kept_for_two_backwards_counts_once() -> None:
     y.mean().backward(retain_graph=True)
     y.square().mean().backward()
     assert [int(seen.tokens) for seen in follower.observations.values()] == [16, 16]
+
+
+def test_a_step_without_the_gradient_of_one_parameter_counts() -> None:
+    """As in loops that keep a layer fixed for some steps by setting its gradients to None."""
+    model = Foreign(ROUTED[0])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    follow(model, optimizer)
+    before = [state.clone() for state in model.states()]
+    model(batches(1)[0]).square().mean().backward()
+    next(model.parameters()).grad = None
+    optimizer.step()
+    assert any(not torch.equal(old, new) for old, new in zip(before, model.states(), strict=True))
 
 
 @pytest.mark.parametrize("trained", ["experts", "head"])

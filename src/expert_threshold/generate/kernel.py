@@ -192,9 +192,10 @@ def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
 
 def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
     """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
-    a compiler or switched off, or unless the rule has sigmoid or softmax gates and either thresholds or a biased top k.
+    a compiler or switched off, to an adapted model, or unless the rule has sigmoid or softmax gates and either
+    thresholds or a biased top k.
     """
-    if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16):
+    if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:
         return None
     known = all(_knows(moe.router) for _, moe in model.moe_layers())
     return Kernel(model, cache) if library() is not None and known else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +24,7 @@ from ..moe import (
     Observation,
     Routing,
     Rule,
+    hooked,
     plain,
     require_rule,
     rule_from_dict,
@@ -433,13 +435,26 @@ class GPT(nn.Module):
         for (_, moe), observation in zip(self.moe_layers(), observations, strict=True):
             moe.router.update(observation)
 
+    @property
+    def adapted(self) -> bool:
+        """True if adapters or hooks decide what the model computes, not its weights alone."""
+        ours = __name__.partition(".")[0]
+        return any(
+            hooked(module)
+            or not (type(module) in (nn.ModuleList, nn.Embedding) or type(module).__module__.startswith(f"{ours}."))
+            for module in self.modules()
+        )
+
     def snapshot(self) -> GPT:
         """Return a copy for inference, its matrices in the compute dtype; valid until this model's weights change.
 
         Matrices that need no cast are shared with this model, so that a server holds them once; queries, keys and
         values are copied, so a step of training would leave the copy neither old nor new. Embeddings and
-        routers keep their dtype, since a forward casts at most what it looks up in them to the compute dtype.
+        routers keep their dtype, since a forward casts at most what it looks up in them to the compute dtype. An
+        `adapted` model is copied as it is.
         """
+        if self.adapted:
+            return copy.deepcopy(self).eval().requires_grad_(False)
         with torch.device("meta"):
             other = GPT(self.config, self.compute_dtype)
         weights = self.state_dict()

@@ -15,7 +15,7 @@ from ..routing import (
 )
 from .backends import BACKENDS, DispatchName
 from .experts import Experts, FeedForward, Linear, plain
-from .follow import Follower, follow
+from .follow import Follower, follow, hooked
 from .layer import GateNorm, MoE, require_rule
 from .router import Past, Router
 
@@ -38,6 +38,7 @@ __all__ = [
     "Rule",
     "all_finite",
     "follow",
+    "hooked",
     "plain",
     "require_rule",
     "rule_from_dict",

@@ -12,6 +12,7 @@ from ..kernels.activation import Activation, ActivationName, activation_named
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
 from ..kernels.planned import as_autocast, no_autocast, on_cpu
+from .follow import hooked
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -94,15 +95,7 @@ def plain(*modules: nn.Module) -> bool:
 
     Adapters replace a module, its class or its `forward`; a kernel that read the weights would bypass all of these.
     """
-    return not any(
-        type(module) not in (Linear, FeedForward)
-        or module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-        for module in modules
-    )
+    return all(type(module) in (Linear, FeedForward) and not hooked(module) for module in modules)
 
 
 class FeedForward(nn.Module):

@@ -49,6 +49,12 @@ class _Hook:
         return _Hook, ()
 
 
+def hooked(module: nn.Module) -> bool:
+    """Return True if hooks, except followers', or an override may make a call differ from the class's `forward`."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in module.__dict__ or any(not isinstance(hook, _Hook) for of in hooks for hook in of.values())
+
+
 class Follower:
     """Sums the observations of a model's routers and updates their rules once per optimizer step; made by `follow`.
 
@@ -86,7 +92,10 @@ class Follower:
                 if isinstance(hook, _Hook) and hook.follower is not None:  # two would update a rule twice a step
                     hook.follower.remove()
         self._groups = {router: router.group for router in self._names}
-        self._handles: list[RemovableHandle] = [self._optimizer.register_step_post_hook(self._update)]
+        self._handles: list[RemovableHandle] = [
+            self._optimizer.register_step_pre_hook(self._forget_discarded),
+            self._optimizer.register_step_post_hook(self._update),
+        ]
         for router in self._names:
             self._handles.append(router.register_forward_pre_hook(_Hook(self, self._join)))
             self._handles.append(router.register_forward_hook(_Hook(self, self._gather)))
@@ -152,6 +161,11 @@ class Follower:
     def _note_gradients(self) -> None:
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
+
+    def _forget_discarded(self, *_: Any) -> None:
+        # Loops set single gradients to None, to keep those parameters fixed; all of them are discarded batches.
+        if self._with_gradient and all(parameter.grad is None for parameter in self._with_gradient):
+            self._forget()
 
     def _forget(self) -> None:
         self.observations.clear()
