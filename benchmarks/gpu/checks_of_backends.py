@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import deterministic
 
-from cases import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
-from cases import Case as Given
-from cases import case as given_case
 from expert_threshold.moe import BACKENDS, Experts, MoE
 from expert_threshold.moe.backends import reference
 from expert_threshold.routing import RULES, Rule
+from routed_sum import ASSIGNMENTS, EXPERTS, RoutedSum, outputs_and_gradients
+from routed_sum import Case as Given
+from routed_sum import case as given_case
 
 from .setting import Case, NotRunError, Row, Setting
 

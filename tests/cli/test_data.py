@@ -139,6 +139,7 @@ def test_shards_in_a_folder_of_the_folder_find_the_tokenizer_that_was_made_for_i
     assert et("data", "tokenize", tmp_path / "text", "--out", tmp_path / "tokens") == 0
     first, second = (Tokenizer.load(tmp_path / name / "tokenizer.json").hash for name in ("text", "tokens"))
     assert first == second
+    refused(["data", "tokenize", tmp_path / "tokens"], "is no folder of Parquet shards")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["  ", "\n"]}), shards / "shard_3.parquet")
     train = ["train", "tiny", "--vocab-size", 270, "--out", tmp_path / "run", "--data"]
     refused([*train, tmp_path / "text"], "too few for a loss", "--eval-every none")

@@ -197,6 +197,14 @@ def test_another_column_of_the_same_shards_is_measured_by_itself(
     assert losses[1] > losses[0] + 0.1
 
 
+def test_a_loss_of_other_tokens_is_measured_by_itself(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = []
+    for eval_tokens in ("none", 64, "none"):
+        assert et("evaluate", copy, "--json", "--eval-tokens", eval_tokens) == 0
+        counts.append(json.loads(capsys.readouterr().out)[0]["validation"]["tokens"])
+    assert counts[1] < counts[0] == counts[2]
+
+
 def test_a_missing_bundle_is_reported_with_the_command_to_get_it(
     runs: Path, bundle: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
