@@ -336,9 +336,17 @@ def test_engines_that_mix_requests_in_one_row_are_refused(exported: Folder, name
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "flat", lambda *_, **__: None)
-        with pytest.raises(ValueError, match="flat batches"):
+        remedy = "another --rule" if name == "sequence" else "--key-offset none"
+        with pytest.raises(ValueError, match=f"flat batches.*train with.*{remedy}"):
             transformers.AutoModel.from_pretrained(exported(name), attn_implementation="flat")
         transformers.AutoModel.from_pretrained(exported(OURS), attn_implementation="flat")
+
+
+def test_engines_leave_the_experts_to_our_code(folder: Path) -> None:
+    """vLLM replaces `experts` by its own, with SiLU, where the configuration counts them by one of these names."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    for name in ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts", "block_configs"):
+        assert not hasattr(config, name)
 
 
 def test_smear_refuses_a_cache_without_room_for_it(exported: Folder) -> None:

@@ -65,6 +65,9 @@ class ExpertThresholdConfig(PreTrainedConfig):
     """The options of the model under their names in expert_threshold; `rule` holds all options of the routing rule.
 
     run: facts about the training run, for `et import`; they have no effect on the model.
+
+    No name here may count the experts: where one does (num_experts, num_local_experts, …), vLLM replaces `experts` by
+    experts with SiLU.
     """
 
     model_type = "expert_threshold"
@@ -563,12 +566,13 @@ class ExpertThresholdModel(ExpertThresholdPreTrainedModel):
         one before it: in vLLM and in transformers' continuous batching it would be another request's, silently.
         """
         own = self.config._attn_implementation in (None, *ALL_MASK_ATTENTION_FUNCTIONS._global_mapping)
-        needs = [name for name in ("smear", "key_offset") if getattr(self.config, name)]
-        needs += [] if self.routes_by_token else [f"rule {self.config.rule['name']}"]
+        flags = {"smear": "--no-smear", "key_offset": "--key-offset none"}
+        needs = {name: flag for name, flag in flags.items() if getattr(self.config, name)}
+        needs |= {} if self.routes_by_token else {f"rule {self.config.rule['name']}": "another --rule"}
         if needs and (not own or kwargs.get("cache") is not None):
             raise ValueError(
                 f"{' and '.join(needs)} of this model read previous tokens, which engines with flat batches (vLLM, "
-                "continuous batching) do not keep; use generate or et serve, or train a model without"
+                f"continuous batching) do not keep; use generate or et serve, or train with {' '.join(needs.values())}"
             )
 
     @merge_with_config_defaults  # type: ignore[untyped-decorator]
