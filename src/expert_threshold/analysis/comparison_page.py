@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .comparison import HEADERS as MEASURED
 from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
-from .figures.axes import Strokes, rows_of
+from .figures.axes import Strokes, draw_key, rows_of
 from .figures.learning import draw_losses, seconds_axis
 from .figures.style import GRID, INK, METHODS, MUTED, WIDE
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
@@ -95,7 +95,8 @@ def draw_differences(judged: Sequence[Judged], baseline: str, margin: float) -> 
     rows.sort(key=lambda row: row[1].mean)
     given = {difference.verdict for _, difference in rows}
     key: Strokes = {verdict: {"color": colour} for verdict, colour in VERDICTS.items() if verdict in given}
-    figure, axes = rows_of(WIDE, [method for method, _ in rows], key)
+    figure, axes = rows_of(WIDE, [method for method, _ in rows])
+    draw_key(figure, key)
     axes.axvspan(-margin, margin, color=GRID, linewidth=0)
     axes.axvline(0, color=INK, linewidth=0.7)
     reaches = [max(map(abs, filter(None, (row.mean, row.low, row.high))), default=0.0) for _, row in rows]

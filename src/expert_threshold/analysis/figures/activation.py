@@ -14,7 +14,7 @@ from ..measures import fanout_distribution as shares_of
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
 from ..sentences import listed, percent
-from .axes import method_panels, outer_labels, whole_ticks
+from .axes import fanout_bars, method_panels, whole_ticks
 from .study import Study
 from .style import INK, ONE_LAYER, WIDE, strokes
 
@@ -48,18 +48,13 @@ def fanout_by_position(material: Material) -> Data:
 
 def draw_fanout_by_position(data: Data) -> Figure:
     """Draw mean fanout over the position in the window, logarithmic."""
-    from matplotlib.ticker import FixedLocator, StrMethodFormatter
-
-    figure, every = _by_layer(data, WIDE, shift=1)
+    figure, every = _by_layer(data, "position in the window", FANOUT, shift=1)
     last = array(data["methods"][0]["x"])[-1]
-    ticks = [4.0**power for power in range(9) if 4**power <= last + 1]
-    for axes in every:
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator(ticks))
-        axes.xaxis.set_minor_locator(FixedLocator([]))
-        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        axes.set_ylim(bottom=0)
-    outer_labels(every, "position in the window", FANOUT)
+    ticks = [4**power for power in range(9) if 4**power <= last + 1]
+    every[0].set_xscale("log", base=2)  # shared
+    every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    every[0].set_xticks([], minor=True)
+    every[0].set_ylim(bottom=0)
     return figure
 
 
@@ -88,10 +83,8 @@ def fanout_by_loss(material: Material) -> Data:
 
 def draw_fanout_by_loss(data: Data) -> Figure:
     """Draw mean fanout over the mean loss of each bin."""
-    figure, every = _by_layer(data, WIDE)
-    for axes in every:
-        axes.set_ylim(bottom=0)
-    outer_labels(every, "loss (nats)", FANOUT)
+    figure, every = _by_layer(data, "loss (nats)", FANOUT)
+    every[0].set_ylim(bottom=0)  # shared
     return figure
 
 
@@ -129,10 +122,8 @@ def loss_by_fanout(material: Material) -> Data:
 
 def draw_loss_by_fanout(data: Data) -> Figure:
     """Draw mean loss over fanout."""
-    figure, every = _by_layer(data, WIDE)
-    for axes in every:
-        whole_ticks(axes.xaxis, 6)
-    outer_labels(every, FANOUT, "loss (nats)")
+    figure, every = _by_layer(data, FANOUT, "loss (nats)")
+    whole_ticks(every[0].xaxis, 6)  # shared
     return figure
 
 
@@ -163,32 +154,24 @@ def fanout_distribution(material: Material) -> Data:
 def draw_fanout_distribution(data: Data) -> Figure:
     """Draw the share of tokens by fanout, a panel for each method."""
     methods = data["methods"]
-    figure, every = method_panels(WIDE, methods, 1.2)
-    seen = max(int(np.flatnonzero(array(entry["share"]) >= 0.002).max(initial=0)) for entry in methods)
-    for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
-        share = 100 * array(entry["share"])
-        axes.bar(np.arange(len(share)), share, width=0.82, color=stroke["color"])
-        mean = f"{entry['mean']:.2f} ± {entry['std']:.2f}"
-        axes.annotate(mean, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-        whole_ticks(axes.xaxis, 6)
-    most = max(100 * array(entry["share"]).max() for entry in methods)
-    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # shared; leaves room for the mean
-    outer_labels(every, FANOUT, "% of tokens")
+    figure, every = method_panels(WIDE, methods, 1.2, FANOUT, "% of tokens")
+    texts = [f"{entry['mean']:.2f} ± {entry['std']:.2f}" for entry in methods]
+    shares = [array(entry["share"]) for entry in methods]
+    fanout_bars(every, shares, texts, [stroke["color"] for stroke in strokes(methods)])
     return figure
 
 
-def _by_layer(data: Data, width: float, shift: float = 0) -> tuple[Figure, list[Axes]]:
+def _by_layer(data: Data, x: str, y: str, shift: float = 0) -> tuple[Figure, list[Axes]]:
     """Draw a panel for each method: layers dashed, their mean solid. shift: added to x, for a logarithmic axis."""
     methods = data["methods"]
     several = any(len(entry["layers"]) > 1 for entry in methods)
     key = {"one layer": ONE_LAYER, "mean of layers": MEAN} if several else {}
-    figure, every = method_panels(width, methods, 1.5, key=key)
+    figure, every = method_panels(WIDE, methods, 1.5, x, y, key=key)
     for axes, entry, stroke in zip(every, methods, strokes(methods), strict=True):
-        x = array(entry["x"]) + shift
-        if several:
-            for values in entry["layers"].values():
-                axes.plot(x, array(values), **ONE_LAYER)
-        axes.plot(x, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
+        places = array(entry["x"]) + shift
+        for values in entry["layers"].values() if several else ():
+            axes.plot(places, array(values), **ONE_LAYER)
+        axes.plot(places, array(entry["mean"]), **(MEAN | {"color": stroke["color"]}))
     return figure, every
 
 

@@ -1,10 +1,10 @@
-"""Panels, axes, keys and labels. Lengths are in inches."""
+"""Panels, legends and labels. Lengths are in inches; matplotlib's constrained layout gives every text its room."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from textwrap import wrap
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Margins around the axes, equal in all figures so that they line up, and the least width of a panel.
-LEFT, RIGHT, TOP, BOTTOM, PANEL = 0.45, 0.12, 0.26, 0.46, 1.6
-COLUMN_GAP, ROW_GAP, LABELLED_ROW_GAP = 0.2, 0.4, 0.62
+PANEL, GAP = 1.6, 0.25  # the least width of a panel, and what lies between two
 CHARACTER, LINE = 0.078, 0.16  # the size of text
 BESIDE = 0.4  # the largest share of a figure's width for names at line ends
 LONGEST, ALL = 240, 24_000  # points per line or columns per heatmap, and points in all; more are indistinguishable
@@ -62,69 +60,62 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
     return [place + index * gap for index, place in enumerate(fitted)]
 
 
-def single(
-    width: float, height: float = 1.6, *, left: float = LEFT, top: float = TOP, key: Strokes | None = None
-) -> tuple[Figure, Axes]:
-    """Create one panel. height: of the axes; left, top, key: as in `panels`."""
-    figure, (axes,) = panels(width, 1, height, left=left, top=top, key=key)
+def single(width: float, height: float = 1.6, title: str = "") -> tuple[Figure, Axes]:
+    """Create one panel. height: of the axes, about."""
+    figure, (axes,) = panels(width, [title], height)
     return figure, axes
 
 
 def panels(
     width: float,
-    count: int,
+    titles: Sequence[str],
     height: float,
+    x: str = "",
+    y: str = "",
     *,
-    left: float = LEFT,
-    right: float = RIGHT,
-    top: float = TOP,
+    key: Strokes | None = None,
+    colours: Sequence[str] = (),
     least: float = PANEL,
     columns: int | None = None,
     share: bool = True,
-    titles: Sequence[str] = (),
-    key: Strokes | None = None,
 ) -> tuple[Figure, list[Axes]]:
-    """Create panels in rows. height: of each panel's axes; least: their least width, unless `columns` is given.
+    """Create a panel for each title, in rows. height: of each panel's axes, about; colours: of the titles.
 
-    left, right, top: margins. share: panels share axes. titles: the texts that need room above the panels. key: drawn
-    at the top of the figure, in place of the margin `top`.
+    x, y: labels, with units, of the lowest and of the leftmost panels. key: see `draw_key`. least: the panels' least
+    width, unless `columns` is given. share: panels share axes.
     """
     from matplotlib.figure import Figure
 
-    inside = width - left - right
-    lines = max((title.count("\n") for title in titles), default=0)
-    top = lines * LINE + (top if key is None else key_room(width, list(key)) + 0.28)
-    least = max([least, *(len(text) * CHARACTER for title in titles for text in title.split("\n"))])
-    gap, row_gap = (COLUMN_GAP, ROW_GAP) if share else (COLUMN_GAP + left - 0.1, LABELLED_ROW_GAP)
-    row_gap += lines * LINE
-    rows = -(-count // (columns or max(min(count, int((inside + gap) / (least + gap))), 1)))
-    columns = -(-count // rows)  # balance the rows
-    total = top + rows * (height + row_gap) - row_gap + BOTTOM
-    figure = Figure((width, total))
+    texts = [line for title in titles for line in title.split("\n")]
+    gap = GAP if share else GAP + 0.35
+    least = max([least, *(len(text) * CHARACTER for text in texts)])
+    columns = columns or max(min(len(titles), int((width - 0.6) / (least + gap))), 1)
+    rows = -(-len(titles) // columns)
+    columns = -(-len(titles) // rows)  # balance the rows
+    above = LINE * max(title.count("\n") + bool(title) for title in titles)
+    figure = Figure((width, rows * (height + above + (0.15 if share else 0.4)) + 0.45), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False)
-    figure.subplots_adjust(
-        left=left / width,
-        right=1 - right / width,
-        bottom=BOTTOM / total,
-        top=1 - top / total,
-        wspace=gap / ((inside + gap) / columns - gap),
-        hspace=row_gap / height,
-    )
-    for axes in grid.flat[count:]:
+    for axes in grid.flat[len(titles) :]:
         axes.remove()
-    draw_key(figure, key or {})
-    return figure, list(grid.flat[:count])
+    every = list(grid.flat[: len(titles)])
+    for place, (axes, title) in enumerate(zip(every, titles, strict=True)):
+        axes.set_title(title, color=colours[place] if colours else MUTED)
+        if place >= len(every) - columns:
+            axes.tick_params(labelbottom=True)
+            axes.set_xlabel(x, loc="right")
+        if place % columns == 0:
+            axes.set_ylabel(y)
+    if key:
+        draw_key(figure, key)
+    return figure, every
 
 
-def rows_of(
-    width: float, names: Sequence[str], key: Strokes | None = None, height: float = 0.24
-) -> tuple[Figure, Axes]:
+def rows_of(width: float, names: Sequence[str], title: str = "") -> tuple[Figure, Axes]:
     """Create one panel with a row for each name, which stands left of it, wrapped if it is long."""
-    lines = [wrap(name, int(BESIDE * width / CHARACTER)) for name in names]
-    left = max(len(line) for name in lines for line in name) * CHARACTER + 0.15
-    room = max(height, LINE * max(map(len, lines)))
-    figure, axes = single(width, room * len(names) + 0.2, left=left, key=key)
-    axes.set_yticks(range(len(names)), ["\n".join(name) for name in lines], color=INK)
+    lines = [fill(name, int(BESIDE * width / CHARACTER)) for name in names]
+    room = max(0.24, LINE * (1 + max(text.count("\n") for text in lines)))
+    figure, axes = single(width, room * len(names) + 0.2, title)
+    axes.set_yticks(range(len(names)), lines, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(False)
     axes.grid(axis="x")
@@ -137,73 +128,26 @@ def method_strokes(methods: Sequence[Mapping[str, Any]]) -> Strokes:
 
 
 def method_panels(
-    width: float, methods: Sequence[Mapping[str, Any]], height: float, **options: Any
+    width: float, methods: Sequence[Mapping[str, Any]], height: float, x: str, y: str, **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Create a panel for each method, with its name in its colour above. options: as of `panels`."""
-    titles = [entry["method"] for entry in methods]
-    figure, every = panels(width, len(methods), height, left=0.62, titles=titles, **options)
-    for axes, title, stroke in zip(every, titles, strokes(methods), strict=True):
-        axes.set_title(title, color=stroke["color"])
-    return figure, every
-
-
-def outer_labels(every: Sequence[Axes], x: str, y: str) -> None:
-    """Label the shared axes of panels, with units, on the lowest and leftmost panels."""
-    spec = every[0].get_subplotspec()
-    assert spec is not None
-    columns = spec.get_gridspec().ncols
-    for place, axes in enumerate(every):
-        if place >= len(every) - columns:
-            axes.set_xlabel(x, loc="right")
-            axes.tick_params(labelbottom=True)
-        if place % columns == 0:
-            axes.set_ylabel(y)
+    """Create a panel for each method, with its name in its colour above. x, y, options: as in `panels`."""
+    colours = [stroke["color"] for stroke in strokes(methods)]
+    return panels(width, [entry["method"] for entry in methods], height, x, y, colours=colours, **options)
 
 
 def draw_key(figure: Figure, key: Strokes) -> None:
-    """Draw a key at the top of the figure: names beside samples of their lines."""
+    """Draw a legend above the panels, for which the figure grows: names, wrapped if long, beside samples of lines."""
     from matplotlib.lines import Line2D
 
-    width, height = figure.get_size_inches()
-    for stroke, (x, y, text) in zip(key.values(), _key_places(width, list(key))[0], strict=True):
-        at = 1 - y / height
-        ends = [x, x + 0.2] if stroke.get("linestyle") != "none" else [x + 0.1]  # one mark is enough
-        sample = Line2D([end / width for end in ends], [at] * len(ends), transform=figure.transFigure, **stroke)
-        figure.add_artist(sample)
-        for row, line in enumerate(text.split("\n")):
-            below = row * LINE / height
-            figure.text((x + 0.26) / width, at - below, line, color=INK, va="center_baseline", fontsize=8.5)
-
-
-def key_room(width: float, names: Sequence[str]) -> float:
-    """Return the height that a key needs, in inches."""
-    return _key_places(width, names)[1] if names else 0
-
-
-def _key_places(width: float, names: Sequence[str]) -> tuple[list[tuple[float, float, str]], float]:
-    """Return the place of each name in inches from the left and top, with the wrapped name, and the total height."""
-    places = []
-    x, y, rows = LEFT, 0.12, 1
-    for name in names:
-        lines = wrap(name, int((width - LEFT - 0.42) / CHARACTER)) or [""]
-        room = 0.42 + max(map(len, lines)) * CHARACTER
-        if x > LEFT and x + room > width:
-            x, y, rows = LEFT, y + rows * LINE + 0.03, 1
-        places.append((x, y, "\n".join(lines)))
-        x, rows = x + room, max(rows, len(lines))
-    return places, y + (rows - 1) * LINE + 0.12
-
-
-def inner_labels_off(figure: Figure) -> None:
-    """Keep x-axis labels on the lowest panel of each column only."""
-    every = figure.axes
-    spec = every[0].get_subplotspec()
-    assert spec is not None
-    columns = spec.get_gridspec().ncols
-    for axes in every[:-columns]:
-        axes.set_xlabel("")
-    for axes in every[-columns:]:
-        axes.tick_params(labelbottom=True)
+    width = figure.get_figwidth()
+    names = [fill(name, int((width - 0.7) / CHARACTER)) for name in key]
+    widths = np.array([0.5 + CHARACTER * max(map(len, name.split("\n"))) for name in names])
+    shapes = (np.array_split(widths, columns) for columns in range(len(names), 0, -1))
+    shape = next(shape for shape in shapes if len(shape) == 1 or sum(map(max, shape)) < width)
+    lines = len(shape[0]) * max(1 + name.count("\n") for name in names)
+    figure.set_figheight(figure.get_figheight() + lines * LINE + 0.1)
+    samples = [Line2D([], [], **stroke) for stroke in key.values()]
+    figure.legend(samples, names, loc="outside upper left", ncols=len(shape), labelcolor=INK)
 
 
 def line(axes: Axes, points: Points, colour: str, **options: Any) -> None:
@@ -233,6 +177,12 @@ def layer_lines(axes: Axes, values: Mapping[int, Points], scale: Callable[[Axes]
     label_ends(axes, labels)
 
 
+def expert_lines(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
+    """Draw a line over steps for each expert of values (steps, experts), in the colours of `expert_key`."""
+    for expert, (points, colour) in enumerate(zip(values.T, expert_colours(values.shape[1]), strict=True)):
+        axes.plot(steps, points, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
+
+
 def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
     """Name each line beside the axes, in its colour and as near its end as the others allow; fixes the y limits.
 
@@ -243,24 +193,25 @@ def label_ends(axes: Axes, labels: Mapping[str, tuple[Points, str]]) -> None:
         for text, (points, colour) in labels.items()
         if (numbers := finite(points))
     ]
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    longest = max((len(text) for _, _, text, _ in ends), default=0)
-    right = longest * CHARACTER + 0.2
-    figure.subplots_adjust(right=1 - right / figure.get_figwidth())
-    gap = 0.15 / (figure.get_figwidth() - LEFT - right)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high)
+    axes.set_ylim(axes.get_ylim())
     ends.sort(key=lambda end: end[1])
     to_axes = axes.transData + axes.transAxes.inverted()  # for any scale
     wanted = [float(to_axes.transform((x, y))[1]) for x, y, _, _ in ends]
-    places = spread(wanted, LINE / (axes.get_position().height * figure.get_figheight()))
-    for (x, y, text, colour), place in zip(ends, places, strict=True):
+    width, height = size_of(axes)
+    for (x, y, text, colour), place in zip(ends, spread(wanted, 1.1 * LINE / height), strict=True):
         axes.annotate(
-            text, (x, y), (1 + gap, place), textcoords="axes fraction", color=colour, va="center",
+            text, (x, y), (1 + 0.15 / width, place), textcoords="axes fraction", color=colour, va="center",
             arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkB": 3, "relpos": (0, 0.5),
                         "gid": "leader"},
         )  # fmt: skip
+
+
+def size_of(axes: Axes) -> tuple[float, float]:
+    """Return the width and height of axes, roughly: texts have not yet taken their room."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    width, height = axes.get_position().size * figure.get_size_inches()
+    return float(width), float(height)
 
 
 class NamedLine(NamedTuple):
@@ -278,50 +229,55 @@ def named_lines(
     found = []
     for entry, line_points, stroke in zip(methods, points, strokes(methods), strict=True):
         numbers = finite(line_points)
-        told = f"  {number.format(numbers[-1][1])}" if number is not None and numbers else ""
-        found.append(NamedLine(entry["method"] + told, line_points, stroke))
+        last = f"  {number.format(numbers[-1][1])}" if number is not None and numbers else ""
+        found.append(NamedLine(entry["method"] + last, line_points, stroke))
     return found
-
-
-def room_for_names(width: float, lines: Sequence[NamedLine]) -> float:
-    """Return the margin above a panel whose lines `name_lines` will name."""
-    names = [each.name for each in lines]
-    return key_room(width, names) + 0.2 if _are_long(width, names) else TOP
 
 
 def name_lines(axes: Axes, lines: Sequence[NamedLine]) -> None:
     """Name each line at its end or, if names are too long, in a key at the top."""
     figure = axes.get_figure(root=True)
     assert figure is not None
-    names = [each.name for each in lines]
-    if _are_long(figure.get_figwidth(), names):
-        draw_key(figure, dict(zip(names, (each.stroke for each in lines), strict=True)))
+    if max((len(each.name) for each in lines), default=0) * CHARACTER + 0.2 > BESIDE * figure.get_figwidth():
+        draw_key(figure, {each.name: each.stroke for each in lines})
         return
-    texts = [name.replace("{", "{{").replace("}", "}}") for name in names]
+    texts = [each.name.replace("{", "{{").replace("}", "}}") for each in lines]
     label_ends(axes, {text: (each.points, each.stroke["color"]) for text, each in zip(texts, lines, strict=True)})
-
-
-def _are_long(width: float, names: Sequence[str]) -> bool:
-    return max(map(len, names), default=0) * CHARACTER + 0.2 > BESIDE * width
 
 
 def step_axis(axes: Axes) -> None:
     from matplotlib.ticker import StrMethodFormatter
 
-    axes.set_xlabel("step", loc="right")
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    width = axes.get_position().width * figure.get_figwidth()
-    whole_ticks(axes.xaxis, min(max(int(width / (10 * CHARACTER)), 2), 5))
+    label_x(axes, "step")
+    whole_ticks(axes.xaxis, min(max(int(size_of(axes)[0] / (10 * CHARACTER)), 2), 5))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def tokens_axis(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter
 
+    label_x(axes, "tokens trained on")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlabel("tokens trained on", loc="right")
     axes.set_xlim(left=0)
+
+
+def label_x(axes: Axes, text: str) -> None:
+    """Label the x axis unless a panel below shares it."""
+    if axes.xaxis.get_tick_params()["labelbottom"]:
+        axes.set_xlabel(text, loc="right")
+
+
+def fanout_bars(
+    every: Sequence[Axes], shares: Sequence[np.ndarray], texts: Sequence[str], colours: Sequence[str]
+) -> None:
+    """Draw the shares of tokens by fanout, in %, on panels with shared axes, each with a text in its corner."""
+    for axes, share, text, colour in zip(every, shares, texts, colours, strict=True):
+        axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
+        axes.annotate(text, (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
+        whole_ticks(axes.xaxis, 6)
+    seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares)
+    most = max(100 * share.max() for share in shares)
+    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.25 * most))  # leaves room for the text
 
 
 def heat(axes: Axes, shares: np.ndarray) -> None:
@@ -329,24 +285,31 @@ def heat(axes: Axes, shares: np.ndarray) -> None:
     cells = np.empty((*shares.shape, 4))
     cells[..., :3] = HEAT
     cells[..., 3] = np.nan_to_num(np.clip(shares, 0, 1))
-    axes.imshow(cells, aspect="auto", interpolation="none")
+    image(axes, cells)
+
+
+def image(axes: Axes, colours: np.ndarray, extent: tuple[float, float, float, float] | None = None) -> None:
+    """Draw cells of RGBA colours (rows, columns, 4) in a frame, since some may be clear."""
+    axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
     axes.grid(False)
     axes.spines[:].set_visible(True)
 
 
-def heat_key(figure: Figure, ticks: Sequence[tuple[float, str]]) -> None:
+def heat_key(every: Sequence[Axes], ticks: Sequence[tuple[float, str]]) -> None:
     """Draw the scale of `heat` right of the first row. ticks: shares and their labels."""
-    scale = scale_axes(figure)
+    scale = scale_axes(every)
     heat(scale, np.linspace(1, 0, 64)[:, None])
     scale.set_yticks([63 * (1 - share) for share, _ in ticks], [name for _, name in ticks])
 
 
-def scale_axes(figure: Figure) -> Axes:
-    """Create the axes of a scale right of the first row, without grid, with labels on its right."""
-    row = max(figure.axes, key=lambda axes: (axes.get_position().y1, axes.get_position().x1)).get_position()
-    width, height = figure.get_size_inches()
-    tall = max(row.height, 0.9 / height)
-    scale = figure.add_axes((row.x1 + 0.1 / width, row.y1 - tall, 0.1 / width, tall))
+def scale_axes(every: Sequence[Axes]) -> Axes:
+    """Create the axes of a scale right of the first row of panels, without grid, with labels on its right."""
+    spec = every[0].get_subplotspec()
+    assert spec is not None
+    last = every[min(spec.get_gridspec().ncols, len(every)) - 1]
+    width, height = size_of(last)
+    tall = max(1, 0.9 / height)
+    scale = last.inset_axes((1 + 0.1 / width, 1 - tall, 0.1 / width, tall))
     scale.set_xticks([])
     scale.yaxis.tick_right()
     scale.grid(False)
@@ -361,72 +324,56 @@ def by_layer(
     floor: the least possible value. scale: sets the y axis of lines.
     """
     methods = data["methods"]
-    alone = len({layer for entry in methods for layer in entry["layers"]}) == 1
-    if alone:
-        names = [entry["method"] for entry in methods]
-        figure, axes = rows_of(width, names)
+    layers = sorted({layer for entry in methods for layer in entry["layers"]})
+    if len(layers) == 1:
+        figure, axes = rows_of(width, [entry["method"] for entry in methods], f"{title}, layer {layers[0]}")
         for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
             axes.plot(entry[name], [row], linestyle="none", marker="o", markersize=6, color=stroke["color"])
         right = axes.get_xlim()[1]
         axes.set_xlim(floor - 0.02 * (right - floor), right)
-        axes.set_title(f"{title}, layer {methods[0]['layers'][0]}")
         return figure
+    figure, axes = single(width, 2, title)
     points = [list(zip(entry["layers"], array(entry[name]).tolist(), strict=True)) for entry in methods]
     lines = named_lines(methods, points)
-    figure, axes = single(width, 2, top=room_for_names(width, lines))
     for each in lines:
         axes.plot(*array(each.points).T, **each.stroke, marker="o")
-    axes.set_title(title)
-    layer_axis(axes, [layer for entry in methods for layer in entry["layers"]])
+    axes.set_xlim(layers[0] - 0.5, layers[-1] + 0.5)
+    axes.set_xlabel("layer", loc="right")
+    axes.set_xticks(layers[:: -(-len(layers) // 8)])
     scale(axes)
     name_lines(axes, lines)
     return figure
 
 
-def expert_key(figure: Figure, count: int) -> None:
-    """Draw the key of experts' colours right of the first row."""
-    scale = scale_axes(figure)
+def expert_key(every: Sequence[Axes], count: int) -> None:
+    """Draw the key of experts' colours right of the first row of panels."""
+    scale = scale_axes(every)
     scale.barh(range(count), 1, height=1, color=expert_colours(count))
     scale.set(xlim=(0, 1), ylim=(count - 0.5, -0.5))
     ticks = sorted({0, (count - 1) // 2, count - 1})
     scale.set_yticks(ticks, [f"expert {tick}" for tick in ticks])
 
 
-def plain_ticks(axis: Any, most: int = 8) -> None:
-    """Label powers of ten on a logarithmic axis as plain numbers: 0.01, 1, 100."""
+def log_ticks(axis: Any, most: int = 8) -> None:
+    """Label a logarithmic axis in plain numbers, 0.01, 1, 100; at 1, 2 and 5 times each if it spans few of them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    low, high = axis.get_view_interval()
+    few = high < 30 * low
 
     def number(x: float, _: int) -> str:
         power = round(math.log10(x)) if x > 0 else 0
-        return f"{x:g}" if power > -4 else "10" + str(power).translate(SUPERSCRIPTS)
+        return f"{x:g}" if few or power > -4 else "10" + str(power).translate(SUPERSCRIPTS)
 
-    axis.set_major_locator(LogLocator(numticks=most))
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if few else (1,), numticks=most))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(number))
-
-
-def few_ticks(axis: Any, low: float, high: float) -> None:
-    """Label a logarithmic axis that spans few powers of ten at 1, 2 and 5 times each, from low to high."""
-    from matplotlib.ticker import NullLocator
-
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]
-    axis.set_ticks(ticks, labels=[f"{tick:g}" for tick in ticks])
-    axis.set_minor_locator(NullLocator())
 
 
 def whole_ticks(axis: Any, count: int) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(count, integer=True, steps=[1, 2, 5, 10]))
-
-
-def layer_axis(axes: Axes, layers: Sequence[int]) -> None:
-    """Put layers on the x axis, with ticks at whole numbers only."""
-    axes.set_xlim(min(layers) - 0.5, max(layers) + 0.5)
-    axes.set_xlabel("layer", loc="right")
-    every = sorted(set(layers))
-    axes.set_xticks(every[:: -(-len(every) // 8)])
 
 
 def ratio_axis(axes: Axes, most: float) -> None:

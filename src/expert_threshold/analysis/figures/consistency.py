@@ -16,7 +16,7 @@ from ..measures import dice, jaccard, joint_jsd, total_variation, weighted_dice,
 from ..methods import Subject
 from ..plain import Data, NotShownError, array
 from ..sentences import listed
-from .axes import heat, heat_key, method_panels, outer_labels
+from .axes import heat, heat_key, method_panels
 from .study import Study
 from .style import INK, SMALL, WIDE
 
@@ -52,8 +52,8 @@ def draw_matrices(measure: str, data: Data) -> Figure:
     low, high = min(matrix.min() for matrix in matrices), max(matrix.max() for matrix in matrices)
     scale = max(high - low, 1e-9)
     alike = all(entry["steps"] == methods[0]["steps"] for entry in methods)
-    right = max(0.75, WIDE - 0.62 - 2.6 * len(methods))  # keeps cells from becoming bands
-    figure, every = method_panels(WIDE, methods, 1.55, right=right, least=1.35, share=alike)
+    width = min(WIDE, 1.4 + 2.6 * len(methods))  # keeps cells from becoming bands
+    figure, every = method_panels(width, methods, 1.55, "step", "step", least=1.35, share=alike)
     for axes, entry, matrix in zip(every, methods, matrices, strict=True):
         heat(axes, 0.05 + 0.75 * (matrix - low) / scale)  # the diagonal on the same scale as the rest
         for (i, j), value in np.ndenumerate(matrix):
@@ -62,8 +62,7 @@ def draw_matrices(measure: str, data: Data) -> Figure:
         names = [_step(step) for step in entry["steps"]]
         axes.set_xticks(range(len(matrix)), names, fontsize=SMALL, rotation=45)
         axes.set_yticks(range(len(matrix)), names, fontsize=SMALL)
-    outer_labels(every, "step", "step")
-    heat_key(figure, [(0.05, f"{low:.2f}"), (0.8, f"{high:.2f}")])
+    heat_key(every, [(0.05, f"{low:.2f}"), (0.8, f"{high:.2f}")])
     return figure
 
 

@@ -13,9 +13,9 @@ from ..methods import Subject, pool_tokens
 from ..plain import Data, NotShownError, array
 from ..records import Record, expert_series, layer_series
 from ..sentences import listed, of_deviation, percent
-from .axes import expert_key, mark_warmup, marker, method_strokes, outer_labels, panels, step_axis, thin
+from .axes import expert_key, expert_lines, mark_warmup, marker, method_strokes, panels, step_axis, thin
 from .study import Study
-from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, expert_colours, strokes
+from .style import MUTED, ONE_LAYER, TARGET, WARMUP, WIDE, strokes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,8 +106,9 @@ def draw_cutoff_stability(data: Data) -> Figure:
     if any(entry["bound"] is not None for entry in methods):
         titles["bound"] = ("experts at a capacity bound, all layers (%)", 100)
     key = method_strokes(methods)
-    figure, every = panels(WIDE, len(titles), height=1.3, left=0.62, columns=1, share=False, key=key)
-    for axes, (name, (title, unit)) in zip(every, titles.items(), strict=True):
+    texts = [title for title, _ in titles.values()]
+    figure, every = panels(WIDE, texts, 1.3, columns=1, share=False, key=key)
+    for axes, (name, (_, unit)) in zip(every, titles.items(), strict=True):
         late = []
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             if entry[name] is None:
@@ -120,7 +121,6 @@ def draw_cutoff_stability(data: Data) -> Figure:
             axes.plot(steps, values[0], **stroke, linewidth=1.1, **marker(int(known.sum())))
             settled = steps[known] > 0.25 * steps[-1]
             late += [*low[settled], *high[settled]]
-        axes.set_title(title)
         _frame(axes, late, bottom=0 if name == "bound" else None)
         ends = [array(entry["steps"])[place] for entry in methods for place in (0, -1)]
         axes.set_xlim(min(ends) - 0.5, max(ends) + 0.5)
@@ -214,15 +214,15 @@ def draw_warmup(data: Data) -> Figure:
     ]
     if data["other_layer"] != data["layer"]:
         shown.append(("other_cutoff", f"(f) layer {data['other_layer']}, cutoff (score)", 1))
-    figure, every = panels(WIDE, len(shown), height=1.3, columns=3, share=False, key=key)
-    for axes, (name, title, unit) in zip(every, shown, strict=True):
+    titles = [title for _, title, _ in shown]
+    figure, every = panels(WIDE, titles, 1.3, columns=3, share=False, key=key)
+    for axes, (name, _, unit) in zip(every, shown, strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             points = array(entry[name]).reshape(-1, 2)
             if name == "cutoff":
                 batch = array(entry["batch_cutoff"])
                 axes.plot(*batch.T, **(faint | {"color": stroke["color"]}))
             axes.plot(points[:, 0], unit * points[:, 1], **stroke, linewidth=1.3)
-        axes.set_title(title)
         step_axis(axes)
         if unit == 100:
             axes.set_ylim(bottom=0)
@@ -285,8 +285,8 @@ def draw_capacity(data: Data) -> Figure:
     several = any(len(entry["raw_usage"]) > 1 for entry in methods)
     key = {**({"one layer": ONE_LAYER} if several else {}), **method_strokes(methods), "target": TARGET}
     titles = {"raw_usage": "usage before bounds (%)", "saturation": "saturation (%)", "starvation": "starvation (%)"}
-    figure, every = panels(WIDE, 3, height=1.5, columns=3, share=False, key=key)
-    for axes, (name, title) in zip(every, titles.items(), strict=True):
+    figure, every = panels(WIDE, list(titles.values()), 1.5, columns=3, share=False, key=key)
+    for axes, name in zip(every, titles, strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             layers = [array(points) for points in entry[name].values()]
             faint = ONE_LAYER | {"color": stroke["color"], "alpha": 0.4}
@@ -294,7 +294,6 @@ def draw_capacity(data: Data) -> Figure:
                 axes.plot(points[:, 0], 100 * points[:, 1], **faint)
             steps = layers[0][:, 0]
             axes.plot(steps, 100 * np.nanmean([points[:, 1] for points in layers], axis=0), **stroke)
-        axes.set_title(title)
         axes.set_ylim(bottom=0)
         step_axis(axes)
     every[0].axhline(100 * methods[0]["target"], **TARGET)
@@ -343,16 +342,12 @@ def draw_cutoffs_and_biases(data: Data) -> Figure:
     """Draw the cutoff or negated bias of each expert over steps, a panel for each method, a colour for each expert."""
     methods = data["methods"]
     titles = [f"{entry['method']}, {'cutoffs' if entry['of'] == 'cutoff' else '− bias'}" for entry in methods]
-    figure, every = panels(WIDE, len(methods), height=1.4, left=0.62, right=0.9, least=1.3, titles=titles)
-    for axes, entry, title, stroke in zip(every, methods, titles, strokes(methods), strict=True):
-        steps, values = array(entry["steps"]), array(entry["values"])
-        for expert, (line, colour) in enumerate(zip(values, expert_colours(len(values)), strict=True)):
-            axes.plot(steps, line, color=colour, linewidth=0.9, label=f"expert {expert}", **marker(len(steps)))
-        axes.set_title(title, color=stroke["color"])
+    colours = [stroke["color"] for stroke in strokes(methods)]
+    figure, every = panels(WIDE, titles, 1.4, "", f"score, layer {data['layer']}", colours=colours, least=1.3)
+    for axes, entry in zip(every, methods, strict=True):
+        expert_lines(axes, array(entry["steps"]), array(entry["values"]).T)
         step_axis(axes)
-        axes.set_xlabel("")
-    outer_labels(every, "step", f"score, layer {data['layer']}")
-    expert_key(figure, max(len(entry["values"]) for entry in methods))
+    expert_key(every, max(len(entry["values"]) for entry in methods))
     return figure
 
 

@@ -20,7 +20,8 @@ def draw_dial(data: Data) -> Figure:
     key: dict[str, dict[str, Any]] = {
         run["name"]: {"color": METHODS[(place + 3) % len(METHODS)]} for place, run in enumerate(runs)
     }
-    figure, every = panels(1.6 * NARROW, 2, height=2.2, left=0.62, share=False, key=key)
+    titles = ["loss (nats per token)", ""]
+    figure, every = panels(1.6 * NARROW, titles, 2.2, share=False, key=key)
     for run, stroke in zip(runs, key.values(), strict=True):
         points = sorted(run["points"], key=lambda point: float(point["fanout"]))
         trained = [point for point in points if point["rate"] is None]
@@ -41,7 +42,6 @@ def draw_dial(data: Data) -> Figure:
     every[1].xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     for axes in every:
         axes.xaxis.set_minor_locator(NullLocator())
-    every[0].set_title("loss (nats per token)")
     every[0].set_xlabel("routed experts per token", loc="right")
     every[1].set_xlabel("MFLOPs per token, forward", loc="right")
     return figure

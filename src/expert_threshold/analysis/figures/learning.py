@@ -26,9 +26,7 @@ from .axes import (
     method_strokes,
     name_lines,
     named_lines,
-    outer_labels,
     panels,
-    room_for_names,
     single,
     tokens_axis,
 )
@@ -235,20 +233,19 @@ def draw_batch_size_scaling(data: Data) -> Figure:
     train, held_out = ({"color": MUTED, "marker": "o"}, {"color": strokes(choice[-1:])[0]["color"], "marker": "o"})
     lines = {f"{name}, validation": stroke for name, stroke in method_strokes(threshold).items()}
     key = {"training, by pool": train, "validation, by pool": held_out} | lines
-    figure, every = panels(NARROW, 1 + measured, 1.9, left=0.62, columns=1, key=key)
+    titles = ["nats per token", "CORE (%)"][: 1 + measured]
+    figure, every = panels(NARROW, titles, 1.9, "tokens of the pool in training", columns=1, share=False, key=key)
     for field, stroke in (("train", train), ("validation", held_out)):
         every[0].plot(pools, array([entry[field] for entry in choice]), **stroke)
     if measured:
         every[1].plot(pools, 100 * array([entry["core"] for entry in choice]), **held_out)
-        every[1].set_ylabel("CORE (%)")
     for entry, line in zip(threshold, lines.values(), strict=True):
         every[0].axhline(entry["validation"], **line)
         if entry["core"] is not None:
             every[1].axhline(100 * entry["core"], **line)
-    every[0].set_ylabel("nats per token")
-    every[0].set_xscale("log", base=2)
-    every[0].set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
-    every[-1].set_xlabel("tokens of the pool in training", loc="right")
+    for axes in every:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(pools, [pool_size(entry["pool"]) for entry in choice])
     return figure
 
 
@@ -305,25 +302,20 @@ def draw_train_against_validation(data: Data) -> Figure:
     key: dict[str, Any] = {"training": {"color": MUTED, "linestyle": "-"}, "validation": causal}
     if any(entry["pools_gap"] is not None for entry in methods):
         key["validation, routed by the pools of training"] = pools
-    figure, every = method_panels(WIDE, methods, 1.4, key=key)
-    low, high = [], []
+    figure, every = method_panels(WIDE, methods, 1.4, "", "nats per token", key=key)
+    seen = []
     for axes, entry, stroke in zip(every, methods, drawn, strict=True):
         train, validation = array(entry["train"]), array(entry["validation"])
         axes.plot(*train.T, **stroke, **marker(len(train)))
         axes.plot(*validation.T, **causal)
         if entry["pools_gap"] is not None:
-            pooled = validation[-1, 1] - entry["pools_gap"]
-            axes.plot(validation[-1, 0], pooled, **pools)
-        seen = np.concatenate([each[each[:, 0] >= train[-1, 0] / 3, 1] for each in (train, validation)])
-        low.append(np.nanmin(seen))
-        high.append(np.nanmax(seen))
-    room = 0.06 * (max(high) - min(low))
-    every[0].set_ylim(min(low) - room, max(high) + room)
-    for axes in every:
+            axes.plot(validation[-1, 0], validation[-1, 1] - entry["pools_gap"], **pools)
+        seen += [y for x, y in (*train, *validation) if x >= train[-1, 0] / 3]
         tokens_axis(axes)
-        axes.set_xlim(left=max(array(entry["train"])[-1, 0] for entry in methods) / 3)
-        axes.set_xlabel("")
-    outer_labels(every, "tokens trained on", "nats per token")
+    low, high = np.nanmin(seen), np.nanmax(seen)
+    room = 0.06 * (high - low)
+    begin = max(array(entry["train"])[-1, 0] for entry in methods) / 3
+    every[0].set(xlim=(begin, None), ylim=(low - room, high + room))  # shared
     return figure
 
 
@@ -376,7 +368,7 @@ def _curves(
     lines = named_lines(methods, [[(x, y) for x, y in points.tolist()] for points in every], number)
     grey: dict[str, Any] = {"color": MUTED, "linewidth": 0.8, "alpha": 0.4}
     key = [*lines, *(NamedLine(counted(len(behind), "other"), points.tolist(), grey) for points in behind[:1])]
-    figure, axes = single(width, height, top=room_for_names(width, key))
+    figure, axes = single(width, height, title)
     for points in behind:
         axes.plot(*points.T, **grey)
     for entry, points, line in zip(methods, every, lines, strict=True):
@@ -384,7 +376,6 @@ def _curves(
         if any(entry.get("std", [])):
             low, high = (points[:, 1] + sign * array(entry["std"]) for sign in (-1, 1))
             axes.fill_between(points[:, 0], low, high, color=line.stroke["color"], alpha=0.15, linewidth=0)
-    axes.set_title(title)
     scale(axes)
     _trim(axes, [*every, *behind])
     name_lines(axes, key)

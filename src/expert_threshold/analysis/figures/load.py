@@ -19,7 +19,7 @@ from ..measures import best_expert_choice, best_token_choice, load_variation, ro
 from ..measures import load_spread as spread_of
 from ..plain import Data, NotShownError, array
 from ..sentences import listed, percent, pool_size
-from .axes import by_layer, method_strokes, panels, ratio_axis, rows_of
+from .axes import by_layer, draw_key, method_strokes, panels, ratio_axis, rows_of
 from .study import Study
 from .style import MUTED, NARROW, WIDE, strokes
 
@@ -116,12 +116,13 @@ def draw_objective(data: Data) -> Figure:
     drawn = {name: mark for name, mark in marks.items() if any(entry.get(name) is not None for entry in methods)}
     key = {name: {"color": MUTED, "linestyle": "none", **mark} for name, mark in drawn.values()}
     labels = [f"{entry['method']}, load {100 * entry['load']:.0f} %" for entry in methods]
-    figure, axes = rows_of(NARROW, labels, key)
+    figure, axes = rows_of(NARROW, labels)
+    draw_key(figure, key)
     for row, (entry, stroke) in enumerate(zip(methods, strokes(methods), strict=True)):
         for name, (_, mark) in drawn.items():
             if entry.get(name) is not None:
                 axes.plot(entry[name], row, linestyle="none", color=stroke["color"], **mark)
-    figure.text(0.99, 0.02, "mean score of a routed token (standard deviations)", color=MUTED, ha="right")
+    figure.supxlabel("mean score of a routed token (standard deviations)", color=MUTED, fontsize=9, x=0.99, ha="right")
     return figure
 
 
@@ -211,7 +212,13 @@ def draw_load_at_scale(data: Data) -> Figure:
     dots: dict[str, Any] = {"color": MUTED, "linestyle": "none", "marker": "o"}
     most, tokens, devices = data["experts"][-1], data["tokens_per_expert"], data["devices"]
     key = {**method_strokes(methods), "resampled": dots, "closed form": {"color": MUTED, "linewidth": 1}}
-    figure, every = panels(WIDE, 3, height=1.8, columns=3, share=False, key=key)
+    at = pool_size(data["at"])
+    titles = [
+        f"{pool_size(most)} experts: busiest / mean",
+        f"with {at} tokens: busiest device",
+        f"a step of {data['reference']} waits (%)",
+    ]
+    figure, every = panels(WIDE, titles, 1.8, columns=3, share=False, key=key)
     for entry, stroke in zip(methods, strokes(methods), strict=True):
         colour = {"color": stroke["color"], "label": f"{entry['method']}, resampled"}
         experts, device = entry["by_tokens"], entry["by_devices"]
@@ -221,15 +228,7 @@ def draw_load_at_scale(data: Data) -> Figure:
         every[1].plot(devices, array(device["resampled"]), **(dots | colour))
         wait = 100 * data["experts_share"] * (array(device["resampled"]) - 1)
         every[2].plot(devices, wait, **stroke, marker="o", linewidth=1)
-    at = pool_size(data["at"])
-    titles = (
-        f"{pool_size(most)} experts: busiest / mean",
-        f"with {at} tokens: busiest device",
-        f"a step of {data['reference']} waits (%)",
-    )
-    labels = ("tokens per expert", "devices", "devices")
-    for axes, title, label in zip(every, titles, labels, strict=True):
-        axes.set_title(title)
+    for axes, label in zip(every, ("tokens per expert", "devices", "devices"), strict=True):
         axes.set_xlabel(label, loc="right")
         axes.set_xscale("log", base=2)
         ticks = tokens if label.startswith("tokens") else devices

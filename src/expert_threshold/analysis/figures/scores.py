@@ -14,7 +14,7 @@ from ...routing import kth_largest, take
 from ..material import Material
 from ..plain import Data, NotShownError, array
 from ..sentences import listed, signed
-from .axes import few_ticks, method_strokes, outer_labels, panels, plain_ticks
+from .axes import log_ticks, method_panels, method_strokes, panels
 from .study import Study
 from .style import GRID, INK, MUTED, SMALL, WIDE, strokes
 
@@ -95,7 +95,8 @@ def draw_rules_overview(data: Data) -> Figure:
     floor = low - 0.05 * (high - low)
     dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
     key = {"cutoff that scores are compared with": dashed}
-    figure, every = panels(WIDE, len(data["rules"]), height=1.7, left=0.62, columns=4, key=key)
+    label = f"score, layer {data['layer']} expert {data['expert']}"
+    figure, every = method_panels(WIDE, data["rules"], 1.7, "tokens", label, columns=4, key=key)
     for axes, rule, line, stroke in zip(every, data["rules"], cutoffs, strokes(data["rules"]), strict=True):
         taken = np.array(rule["taken"]).ravel()
         for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
@@ -106,13 +107,11 @@ def draw_rules_overview(data: Data) -> Figure:
             axes.stairs(line[row], edges, baseline=None, **dashed)
             count = f"{int(np.sum(rule['taken'][row]))}"
             axes.text(span.mean(), high + 0.03 * (high - low), count, ha="center", color=MUTED, fontsize=SMALL)
-        axes.set_title(rule["method"], color=stroke["color"])
         axes.set_xticks([place[row * tokens : (row + 1) * tokens].mean() for row in range(sequences)])
         axes.set_xticklabels([f"seq. {row + 1}" for row in range(sequences)])
         axes.tick_params(axis="x", length=0)
         axes.grid(False)
     every[0].set_ylim(floor, high + 0.12 * (high - low))
-    outer_labels(every, "tokens", f"score, layer {data['layer']} expert {data['expert']}")
     return figure
 
 
@@ -174,26 +173,23 @@ def draw_cutoff_law(data: Data) -> Figure:
     methods = data["methods"]
     law: dict[str, Any] = {"color": INK, "linestyle": (0, (3, 1.5)), "linewidth": 1}
     key = {**method_strokes(methods), "law of 1/√N": law}
-    figure, every = panels(WIDE, 2, height=2, left=0.8, key=key)
+    titles = ["pools of single tokens", "pools of text, as in training"]
+    figure, every = panels(WIDE, titles, 2, "tokens in the pool", "std of the k-th score\n/ std of scores", key=key)
     # Methods with the same share and pool sizes are expected to follow one law, drawn once.
     alike: dict[tuple[float, tuple[int, ...]], list[Any]] = {}
     for entry in methods:
         alike.setdefault((entry["share"], tuple(entry["tokens"])), []).append(array(entry["law"]))
-    for axes, name, title in zip(
-        every, ("by_token", "by_text"), ("pools of single tokens", "pools of text, as in training"), strict=True
-    ):
+    for axes, name in zip(every, ("by_token", "by_text"), strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             axes.plot(entry["tokens"], array(entry[name]), **stroke, marker="o", linewidth=1.2)
         for (_, tokens), laws in alike.items():
             axes.plot(tokens, np.exp(np.mean(np.log(laws), axis=0)), **law)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set_title(title)
     sizes = sorted({size for entry in methods for size in entry["tokens"]})
     ticks = sizes[:: -(-len(sizes) // 6)]
     every[0].set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    few_ticks(every[0].yaxis, *every[0].get_ylim())
-    outer_labels(every, "tokens in the pool", "std of the k-th score\n/ std of scores")
+    log_ticks(every[0].yaxis)
     return figure
 
 
@@ -281,16 +277,14 @@ def score_histograms(material: Material) -> Data:
 def draw_score_histograms(data: Data) -> Figure:
     """Draw the share of tokens by score, logarithmic; filled: assigned tokens; dashed: the threshold."""
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
-    drawn = [stroke for stroke in strokes(data["methods"]) for _ in range(2)]
-    names = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
-    figure, every = panels(WIDE, len(shown), height=1.2, left=0.62, columns=4, titles=names)
-    for axes, (entry, each), name, stroke in zip(every, shown, names, drawn, strict=True):
-        _histogram(axes, each, entry["tokens"], stroke["color"])
-        axes.set_title(name, color=stroke["color"], fontsize=SMALL)
+    colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in range(2)]
+    titles = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
+    figure, every = panels(WIDE, titles, 1.2, "score", "% of tokens", columns=4, colours=colours)
+    for axes, (entry, each), colour in zip(every, shown, colours, strict=True):
+        _histogram(axes, each, entry["tokens"], colour)
     every[0].set_yscale("log")
-    plain_ticks(every[0].yaxis)
     every[0].set_ylim(0.5 * 100 / data["methods"][0]["tokens"], None)
-    outer_labels(every, "score", "% of tokens")
+    log_ticks(every[0].yaxis)
     return figure
 
 

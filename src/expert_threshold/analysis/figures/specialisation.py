@@ -15,7 +15,7 @@ from ..material import Material
 from ..measures import expert_token_ratio, mutual_information
 from ..plain import Data, NotShownError, array
 from ..sentences import counted, listed, percent
-from .axes import LEFT, PANEL, RIGHT, TOP, Strokes, by_layer, heat, heat_key, outer_labels, panels, whole_ticks
+from .axes import PANEL, Strokes, by_layer, heat, heat_key, panels, whole_ticks
 from .study import Study
 from .style import INK, MUTED, NARROW, SMALL, WIDE, expert_colours, strokes
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CELLS = 108
 """The most tokens of a passage shown in cells: two rows on a wide page."""
 
+LEFT, RIGHT, TOP = 0.45, 0.12, 0.26  # margins, and the height of a passage's name
 TEXT, MONO = SMALL, "DejaVu Sans Mono"
 ROW = 0.165  # inches of a line of text, and of a row of cells with numbers
 CELL = 0.17  # inches of a token's column
@@ -55,28 +56,20 @@ def specialisation(material: Material) -> Data:
 
 def draw_specialisation(data: Data) -> Figure:
     """Draw the share of a domain's tokens by expert and layer, a panel for each method and domain."""
-    shown = [(entry, domain) for entry in data["methods"] for domain in data["domains"]]
-    most = max(array(list(entry["ratios"].values())).max() for entry in data["methods"])
-    colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in data["domains"]]
-    layers = max(len(entry["layers"]) for entry in data["methods"])
-    figure, every = panels(
-        WIDE,
-        len(shown),
-        height=max(0.13 * layers, 0.6),
-        left=0.62,
-        right=0.75,
-        columns=4,
-        titles=[f"{entry['method']}\n{domain}" for entry, domain in shown],
-    )
-    for axes, (entry, domain), colour in zip(every, shown, colours, strict=True):
+    methods = data["methods"]
+    most = max(array(list(entry["ratios"].values())).max() for entry in methods)
+    layers = max(len(entry["layers"]) for entry in methods)
+    shown = {f"{entry['method']}\n{domain}": (entry, domain) for entry in methods for domain in data["domains"]}
+    colours = [stroke["color"] for stroke in strokes(methods) for _ in data["domains"]]
+    height = max(0.13 * layers, 0.6)
+    figure, every = panels(WIDE, list(shown), height, "expert", "layer", columns=4, colours=colours)
+    for axes, (entry, domain) in zip(every, shown.values(), strict=True):
         heat(axes, array(entry["ratios"][domain]) / most)
-        axes.set_title(f"{entry['method']}\n{domain}", color=colour)
         axes.set_yticks(range(len(entry["layers"])), entry["layers"])
         whole_ticks(axes.xaxis, 5)
     if layers > 6:
         whole_ticks(every[0].yaxis, 5)
-    outer_labels(every, "expert", "layer")
-    heat_key(figure, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
+    heat_key(every, [(0, "0 %"), (1, f"{100 * most:.0f} %")])
     return figure
 
 
@@ -107,24 +100,24 @@ def draw_domain_shares(data: Data) -> Figure:
     """Draw each expert as a bar of its tokens' domains, ordered by the first; a row of panels for each method."""
     methods, domains = data["methods"], list(data["domains"])
     colours = dict(zip(domains, expert_colours(len(domains)), strict=True))
-    shown = [(entry, place) for entry in methods for place in range(len(entry["layers"]))]
     key: Strokes = {name: {"color": colour, "linewidth": 5} for name, colour in colours.items()}
-    titles = [f"{entry['method']}\nlayer {entry['layers'][place]}" for entry, place in shown]
+    shown = {
+        f"{entry['method']}\nlayer {layer}": array(shares)
+        for entry in methods
+        for layer, shares in zip(entry["layers"], entry["shares"], strict=True)
+    }
     most = max(len(entry["layers"]) for entry in methods)
-    columns = most if most * PANEL < WIDE - LEFT else None
-    figure, every = panels(WIDE, len(shown), 0.7, left=0.78, titles=titles, key=key, columns=columns)
-    for axes, (entry, place), title in zip(every, shown, titles, strict=True):
-        shares = array(entry["shares"])[place]
+    columns = most if most * PANEL < WIDE else None
+    figure, every = panels(WIDE, list(shown), 0.7, "experts, sorted", "tokens", key=key, columns=columns)
+    for axes, shares in zip(every, shown.values(), strict=True):
         shares = shares[:, np.argsort(-shares[0], kind="stable")]
         bottom = np.zeros(shares.shape[1])
-        for name, share in zip(domains, shares, strict=True):
-            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colours[name], edgecolor=colours[name])
+        for colour, share in zip(colours.values(), shares, strict=True):
+            axes.bar(range(len(share)), share, bottom=bottom, width=1, color=colour, edgecolor=colour)
             bottom = bottom + share
-        axes.set_title(title)
         axes.set(xlim=(-0.5, shares.shape[1] - 0.5), ylim=(0, 1), xticks=[])
         axes.set_yticks([0, 0.5, 1], ["0 %", "50 %", "100 %"])
         axes.grid(False)
-    outer_labels(every, "experts, sorted", "tokens")
     return figure
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..sweep import TOLERANCE
-from .axes import few_ticks, panels, plain_ticks, single, whole_ticks
+from .axes import log_ticks, panels, single, whole_ticks
 from .style import ACCENT, GRID, INK, MUTED, NARROW, WIDE
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ def draw_trials(study: Mapping[str, Any]) -> Figure:
     """Draw the loss of each finished trial, and the best so far."""
     trials = finished(study)
     numbers, losses = [trial["trial"] for trial in trials], [trial["loss"] for trial in trials]
-    figure, axes = single(NARROW)
+    figure, axes = single(NARROW, title="loss (nats per token)")
     _draw_losses(axes, numbers, losses)
     axes.step([*numbers, len(study["trials"])], [*accumulate(losses, min), min(losses)], where="post", color=ACCENT)
-    axes.set_title("loss (nats per token)")
     axes.set_xlabel("trial", loc="right")
     whole_ticks(axes.xaxis, 6)
     _limit(axes, losses)
@@ -44,7 +43,7 @@ def draw_trials(study: Mapping[str, Any]) -> Figure:
 def draw_curves(study: Mapping[str, Any]) -> Figure:
     """Draw the validation losses of each trial over its steps; the best in colour, those stopped early dashed."""
     best = study["best"]["trial"]
-    figure, axes = single(NARROW)
+    figure, axes = single(NARROW, title="validation loss (nats per token)")
     for trial in study["trials"]:
         if trial["curve"]:
             steps, losses = zip(*trial["curve"], strict=True)
@@ -58,7 +57,6 @@ def draw_curves(study: Mapping[str, Any]) -> Figure:
                 marker="o" if len(steps) == 1 or is_best else None,
                 zorder=3 if is_best else 2,
             )
-    axes.set_title("validation loss (nats per token)")
     axes.set_xlabel("step", loc="right")
     whole_ticks(axes.xaxis, 5)
     _limit(axes, [loss for trial in study["trials"] for _, loss in trial["curve"]])
@@ -70,9 +68,8 @@ def draw_options(study: Mapping[str, Any]) -> Figure:
     options = study["options"]
     trials, best = finished(study), study["best"]
     losses = [trial["loss"] for trial in trials]
-    figure, every = panels(WIDE, len(options), 1.5, share=False, titles=list(options))
+    figure, every = panels(WIDE, list(options), 1.5, share=False, colours=[INK] * len(options))
     for axes, (name, entry) in zip(every, options.items(), strict=True):
-        axes.set_title(name, color=INK)
         if entry["scale"] is None:
             places = _choices(axes, entry["space"])
         else:
@@ -99,10 +96,6 @@ def _draw_number(axes: Axes, entry: Mapping[str, Any]) -> None:
     low, high = scale["low"], scale["high"]
     if scale["log"]:
         axes.set_xscale("log")
-        if high / low >= 30:
-            plain_ticks(axes.xaxis, 4)
-        else:
-            few_ticks(axes.xaxis, low, high)
     if fit is not None:
         axes.axvspan(fit["low"], fit["high"], color=GRID, linewidth=0)
         x = np.geomspace(low, high, 100) if scale["log"] else np.linspace(low, high, 100)
@@ -110,6 +103,7 @@ def _draw_number(axes: Axes, entry: Mapping[str, Any]) -> None:
         axes.plot(x, fit["loss"] + fit["curvature"] * away**2, color=INK, linewidth=1)
     if scale["log"]:
         axes.set_xlim(low / 1.1, high * 1.1)
+        log_ticks(axes.xaxis, 4)
 
 
 def _choices(axes: Axes, space: str) -> dict[str, int]:

@@ -21,11 +21,13 @@ from .axes import (
     HEAT,
     LONGEST,
     expert_key,
-    few_ticks,
-    inner_labels_off,
+    expert_lines,
+    fanout_bars,
+    image,
     label_ends,
     layer_lines,
     line,
+    log_ticks,
     mark_warmup,
     marker,
     panels,
@@ -38,9 +40,10 @@ from .axes import (
     tokens_axis,
     whole_ticks,
 )
-from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, expert_colours, layer_colours
+from .style import ACCENT, INK, METHODS, MUTED, NARROW, WIDE, layer_colours
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Colours of heatmaps, whose opacity is the value.
@@ -58,16 +61,21 @@ TITLES = {
 
 def draw_loss(train: Sequence[Record], validation: Sequence[Record]) -> Figure:
     """Draw cross-entropy (nats per token) over steps: training, raw and smoothed, and validation."""
-    figure, axes = single(WIDE, height=2)
-    raw, measured = series(train, "cross_entropy"), series(validation, "loss")
-    smoothed = smooth(raw)
-    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="training")
-    line(axes, smoothed, ACCENT, label="training, running mean")
+    measured = series(validation, "loss")
+    figure, axes = single(WIDE, 2, "cross-entropy (nats per token)")
+    smoothed = _draw_smoothed(axes, series(train, "cross_entropy"), "training")
     line(axes, measured, INK, marker="o", linestyle="none", markersize=4, label="validation")
     label_ends(axes, {"training {:.3f}": (smoothed, ACCENT), "validation {:.3f}": (measured, INK)})
-    axes.set_title("cross-entropy (nats per token)")
-    step_axis(axes)
     return figure
+
+
+def _draw_smoothed(axes: Axes, raw: Points, name: str) -> Points:
+    """Draw a line over steps, raw in grey and smoothed; return the latter."""
+    smoothed = smooth(raw)
+    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label=name)
+    line(axes, smoothed, ACCENT, label=f"{name}, running mean")
+    step_axis(axes)
+    return smoothed
 
 
 def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
@@ -88,11 +96,10 @@ def say_loss(train: Sequence[Record], validation: Sequence[Record]) -> str:
 
 def draw_bits_per_byte(points: Points) -> Figure:
     """Draw bits per byte of the validation text over tokens. points: (tokens, bits per byte)."""
-    figure, axes = single(NARROW)
+    figure, axes = single(NARROW, title="validation, bits per byte")
     line(axes, points, ACCENT, marker="o", label="bits per byte")
-    label_ends(axes, {"{:.3f}": (points, ACCENT)})
-    axes.set_title("validation, bits per byte")
     tokens_axis(axes)
+    label_ends(axes, {"{:.3f}": (points, ACCENT)})
     return figure
 
 
@@ -108,22 +115,19 @@ def say_bits_per_byte(points: Points) -> str:
 def draw_usage(train: Sequence[Record], target: float) -> Figure:
     """Draw the usage of every expert over steps, as a multiple of the target."""
     shares = expert_series(train, "usage")
-    figure, every = panels(WIDE, len(shares), height=1.5, right=0.85, least=1.4)
-    for axes, (layer, (steps, values)) in zip(every, shares.items(), strict=True):
+    figure, every = panels(WIDE, [f"layer {layer}, expert" for layer in shares], 1.5, least=1.4)
+    for axes, (steps, values) in zip(every, shares.values(), strict=True):
         first, last = steps[0], steps[-1]
         columns = np.linspace(first, last, min(len(steps), LONGEST))
         nearest = np.abs(steps[None, :] - columns[:, None]).argmin(1)
-        colours = deviation_colours(values[nearest].T / target)
         half = max((last - first) / max(len(columns) - 1, 1), 1) / 2
         extent = (first - half, last + half, values.shape[1] - 0.5, -0.5)
-        axes.imshow(colours, extent=extent, aspect="auto", interpolation="none")
-        axes.set_title(f"layer {layer}, expert")
-        axes.spines[:].set_visible(True)  # an expert at its target is clear
-        axes.grid(False)
+        image(axes, deviation_colours(values[nearest].T / target), extent)
         whole_ticks(axes.yaxis, 5)
         step_axis(axes)
-    inner_labels_off(figure)
-    _deviation_key(figure)
+    scale = scale_axes(every)
+    image(scale, deviation_colours(2 ** np.linspace(1, -1, 33)[:, None]), (0, 1, -1, 1))
+    scale.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
     return figure
 
 
@@ -150,14 +154,13 @@ def say_usage(train: Sequence[Record], target: float) -> str:
 
 def draw_load_spread(train: Sequence[Record], validation: Sequence[Record], warmup_steps: int = 0) -> Figure:
     """Draw largest load / mean load per layer over steps: lines in training, dots in validation."""
-    figure, axes = single(WIDE)
+    figure, axes = single(WIDE, title="largest load / mean load; dots: validation")
     dots = layer_series(validation, "load_spread")
     for (layer, points), colour in zip(dots.items(), layer_colours(len(dots)), strict=True):
         line(axes, points, colour, marker="o", linestyle="none", markersize=4, label=f"layer {layer}, validation")
     lines = layer_series(train, "load_spread")
     every = [y for points in (*dots.values(), *lines.values()) for _, y in points if np.isfinite(y)]
     layer_lines(axes, lines, scale=lambda axis: ratio_axis(axis, max(every, default=1)))
-    axes.set_title("largest load / mean load; dots: validation")
     step_axis(axes)
     mark_warmup(axes, warmup_steps)
     return figure
@@ -180,20 +183,16 @@ def say_load_spread(train: Sequence[Record], validation: Sequence[Record]) -> st
 def draw_cutoffs(train: Sequence[Record], warmup_steps: int = 0) -> Figure:
     """Draw each expert's cutoff (the running mean), coloured, over its batch cutoffs, grey, per layer."""
     means, batches = expert_series(train, "cutoff"), expert_series(train, "batch_cutoff")
-    figure, every = panels(WIDE, len(means), height=1.7, right=0.9, least=1.4)
+    figure, every = panels(WIDE, [f"layer {layer}, score" for layer in means], 1.7, least=1.4)
     lines = sum(values.shape[1] for _, values in (*means.values(), *batches.values()))
     for axes, layer in zip(every, means, strict=True):
         if layer in batches:
             steps, values = thin(*batches[layer], lines)
             axes.plot(steps, values, color=MUTED, alpha=0.35, linewidth=0.7, **marker(len(steps)))
-        steps, values = thin(*means[layer], lines)
-        for expert, (line_values, colour) in enumerate(zip(values.T, expert_colours(values.shape[1]), strict=True)):
-            axes.plot(steps, line_values, color=colour, linewidth=1, label=f"expert {expert}", **marker(len(steps)))
-        axes.set_title(f"layer {layer}, score")
+        expert_lines(axes, *thin(*means[layer], lines))
         step_axis(axes)
         mark_warmup(axes, warmup_steps, labelled=axes is every[0])
-    inner_labels_off(figure)
-    expert_key(figure, max(values.shape[1] for _, values in means.values()))
+    expert_key(every, max(values.shape[1] for _, values in means.values()))
     return figure
 
 
@@ -217,18 +216,10 @@ def say_cutoffs(train: Sequence[Record]) -> str:
 def draw_fanout(counts: Mapping[int, Sequence[int]]) -> Figure:
     """Draw the share of tokens by fanout, per layer. counts: layer -> tokens by fanout."""
     shares = {layer: np.array(tokens) / max(sum(tokens), 1) for layer, tokens in counts.items()}
-    seen = max(int(np.flatnonzero(share >= 0.001).max(initial=0)) for share in shares.values())
-    figure, every = panels(WIDE, len(shares), height=1.2)
-    for axes, (layer, share), colour in zip(every, shares.items(), layer_colours(len(shares)), strict=True):
-        axes.bar(np.arange(len(share)), 100 * share, width=0.82, color=colour)
-        axes.set_title(f"layer {layer}, % of tokens")
-        mean = float(np.arange(len(share)) @ share)
-        axes.annotate(f"mean {mean:.2f}", (1, 1), xycoords="axes fraction", ha="right", va="top", color=INK)
-        axes.set_xlabel("routed experts of a token", loc="right")
-        whole_ticks(axes.xaxis, 8)
-    most = max(100 * share.max() for share in shares.values())
-    every[0].set(xlim=(-0.6, max(seen, 3) + 0.6), ylim=(0, 1.2 * most))  # shared; leaves room for the mean
-    inner_labels_off(figure)
+    titles = [f"layer {layer}, % of tokens" for layer in shares]
+    figure, every = panels(WIDE, titles, 1.2, "routed experts of a token")
+    texts = [f"mean {np.arange(len(share)) @ share:.2f}" for share in shares.values()]
+    fanout_bars(every, list(shares.values()), texts, layer_colours(len(shares)))
     return figure
 
 
@@ -246,10 +237,9 @@ def say_fanout(counts: Mapping[int, Sequence[int]], target: float) -> str:
 def draw_layers(train: Sequence[Record], key: str, warmup_steps: int = 0) -> Figure:
     """Draw a number of `TITLES` over steps, a line for each layer, averaged over experts."""
     title, unit = TITLES[key]
-    figure, axes = single(NARROW)
+    figure, axes = single(NARROW, title=title)
     values = layer_series(train, key)
     layer_lines(axes, {layer: [(x, unit * y) for x, y in points] for layer, points in values.items()})
-    axes.set_title(title)
     step_axis(axes)
     mark_warmup(axes, warmup_steps)
     return figure
@@ -286,34 +276,30 @@ def say_spread(train: Sequence[Record], key: str) -> str:
     return f"It went from {values[0]} at step {start:,} to {values[1]} at step {end:,}{where}."
 
 
-def draw_speed(train: Sequence[Record]) -> Figure:
-    """Draw tokens per second over steps, raw and smoothed."""
+def draw_smoothed(train: Sequence[Record], key: str, title: str, number: str) -> Figure:
+    """Draw a number from 0 over steps, raw and smoothed. number: the format of the last one."""
     from matplotlib.ticker import StrMethodFormatter
 
-    figure, axes = single(NARROW)
-    raw = series(train, "tokens_per_second")
-    smoothed = smooth(raw)
-    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="tokens per second")
-    line(axes, smoothed, ACCENT, label="running mean")
+    figure, axes = single(NARROW, title=title)
+    smoothed = _draw_smoothed(axes, series(train, key), title)
     axes.set_ylim(bottom=0)
-    label_ends(axes, {"{:,.0f}": (smoothed, ACCENT)})
-    axes.set_title("tokens per second")
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    step_axis(axes)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+    label_ends(axes, {number: (smoothed, ACCENT)})
     return figure
 
 
 def draw_learning_rates(train: Sequence[Record]) -> Figure:
     """Draw the learning rate of each group of parameters over steps, logarithmic."""
-    figure, axes = single(NARROW)
-    rates = learning_rates(train)
-    for (group, points), colour in zip(rates.items(), METHODS, strict=False):
+    figure, axes = single(NARROW, title="learning rate")
+    rates = {
+        group: (points, colour) for (group, points), colour in zip(learning_rates(train).items(), METHODS, strict=False)
+    }
+    for group, (points, colour) in rates.items():
         line(axes, points, colour, label=group)
     axes.set_yscale("log")
-    axes.set_title("learning rate")
-    few_ticks(axes.yaxis, *axes.get_ylim())
+    log_ticks(axes.yaxis)
     step_axis(axes)
-    label_ends(axes, {group: (points, colour) for (group, points), colour in zip(rates.items(), METHODS, strict=False)})
+    label_ends(axes, rates)
     return figure
 
 
@@ -331,20 +317,6 @@ def say_learning_rates(train: Sequence[Record]) -> str:
     rates = learning_rates(train).items()
     parts = [f"{max(y for _, y in points):.3g} to {points[-1][1]:.3g} ({group})" for group, points in rates]
     return f"From the highest to the last: {listed(parts)}."
-
-
-def draw_grad_norm(train: Sequence[Record]) -> Figure:
-    """Draw the norm of the gradient over steps, raw and smoothed."""
-    figure, axes = single(NARROW)
-    raw = series(train, "grad_norm")
-    smoothed = smooth(raw)
-    line(axes, raw, MUTED, alpha=0.45, linewidth=0.8, label="gradient norm")
-    line(axes, smoothed, ACCENT, label="running mean")
-    axes.set_ylim(bottom=0)
-    label_ends(axes, {"{:.2g}": (smoothed, ACCENT)})
-    axes.set_title("norm of the gradient")
-    step_axis(axes)
-    return figure
 
 
 def say_grad_norm(train: Sequence[Record]) -> str:
@@ -370,14 +342,6 @@ def deviation_colours(ratio: np.ndarray) -> np.ndarray:
     colours = np.concatenate([hue, np.abs(doublings)[..., None]], axis=-1)
     colours[missing] = (*MISSING, 0.3)
     return colours
-
-
-def _deviation_key(figure: Figure) -> None:
-    """Draw the scale of `deviation_colours` right of the first row."""
-    scale = scale_axes(figure)
-    ratios = 2 ** np.linspace(1, -1, 33)[:, None]
-    scale.imshow(deviation_colours(ratios), extent=(0, 1, -1, 1), aspect="auto", interpolation="none")
-    scale.set_yticks([-1, 0, 1], ["½ target", "target", "2 × target"])
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -451,7 +415,7 @@ def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
         "Tokens per second",
         "no line of training metrics was written yet",
         finite(series(train, "tokens_per_second")),
-        partial(draw_speed, train),
+        partial(draw_smoothed, train, "tokens_per_second", "tokens per second", "{:,.0f}"),
         partial(say_speed, train),
     )
     yield _entry(
@@ -465,7 +429,7 @@ def learning(run: Run) -> Iterator[Exhibit | LeftOut]:
         "Gradient norm",
         "no line of training metrics was written yet",
         finite(series(train, "grad_norm")),
-        partial(draw_grad_norm, train),
+        partial(draw_smoothed, train, "grad_norm", "norm of the gradient", "{:.2g}"),
         partial(say_grad_norm, train),
     )
 
