@@ -28,7 +28,7 @@ import numpy as np
 from rich.console import Console
 from torch import Tensor
 
-from expert_threshold.analysis.figures.axes import method_strokes, outer_labels, panels, plain_ticks
+from expert_threshold.analysis.figures.axes import log_ticks, method_strokes, panels
 from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
 from expert_threshold.analysis.material import Material
 from expert_threshold.analysis.methods import Subject, pool_tokens
@@ -216,12 +216,13 @@ def draw_leakage_bounds(data: Data) -> Figure:
         "if_superlinear": ("if N·log₂ N", {"color": MUTED, "linewidth": 1}),
     }
     tokens = data["tokens"]
-    figure, every = panels(WIDE, 3, height=1.9, left=0.5, columns=3, share=False, key=dict(lines.values()))
+    titles = [f"bits per token, {data['layers']} layers", "with cutoffs of finite precision"]
+    titles.append("token: choice, told by one cutoff")
+    figure, every = panels(WIDE, titles, 1.9, columns=3, share=False, key=dict(lines.values()))
     for name, (_, stroke) in lines.items():
         values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
         every[0].plot(tokens, values, **stroke)
     every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # every named line is in view
-    every[0].set_title(f"bits per token, {data['layers']} layers")
     for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
         every[1].plot(tokens, array(values), color=ACCENT)
         middle = len(tokens) // 2
@@ -230,9 +231,8 @@ def draw_leakage_bounds(data: Data) -> Figure:
             color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
         )  # fmt: skip
     every[1].axhline(data["limit"], **lines["limit"][1])
-    every[1].set_title("with cutoffs of finite precision")
     every[1].set_yscale("log")
-    plain_ticks(every[1].yaxis, 7)
+    log_ticks(every[1].yaxis, 7)
     for axes in every[:2]:
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens[::2], [pool_size(tick) for tick in tokens[::2]])
@@ -296,9 +296,10 @@ def draw_leakage_probe(data: Data) -> Figure:
     key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
-    figure, every = panels(WIDE, 3, height=1.9, left=0.75, columns=3, key=key)
+    x, y = "tokens in the pool", "bits per token, all layers"
+    figure, every = panels(WIDE, list(titles.values()), 1.9, x, y, columns=3, key=key)
     ticks = sorted({size for entry in methods for size in entry["tokens"]})
-    for axes, (name, title) in zip(every, titles.items(), strict=True):
+    for axes, name in zip(every, titles, strict=True):
         for entry, stroke in zip(methods, strokes(methods), strict=True):
             bits = array(entry[name])
             shown = np.where(bits > LEAST, bits, np.nan)
@@ -306,13 +307,11 @@ def draw_leakage_probe(data: Data) -> Figure:
             if entry["own"] in entry["tokens"]:
                 own = entry["tokens"].index(entry["own"])
                 axes.plot(entry["own"], shown[own], "o", color=stroke["color"], markersize=6)
-        axes.set_title(title)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
     ticks = ticks[:: -(-len(ticks) // 5)]
     every[0].set_xticks(ticks, [pool_size(tick) for tick in ticks])
-    plain_ticks(every[0].yaxis, 8)
-    outer_labels(every, "tokens in the pool", "bits per token, all layers")
+    log_ticks(every[0].yaxis)
     return figure
 
 
@@ -328,7 +327,6 @@ def _binary_search(axes: Axes, example: Data) -> None:
     axes.set_yticks(rows, [f"{row + 1}: {int(example['choice'][row])}" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(False)
-    axes.set_title("token: choice, told by one cutoff")
     axes.set_xlabel("score, cutoff", loc="right")
 
 

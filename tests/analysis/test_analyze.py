@@ -456,4 +456,5 @@ def test_rows_have_room_for_the_name_of_any_method(name: str, out: Path) -> None
     (entry, *_), rest = (data := data_of(out, name)).pop("methods"), data
     short = {key: value[:1] if isinstance(value, list) else value for key, value in entry.items()}
     figure = study.draw(rest | {"methods": [short | {"method": "ET on " + "a very long name of a text " * 9}]})
+    figure.draw_without_rendering()
     assert figure.axes[0].get_position().width > 0.4

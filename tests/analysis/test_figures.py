@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle, StepPatch
 from matplotlib.text import Text
 
@@ -149,7 +148,7 @@ def every_figure() -> Iterator[tuple[str, Figure]]:
         train = train_of(layers)
         for name in training.TITLES:
             yield name, training.draw_layers(train, name, 2)
-        yield "speed", training.draw_speed(train)
+        yield "speed", training.draw_smoothed(train, "tokens_per_second", "tokens per second", "{:,.0f}")
         yield "usage", training.draw_usage(train, 0.5)
         yield "load_spread", training.draw_load_spread(train, train[-1:], 2)
         yield "cutoffs", training.draw_cutoffs(train, 2)
@@ -182,19 +181,20 @@ def test_a_key_names_nothing_that_is_not_drawn(drawn: list[tuple[str, Figure]]) 
         bars = [patch for patch in patches if isinstance(patch, Rectangle) and patch.get_height()]
         colours = {to_hex(line.get_color()) for line in seen} | {to_hex(bar.get_facecolor()) for bar in bars}
         filled = bars or any(isinstance(patch, StepPatch) for patch in patches)
-        for sample in figure.artists:
-            if isinstance(sample, Line2D):
-                colour = to_hex(sample.get_color())
-                assert colour in {to_hex(INK), to_hex(MUTED)} | colours, (name, colour)
-                assert filled or any(line.is_dashed() == sample.is_dashed() for line in seen), name
+        for sample in (line for legend in figure.legends for line in legend.get_lines()):
+            colour = to_hex(sample.get_color())
+            assert colour in {to_hex(INK), to_hex(MUTED)} | colours, (name, colour)
+            assert filled or any(line.is_dashed() == sample.is_dashed() for line in seen), name
 
 
 @pytest.mark.parametrize("name", ["fanout_by_position", "fanout_by_loss", "loss_by_fanout", "capacity"])
 def test_a_single_layer_has_no_line_beside_the_mean(name: str) -> None:
-    texts = {text.get_text() for text in DRAW[name](data_of(name, 1, 1)).texts}
-    assert not texts & {"one layer", "mean of layers"}
-    texts = {text.get_text() for text in DRAW[name](data_of(name, 1, 2)).texts}
-    assert "one layer" in texts
+    one, two = (
+        {text.get_text() for legend in DRAW[name](data_of(name, 1, layers)).legends for text in legend.get_texts()}
+        for layers in (1, 2)
+    )
+    assert not one & {"one layer", "mean of layers"}
+    assert "one layer" in two
 
 
 @pytest.mark.parametrize(
@@ -242,8 +242,9 @@ def test_long_names_go_into_a_key_and_leave_the_width_to_the_lines() -> None:
     for name in ("loss_by_method", "load_balance", "specialisation_summary"):
         data = data_of(name, 8, 3)
         data["methods"][0]["method"] = "ET " + "a very long name of a method " * 3
-        place = DRAW[name](data).axes[0].get_position()
-        assert place.width >= 0.5
+        figure = DRAW[name](data)
+        figure.draw_without_rendering()
+        assert figure.axes[0].get_position().width >= 0.5
 
 
 def test_experts_of_a_layer_have_colours_of_their_own() -> None:

@@ -250,7 +250,7 @@ def test_what_leaks_nothing_has_no_entry_in_the_key() -> None:
     tag = {"own": 64, "tokens": [64, 256, 1024], "kind": "other"}
     with style():
         figure = draw_leakage_probe({"methods": [{**tag, "method": "EC", **bits}, {**tag, "method": "ET", **silent}]})
-    texts = [text.get_text() for text in figure.texts]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "EC" in texts
     assert "ET" not in texts
 

@@ -96,7 +96,7 @@ def draw_rules_overview(data: Data) -> Figure:
     dashed: dict[str, Any] = {"color": INK, "linewidth": 1, "linestyle": (0, (3, 1.2))}
     key = {"cutoff that scores are compared with": dashed}
     label = f"score, layer {data['layer']} expert {data['expert']}"
-    figure, every = method_panels(WIDE, data["rules"], 1.7, "tokens", label, columns=4, key=key)
+    figure, every = method_panels(WIDE, data["rules"], 1.7, "tokens", label, key=key)
     for axes, rule, line, stroke in zip(every, data["rules"], cutoffs, strokes(data["rules"]), strict=True):
         taken = np.array(rule["taken"]).ravel()
         for chosen, colour in ((~taken, GRID), (taken, stroke["color"])):
@@ -279,7 +279,7 @@ def draw_score_histograms(data: Data) -> Figure:
     shown = [(entry, each) for entry in data["methods"] for each in entry["experts"]]
     colours = [stroke["color"] for stroke in strokes(data["methods"]) for _ in range(2)]
     titles = [f"{entry['method']}\nlayer {each['layer']}, expert {each['expert']}" for entry, each in shown]
-    figure, every = panels(WIDE, titles, 1.2, "score", "% of tokens", columns=4, colours=colours)
+    figure, every = panels(WIDE, titles, 1.2, "score", "% of tokens", colours=colours)
     for axes, (entry, each), colour in zip(every, shown, colours, strict=True):
         _histogram(axes, each, entry["tokens"], colour)
     every[0].set_yscale("log")

@@ -62,7 +62,7 @@ def draw_specialisation(data: Data) -> Figure:
     shown = {f"{entry['method']}\n{domain}": (entry, domain) for entry in methods for domain in data["domains"]}
     colours = [stroke["color"] for stroke in strokes(methods) for _ in data["domains"]]
     height = max(0.13 * layers, 0.6)
-    figure, every = panels(WIDE, list(shown), height, "expert", "layer", columns=4, colours=colours)
+    figure, every = panels(WIDE, list(shown), height, "expert", "layer", colours=colours)
     for axes, (entry, domain) in zip(every, shown.values(), strict=True):
         heat(axes, array(entry["ratios"][domain]) / most)
         axes.set_yticks(range(len(entry["layers"])), entry["layers"])
