@@ -432,6 +432,18 @@ def changed(run: Path, to: Path, **sections: dict[str, Any]) -> Path:
     return to
 
 
+def test_a_method_with_many_options_of_its_own_is_called_by_its_folder(runs: Path, tmp_path: Path) -> None:
+    many = {"embed_lr": 0.1, "head_lr": 0.1, "matrix_lr": 0.1, "router_lr": 0.1}
+    paths = [
+        changed(runs / "et", tmp_path / name / "seed_0", optim=many | own)
+        for name, own in (("a", {}), ("b", {"head_lr": 1.0}))
+    ]
+    again = changed(runs / "et", tmp_path / "other" / "a", optim=many | {"head_lr": 2.0})
+    methods = [s.method for s in read_subjects([RunFolder.open(p) for p in (runs / "et", *paths, again)])]
+    assert methods[:3] == ["ET", "ET of a", "ET of b"]
+    assert len(set(methods)) == 4  # two folders of one name are not one method
+
+
 def test_seeds_of_a_method_differ_in_nothing_else_and_count_once(runs: Path, tmp_path: Path) -> None:
     """Runs on other texts, or with other validations, counted as seeds, and so did a copy: "2 seeds, ± 0.000"."""
     copies = {

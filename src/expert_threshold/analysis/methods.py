@@ -145,10 +145,17 @@ def read_subjects(folders: Sequence[RunFolder]) -> list[Subject]:
     read = sorted(map(_read, folders), key=lambda found: found.order)
     differing = _differing([found.options for found in read])
     first: dict[str, dict[str, Any]] = {}
+    names: dict[tuple[str, ...], str] = {}
     subjects = []
     for subject, mine, _ in read:
         suffixes = _suffixes(mine, first.setdefault(subject.kind, mine), differing)
-        subjects.append(subject._replace(method=" ".join([subject.method, *suffixes])))
+        name = full = (subject.method, *suffixes)
+        if len(suffixes) > 3:  # figures have no room for them; the page has a table of options that differ
+            path = subject.folder.path
+            name = (subject.method, "of", path.name if seed_of(path) is None else path.parent.name)
+        taken = " ".join(name) in names.values()
+        names.setdefault(full, " ".join(full if taken else name))
+        subjects.append(subject._replace(method=names[full]))
     return subjects
 
 
