@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import http.server
 import importlib
 import io
@@ -10,6 +11,7 @@ import json
 import random
 import sys
 import threading
+import urllib.request
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ import pytest
 
 from expert_threshold.data import public
 from expert_threshold.data.cache import VARIABLE, cache_folder, require_writable
-from expert_threshold.data.download import download, fetch
+from expert_threshold.data.download import _Encrypted, download, fetch
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
 hub_constants = importlib.import_module("huggingface_hub.constants")
@@ -57,7 +59,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def answer(self, code: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(code)
         for name, value in {"Content_Length": str(len(body)), **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
+            if value:
+                self.send_header(name.replace("_", "-"), value)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -93,6 +96,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             facts["Content_Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         if fault == "short":
             body, self.close_connection = body[: len(body) // 2], True
+        if fault == "no length":
+            facts["Content_Length"], self.close_connection = "", True
         if fault == "garbled":
             body = bytes(len(body))
         return self.answer(206 if start else 200, body, **facts)
@@ -209,7 +214,7 @@ def test_a_full_disk_is_the_systems_error(server: Server, tmp_path: Path, monkey
         download(SET, ["a"], tmp_path)
 
 
-@pytest.mark.parametrize("fault", ["short", "404"])
+@pytest.mark.parametrize("fault", ["short", "404", "no length"])
 def test_a_single_file_is_whole_or_absent(fault: str, server: Server, tmp_path: Path) -> None:
     server.files["a"] = CONTENT
     server.faults["a"] = [fault]
@@ -218,6 +223,12 @@ def test_a_single_file_is_whole_or_absent(fault: str, server: Server, tmp_path: 
     assert not (tmp_path / "a").exists()
     fetch(server.url("a"), tmp_path / "a")
     assert (tmp_path / "a").read_bytes() == CONTENT
+
+
+def test_a_redirect_from_https_to_http_is_refused() -> None:
+    request = urllib.request.Request("https://a/b")
+    with pytest.raises(http.client.HTTPException, match="redirects to http://a/b, which is not https"):
+        _Encrypted().redirect_request(request, None, 302, "Found", {}, "http://a/b")
 
 
 # The data sets.
@@ -288,6 +299,14 @@ def test_a_damaged_archive_is_refused_entirely(archive: bytes, reason: str, tmp_
     with pytest.raises(ValueError, match=rf"a\.zip cannot be unpacked \(.*({reason}).*\): delete it and download it"):
         public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_archive_that_would_fill_the_disk_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(public, "MOST_BYTES", 10_000)
+    (tmp_path / "a.zip").write_bytes(zipped({"eval_bundle/a": bytes(10_001)}))
+    with pytest.raises(ValueError, match="it would unpack into more than"):
+        public.unzip(tmp_path / "a.zip", tmp_path / "out", "eval_bundle")
+    assert left_over(tmp_path) == ["a.zip"]
 
 
 def test_an_archive_writes_nowhere_else(tmp_path: Path) -> None:

@@ -45,8 +45,8 @@ def test_ranks_that_differ_all_learn_which_one_and_in_what(ranks: tuple[Rendezvo
         return on_both(lambda rank: rank.require_equal(facts(rank.rank), "mend it"), ranks)
 
     assert told(lambda rank: {"seed": 1, "betas": (0.9, 0.95)}) == ["None"] * 2
-    differing = told(lambda rank: {"seed": 1, "eval_tokens": [None, 512][rank]})
-    assert differing == ["rank 1 differs from rank 0: eval_tokens is 512, not None; mend it"] * 2
+    differing = told(lambda rank: {"seed": 1, **[{}, {"eval_tokens": 512}][rank]})
+    assert differing == ["rank 1 differs from rank 0: eval_tokens is 512, not its default; mend it"] * 2
 
 
 def test_ranks_that_do_not_share_the_run_folder_learn_it_before_the_first_step(

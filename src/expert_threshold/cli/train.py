@@ -211,7 +211,7 @@ def _resumed(folder: RunFolder, given: dict[str, Any], ranks: int) -> RunConfig:
     changes = {name: value for name, value in given.items() if name not in ("resume", "nproc", "data", "minutes")}
     lengths = [f"{name}={given[name]}" for name in ("steps", "tokens", "minutes") if name in given]
     if len(lengths) > 1:
-        raise ValueError(f"{' and '.join(lengths)} all say how long to train; give one of them")
+        raise ValueError(f"{' and '.join(lengths)} each set the length of the run; give one of them")
     for name, value in changes.items():
         if name not in FREE_ON_RESUME | {"steps", "tokens"}:
             option = name.removeprefix(RULE).replace("_", "-")

@@ -113,12 +113,23 @@ def _hub_errors(dataset: str) -> Iterator[Any]:
         ) from error
 
 
+class _Encrypted(urllib.request.HTTPRedirectHandler):
+    """Follows redirects, but not from https to http."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if req.type == "https" and not newurl.startswith("https://"):
+            raise http.client.HTTPException(f"it redirects to {newurl}, which is not https")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
 def fetch(url: str, path: Path, progress: Progress = lambda done, total: None) -> None:
     """Download one file. Raises ValueError if the server is unreachable, refuses it, or ends early."""
     part = path.with_name(f".part-{path.name}")
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response, part.open("wb") as file:
-            size = int(response.headers["Content-Length"])
+        opener = urllib.request.build_opener(_Encrypted)
+        with opener.open(url, timeout=TIMEOUT) as response, part.open("wb") as file:
+            if (size := int(response.headers.get("Content-Length", 0))) == 0:
+                raise http.client.HTTPException("the server does not state its size")
             while chunk := response.read(1 << 20):
                 file.write(chunk)
                 progress(file.tell(), size)

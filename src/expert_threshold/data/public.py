@@ -26,6 +26,8 @@ CORE = "core"
 CORE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 CORE_FOLDER = "eval_bundle"
 """The bundle's folder in the archive."""
+MOST_BYTES = 2 << 30
+"""Unpacked, the bundle has a tenth of it; a damaged or hostile archive could fill the disk."""
 
 
 def fineweb_edu_shards(cache: Path, shards: int) -> list[Path]:
@@ -98,6 +100,8 @@ def unzip(archive: Path, folder: Path, top: str) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with zipfile.ZipFile(archive) as file:
+            if sum(member.file_size for member in file.infolist()) > MOST_BYTES:
+                raise ValueError(f"it would unpack into more than {MOST_BYTES >> 30} GiB")
             file.extractall(temporary)  # checks contents, stays inside the folder and makes no links
         if not (temporary / top).is_dir():
             raise ValueError(f"it has no folder {top}")

@@ -130,7 +130,7 @@ class Rendezvous:
                 self._wait_for(f"{key}/{rank}", f"rank {rank} did not start to train")
                 theirs = json.loads(self._store.get(f"{key}/{rank}"))
                 differing = [
-                    f"{name} is {theirs.get(name)!r}, not {mine.get(name)!r}"
+                    f"{name} is {_shown(theirs, name)}, not {_shown(mine, name)}"
                     for name in mine | theirs
                     if theirs.get(name) != mine.get(name)
                 ]
@@ -237,6 +237,10 @@ class Rendezvous:
         """Return the failures that ranks have set under this key, by rank."""
         ranks = [rank for rank in range(self.world_size) if self._store.check([f"{key}/{rank}"])]
         return {rank: Failure(*json.loads(self._store.get(f"{key}/{rank}"))) for rank in ranks}
+
+
+def _shown(facts: Mapping[str, Any], name: str) -> str:
+    return repr(facts[name]) if name in facts else "its default"
 
 
 def _name_of_start(store: Store, rank: int, world_size: int) -> str:

@@ -109,8 +109,8 @@ def require_unchanged(folder: RunFolder, record: Mapping[str, Any], budget: Budg
         differing.append(f"steps={budget.decisions[-1].steps} differs from {decided[-1][1]}")
     if differing:
         raise ValueError(
-            f"{'; '.join(differing)}, with which step {saved.step} of {folder.path} was made; leave it unchanged, in "
-            f"config.json too, start another run with --init-from {folder.path}, or train longer with --steps"
+            f"{'; '.join(differing)}, with which step {saved.step} of {folder.path} was made; restore it in "
+            f"config.json, give --steps to train longer, or start another run with --init-from {folder.path}"
         )
 
 
