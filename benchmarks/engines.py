@@ -236,8 +236,9 @@ def main() -> None:
     first = next(iter(MODELS))
     speed, over_http = race(models[first], args)
     equal[first] |= over_http
+    options = {name: getattr(args, name) for name in ("preset", "eager", *counts)}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    result = {"date": date.today().isoformat(), "commit": commit, "command": " ".join(sys.argv), **machine()}
+    result = {"date": date.today().isoformat(), "commit": commit, "options": options, **machine()}
     result |= {"transformers": transformers.__version__, **versions, "equal_tokens": equal, "speed": speed}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
