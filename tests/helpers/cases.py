@@ -15,8 +15,8 @@ from torch import Tensor
 
 from expert_threshold.cli import main
 from expert_threshold.data import Tokenizer, open_source
-from expert_threshold.kernels.planned import on_hopper
 from expert_threshold.model import GPT, TRUNKS, GPTConfig
+from expert_threshold.moe.backends.static import on_hopper
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from expert_threshold.runs import RunFolder
 

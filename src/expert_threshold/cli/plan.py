@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ..config import RunConfig
+from ..model.memory import backend
 from ..option import Count, NotNegative, Positive, Share
-from ..plan import LAYOUTS, ONE_GPU, Machine, costs, dispatch, duration, memory, share_out
+from ..plan import ONE_GPU, Machine, costs, duration, memory, share_out
 from ..train.checks import require_pools_fit, require_split
 from ..train.device import kernels_off, pick_dtype
 from ..train.log import clock, say
@@ -56,18 +57,18 @@ def plan(config: RunConfig, machine: Machine) -> dict[str, Any]:
     local = share_out(config, machine)
     require_pools_fit(config.model, replace(config.train, batch_size=local.pooled))
     on_cpu = config.train.device == "cpu"
-    dtype = pick_dtype(config.train.dtype, torch.device("cpu")) if on_cpu else torch.bfloat16
     here = on_cpu or (config.train.device == "auto" and not torch.cuda.is_available())
-    off = kernels_off(torch.device("cpu"), pick_dtype(config.train.dtype, torch.device("cpu"))) if here else None
-    itemsize = 4 if config.train.dtype == "float32" else dtype.itemsize
-    layouts = LAYOUTS[:1] if machine.gpus == 1 else LAYOUTS
+    cpu = torch.device("cpu")
+    on_this_cpu = pick_dtype(config.train.dtype, cpu)
+    off = kernels_off(cpu, on_this_cpu) if here else None
+    dtype = on_this_cpu if on_cpu or config.train.dtype == "float32" else torch.bfloat16
     return {
         **costs(config, machine),
         **machine._asdict(),
         "micro_batch": local.batch_size,
         "accumulation": local.accumulation,
-        "dispatch": dispatch(config, machine, itemsize, gpu=not on_cpu),
-        "memory": memory(config, machine, itemsize, gpu=not on_cpu, layouts=layouts),
+        "dispatch": backend(config.model, local.batch_size * config.model.context, dtype, gpu=not on_cpu),
+        "memory": memory(config, machine, dtype, gpu=not on_cpu),
         **duration(config, machine),
         "kernels_off": off,
     }

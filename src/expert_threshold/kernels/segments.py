@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .planned import loads_of
-
 
 class Segments(NamedTuple):
     """Rows ordered by expert, then token: adjacent segments, one per expert, followed by padding."""
@@ -27,7 +25,7 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
     Raises RuntimeError, on CUDA asynchronously, if there are more pairs than rows.
     """
     if rows is None:
-        rows = assignment.numel() if torch.compiler.is_compiling() else sum(loads_of(assignment))
+        rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
     tokens, experts = assignment.shape
     by_expert = assignment.T.flatten()
     row, ends = by_expert.cumsum(0) - 1, assignment.sum(0).cumsum(0)

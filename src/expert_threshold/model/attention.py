@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import attention as kernels
-from ..kernels.planned import on_cpu
 from ..moe import Linear, Past, plain
 from .presets import VALUE_GATE_CHANNELS
 
@@ -318,17 +317,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: 
     query attends to `window` keys before its own, None for all, and a single query to every key.
     """
     causal = mask is None and q.shape[2] > 1
-    if on_cpu(q) and q.dtype == torch.bfloat16 and causal:
+    if q.is_cpu and q.dtype == torch.bfloat16 and causal:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) if t.shape[1] != q.shape[1] else t for t in (k, v))
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), window)
         return y.view(q.shape)
     if causal and window is not None and window + 1 < q.shape[2]:
         positions = torch.arange(q.shape[2], device=q.device)
         mask, causal = _mask(positions[:, None], positions, window, q.dtype), False
-    if q.is_meta:  # for which torch would take the definition, and make the probabilities
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        attended: Tensor = flash(q, k, v, is_causal=causal, attn_mask=mask)[0]
-        return attended
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from ..kernels.autograd import refuse_second_derivative
 from ..kernels.cpu import cross_entropy as kernels
-from ..kernels.planned import on_cpu
-from ..kernels.scratch import FLOAT32, scratch, scratch_bytes
 
 # Float32 logits per chunk, in three copies: few enough for a CPU's cache, enough to fill a GPU.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
@@ -68,7 +66,7 @@ def _cross_entropy(
     wanted = targets.clamp(min=0)[:, None]
     dx = x.new_empty(x.shape if with_gradient else (0, x.shape[1]))
     dweight = weight.new_zeros(weight.shape if with_gradient else (0, weight.shape[1]))
-    size = max(LOGITS_PER_CHUNK["cpu" if on_cpu(x) else "gpu"] // len(weight), 1)
+    size = max(LOGITS_PER_CHUNK["cpu" if x.is_cpu else "gpu"] // len(weight), 1)
     # One set of buffers serves all chunks: allocating megabytes for each would fragment the heap.
     shape = (min(size, len(x)), len(weight))
     rounded = x.new_empty(shape)
@@ -105,17 +103,6 @@ def _(
     some = slice(None if with_gradient else 0)
     losses = x.new_empty(x.shape[0], dtype=torch.float32)
     return losses, x.new_empty(x[some].shape), weight.new_empty(weight[some].shape)
-
-
-@scratch("expert_threshold::cross_entropy")
-def _(x: Tensor, weight: Tensor, targets: Tensor, softcap: float | None, with_gradient: bool) -> int:
-    if softcap is not None and kernels.applies(x, weight, softcap):
-        return kernels.scratch_bytes(x, weight)
-    rows = min(max(LOGITS_PER_CHUNK["cpu" if on_cpu(x) else "gpu"] // len(weight), 1), len(x))
-    chunk = rows * len(weight) * (x.itemsize + 3 * FLOAT32)
-    # A chunk's gradient of the weight, on a CPU also widened to be added; its logits' product is over by then.
-    gradient = weight.numel() * (x.itemsize + (FLOAT32 if on_cpu(x) and x.itemsize < FLOAT32 else 0))
-    return weight.numel() * x.itemsize + chunk + max(gradient, scratch_bytes("aten::mm", x[:rows], weight.T))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

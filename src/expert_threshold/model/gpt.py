@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.planned import no_autocast
+from ..kernels.autocast import no_autocast
 from ..moe import (
     ActivationName,
     DispatchName,

@@ -1,26 +1,28 @@
-"""The live bytes of a step, counted while it runs on tensors without data, so in seconds whatever its size."""
+"""The memory of a training step, by a formula: what each layer keeps for its backward, and what its backward adds.
+
+Small tensors are left out: one number per token or per head, and what a rule computes beside scores and gates.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+import torch
 
-from ..kernels.scratch import scratch_bytes
+from ..kernels.cpu import attention, cross_entropy, experts
+from ..moe.backends.static import in_one_kernel
+from .attention import QUERIES_PER_BLOCK
+from .cross_entropy import LOGITS_PER_CHUNK
+from .gpt import GPTConfig
+
+FLOAT32, INT64 = 4, 8  # bytes
 
 
 class Memory(NamedTuple):
     """Bytes at one moment.
 
-    dispatch: made by layers with experts in the forward, but for the shared ones; logits: made by the loss; casts: made
-    of weights alone; gradients: of weights; activations: all else.
+    dispatch: kept by routers and routed experts; logits: of the head's loss; casts: weights in the compute dtype;
+    gradients: of weights; activations: all else.
     """
 
     activations: int = 0
@@ -34,84 +36,115 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-class _Made:
-    """A storage's kind and bytes."""
+class Step(NamedTuple):
+    """The last micro-batch of a step on one device.
 
-    def __init__(self, kind: str, size: int) -> None:
-        self.kind, self.size = kind, size
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operators make, from then until they are freed, and operators' scratch.
-
-    weights: those of this module do not count, their gradients do. kinds: fields of `Memory` for what is made in the
-    forward of a module, the innermost in this table, or by an operator, by its name. moments: one for each operator.
+    rows: of each layer's buffers for pairs of tokens and experts. dispatch: the backend, None without experts.
+    accumulates: earlier micro-batches have left gradients.
     """
 
-    def __init__(self, weights: nn.Module, kinds: Mapping[nn.Module | str, str]) -> None:
-        super().__init__()
-        self.moments: list[Memory] = []
-        self._kinds = kinds
-        self._within = ["activations"]
-        self._bytes = dict.fromkeys((*Memory._fields, "weights"), 0)
-        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        for tensor in (*weights.parameters(), *weights.buffers()):
-            self._hold(tensor, "weights")
-        for parameter in weights.parameters():
-            if parameter.grad is not None:
-                self._hold(parameter.grad, "gradients")
-        self._parameters = list(weights.parameters())
+    tokens: int
+    rows: int
+    dtype: torch.dtype
+    gpu: bool
+    dispatch: str | None
+    checkpointing: bool = False
+    accumulates: bool = False
 
-    def __enter__(self) -> LiveBytes:
-        super().__enter__()
-        self._hooks = ExitStack()
-        self._hooks.enter_context(register_module_forward_pre_hook(self._enter_module))
-        self._hooks.enter_context(register_module_forward_hook(self._leave_module, always_call=True))
-        for parameter in self._parameters:
-            self._hooks.enter_context(parameter.register_post_accumulate_grad_hook(self._become_gradient))
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.close()
-        super().__exit__(*error)
+class _Layer(NamedTuple):
+    kept: Memory  # from forward to backward, beside the block's input
+    backward: Memory  # what backward adds at its peak
+    gradients: int
 
-    def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self._within.append(self._kinds.get(module, self._within[-1]))
 
-    def _leave_module(self, *_: Any) -> None:
-        self._within.pop()
+def backend(config: GPTConfig, tokens: int, dtype: torch.dtype, *, gpu: bool) -> str | None:
+    """Return the backend that `auto` will choose, on a Hopper GPU or this CPU; None for a model without experts."""
+    if config.rule is None or config.dense_layers == config.layers:
+        return None
+    if config.dispatch != "auto":
+        return config.dispatch
+    if gpu:
+        return "static" if in_one_kernel(dtype, config.d_model, config.d_expert) else "grouped"
+    x = torch.empty(1, dtype=dtype).expand(tokens, config.d_model)  # of one number
+    return "cpu" if experts.applies(x, config.d_expert, config.activation) else "grouped"
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = operator(*args, **kwargs)
-        name = operator.name()
-        kind = self._kinds.get(name) or ("casts" if self._are_weights(args) else self._within[-1])
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._hold(tensor, kind)
-        now = self._bytes | {kind: self._bytes[kind] + scratch_bytes(name, *args, **kwargs)}
-        self.moments.append(Memory(**{kind: now[kind] for kind in Memory._fields}))
-        return result
 
-    def _are_weights(self, args: Any) -> bool:
-        """Return True if all of these are weights, or made of weights alone."""
-        storages = [leaf.untyped_storage() for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        made = [self._made.get(storage) for storage in storages]
-        return bool(made) and all(part is not None and part.kind in ("weights", "casts") for part in made)
+def moments(config: GPTConfig, step: Step) -> list[Memory]:
+    """Return the memory while the loss is computed, then in each block's backward, the last block first."""
+    row = config.d_model * step.tokens * step.dtype.itemsize
+    layers = [_layer(config, step, layer) for layer in range(config.layers)]
+    head = config.vocab_size * config.d_model * FLOAT32
+    gradients = 2 * head + sum(layer.gradients for layer in layers) if step.accumulates else 0
+    inputs = (1 + config.residual_scalars) * row
+    # Beside blocks: the embedding and the head's input; of smear also the previous embedding and their sum.
+    now = Memory(activations=inputs * config.layers + (2 + 2 * config.smear) * row)
+    if not step.checkpointing:
+        now = _add(now, *(layer.kept for layer in layers))
+    found = [_add(now, Memory(activations=row, logits=_logits(config, step), gradients=gradients))]
+    gradients += head
+    for layer in reversed(layers):
+        if step.checkpointing:  # the block's forward runs a second time
+            now = _add(now, layer.kept)
+        found.append(_add(now, layer.backward, Memory(gradients=gradients)))
+        now = Memory(*(all_ - own for all_, own in zip(now, layer.kept, strict=True)))
+        now = now._replace(activations=now.activations - inputs)
+        gradients += 0 if step.accumulates else layer.gradients
+    return found
 
-    def _hold(self, tensor: Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
-        if storage not in self._made:
-            made = self._made[storage] = _Made(kind, storage.nbytes())
-            self._bytes[kind] += made.size
-            weakref.finalize(storage, self._free, made)
 
-    def _free(self, made: _Made) -> None:
-        self._bytes[made.kind] -= made.size
+def _add(*parts: Memory) -> Memory:
+    return Memory(*map(sum, zip(*parts, strict=True)))
 
-    def _become_gradient(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        made = self._made[parameter.grad.untyped_storage()]
-        self._bytes[made.kind] -= made.size
-        made.kind = "gradients"
-        self._bytes[made.kind] += made.size
+
+def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
+    size, (width, d_expert) = step.dtype.itemsize, (config.d_model, config.d_expert)
+    values, ups = config.kv_heads * width // config.heads, 2 if config.activation == "swiglu" else 1
+    rule = None if layer < config.dense_layers else config.rule
+    hidden = config.d_feed_forward if rule is None else config.shared_experts * d_expert
+    table = config.has_value_embedding(layer)
+    x = torch.empty(1, dtype=step.dtype).expand(step.tokens, width)
+    attends_by_kernel = not step.gpu and attention.applies(x, width // config.heads)
+    at_once = step.gpu or experts.applies(x, hidden, config.activation)  # not in blocks of rows
+
+    # Numbers per token: both norms' outputs, queries, keys and values, attention's output, its sum with the block's
+    # input, a look-up of value embeddings, and pre-activations.
+    kept, masks = 5 * width + (2 + table) * values + ups * hidden, 0
+    window = config.window(layer)
+    if not attends_by_kernel and not step.gpu and step.dtype == torch.bfloat16:  # copies, and probabilities
+        seen = config.context if window is None else window + QUERIES_PER_BLOCK
+        kept += 3 * width + config.heads * min((config.context + QUERIES_PER_BLOCK) // 2, seen)
+    elif not attends_by_kernel:  # rotated queries and keys; on a GPU the output in another order
+        kept += width + (1 + config.has_key_offset(layer)) * values + step.gpu * width
+        masks = 0 if window is None else config.context**2 * size
+    backward = max(8 * width, 3 * width + 2 * hidden * at_once) * step.tokens * size
+    weights = 2 * width * (width + values) + (1 + ups) * width * hidden
+    dispatch = router = 0
+    if rule is not None:
+        router = rule.num_scores * width
+        weights += rule.num_experts * (1 + ups) * width * d_expert
+        row = ups * d_expert + (2 * width + d_expert if step.dispatch == "reference" else 0)
+        dispatch = step.rows * (row * size + 4 * INT64) + step.tokens * rule.num_scores * 2 * FLOAT32
+        blocks = step.dispatch == "grouped" and not step.gpu
+        of_row = 4 * width if blocks else 3 * width + (1 + ups) * d_expert
+        backward = max(backward, (step.rows * of_row + 3 * step.tokens * width) * size)
+    casts = weights if size < FLOAT32 else (width + 2 * values) * width
+    return _Layer(
+        Memory(kept * step.tokens * size + masks, dispatch, casts=casts * size),
+        Memory(activations=backward + 2 * weights),  # and gradients that wait for their cast or their scale
+        (weights + router + table * config.vocab_size * values) * FLOAT32,
+    )
+
+
+def _logits(config: GPTConfig, step: Step) -> int:
+    """Return the bytes of the head's loss: its buffers, and the gradients of its input and of its weight."""
+    size, vocab, width = step.dtype.itemsize, config.vocab_size, config.d_model
+    x, weight = torch.empty(1, dtype=step.dtype).expand(step.tokens, width), torch.empty(1).expand(vocab, width)
+    if not step.gpu and cross_entropy.applies(x, weight, config.softcap):
+        rows = min(max(cross_entropy.NUMBERS_PER_CHUNK // vocab, cross_entropy.GROUP), step.tokens)
+        buffers = 3 * vocab * width * size + rows * (vocab + width) * size
+    else:
+        rows = min(max(LOGITS_PER_CHUNK["gpu" if step.gpu else "cpu"] // vocab, 1), step.tokens)
+        widened = 0 if step.gpu or size == FLOAT32 else FLOAT32  # a chunk's gradient, on a CPU
+        buffers = rows * vocab * (size + 3 * FLOAT32) + vocab * width * (2 * size + widened)
+    return buffers + vocab * width * FLOAT32 + step.tokens * width * size

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.activation import Activation, ActivationName, activation_named
+from ..kernels.autocast import as_autocast, no_autocast
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu import experts as kernels
-from ..kernels.planned import as_autocast, no_autocast, on_cpu
 from .follow import hooked
 
 
@@ -36,7 +36,7 @@ class _FeedForwardFunction(torch.autograd.Function):
 
         A GPU takes all rows at once.
         """
-        if not on_cpu(x):
+        if not x.is_cpu:
             return (x,)
         rows = max(HIDDEN_PER_BLOCK // hidden, -(-len(x) // 16), 1)
         blocks: tuple[Tensor, ...] = x.split(rows) if len(x) > rows else (x,)

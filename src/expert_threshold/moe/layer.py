@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..kernels.activation import ActivationName
-from ..kernels.planned import as_autocast, no_autocast, ranks_of
+from ..kernels.autocast import as_autocast, no_autocast
 from ..option import Count, NotNegative, Whole, require_kind
 from ..routing import Observation, Routing, Rule
 from .backends import DispatchName, backend_named
@@ -80,7 +81,9 @@ class MoE(nn.Module):
         """Return the rule's bound on the token-expert pairs of `tokens` in the current mode; None if only counting can
         tell.
         """
-        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks_of(self.router.group))
+        group = self.router.group
+        ranks = 1 if group is None else dist.get_world_size(group)
+        return self.router.rule.max_pairs(tokens, training=self.training, ranks=ranks)
 
     def factors(self, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the factors of the experts' outputs: the gates (…, experts), normalised if `gate_norm` says so."""

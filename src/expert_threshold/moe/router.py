@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.autocast import no_autocast
 from ..kernels.autograd import apply, refuse_second_derivative
-from ..kernels.planned import no_autocast
 from ..routing import Observation, Routing, Rule, all_finite, observe
 from ..routing.gates import weights_of
 

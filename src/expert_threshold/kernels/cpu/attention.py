@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ..autograd import refuse_second_derivative
 from ..operator import operator
-from ..planned import on_cpu
 from . import FEWEST_ROWS, TILE, available
 
 
 def applies(x: Tensor, width: int) -> bool:
     """Return True if the kernels can compute vectors like those of x (…, width)."""
-    fits = on_cpu(x) and x.dtype == torch.bfloat16 and width % TILE == 0 and x.numel() >= FEWEST_ROWS * width
+    fits = x.is_cpu and x.dtype == torch.bfloat16 and width % TILE == 0 and x.numel() >= FEWEST_ROWS * width
     return fits and available()
 
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..operator import operator
-from ..planned import on_cpu
 from . import TILE, available
 
 GROUP = 256  # tokens, as in cross_entropy.cpp
@@ -18,14 +17,7 @@ def applies(x: Tensor, weight: Tensor, softcap: float | None) -> bool:
     """Return True if the kernel can compute the head `weight` (vocab, d_model) on rows like x (tokens, d_model)."""
     tiles = len(x) > 0 and all(size % TILE == 0 < size for size in weight.shape)
     fits = tiles and softcap is not None and 0 < softcap <= MOST_SOFTCAP
-    return fits and on_cpu(x) and x.dtype == torch.bfloat16 and available()
-
-
-def scratch_bytes(x: Tensor, weight: Tensor) -> int:
-    """Return the bytes of the buffers: three copies of the weight, and a chunk of gradient factors and of rows."""
-    vocab, width = weight.shape
-    rows = min(max(NUMBERS_PER_CHUNK // vocab // GROUP, 1) * GROUP, -(-len(x) // TILE) * TILE)
-    return (3 * vocab * width + rows * (vocab + width)) * x.itemsize
+    return fits and x.is_cpu and x.dtype == torch.bfloat16 and available()
 
 
 def cross_entropy(

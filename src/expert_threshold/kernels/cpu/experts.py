@@ -13,12 +13,9 @@ from torch import Tensor
 
 from ..autograd import refuse_second_derivative
 from ..operator import operator
-from ..planned import loads_of, on_cpu
-from ..scratch import scratch
 from . import FEWEST_ROWS, TILE, available
 
 MOST_WEIGHTS = 1 << 23  # in a matrix; each thread has room for two
-INT32 = 4  # bytes
 EXACT, NONE = -1, 0  # rows of pre-activations to allocate: as many as needed, or none; as in experts.cpp
 
 
@@ -26,7 +23,7 @@ def computes(x: Tensor, hidden: int, activation: str) -> bool:
     """Return True if the kernels can compute rows like x (…, d_model)."""
     width = x.shape[-1]
     tiles = width % TILE == 0 == hidden % TILE and width * hidden <= MOST_WEIGHTS
-    return tiles and activation == "relu2" and on_cpu(x) and x.dtype == torch.bfloat16 and available()
+    return tiles and activation == "relu2" and x.is_cpu and x.dtype == torch.bfloat16 and available()
 
 
 def applies(x: Tensor, hidden: int, activation: str) -> bool:
@@ -96,7 +93,7 @@ def experts_forward(
     """
     rows = [len(x)] * (len(weights) // 2) if room != NONE else [0] * (len(weights) // 2)
     if assignment is not None:
-        rows[0] = sum(loads_of(assignment)) if room == EXACT else room
+        rows[0] = room  # while a compiler traces, never EXACT
     return [x.new_empty(x.shape), *(x.new_empty(n, up.shape[1]) for n, up in zip(rows, weights[::2], strict=True))]
 
 
@@ -111,22 +108,3 @@ def experts_backward(
 ) -> list[Tensor]:
     """Return the gradients of x, of gates if there are any, and of weights."""
     return [t.new_empty(t.shape) for t in (x, gates, *weights) if t is not None]
-
-
-@scratch("expert_threshold::experts_forward")
-def _forward_bytes(x: Tensor, _: object, assignment: Tensor | None, *__: object) -> int:
-    return 0 if assignment is None else sum(loads_of(assignment)) * (x.shape[1] * x.itemsize + 2 * INT32)
-
-
-@scratch("expert_threshold::experts_backward")
-def _backward_bytes(
-    _: object, x: Tensor, __: object, assignment: Tensor | None, weights: list[Tensor], *___: object
-) -> int:
-    """Return the bytes of the larger term's row order and buffers, since each term frees its own before the next."""
-    width, most = x.shape[1], 0
-    for up, assigned in zip(weights[::2], (assignment, None), strict=False):
-        loads = [len(x)] if assigned is None else loads_of(assigned)
-        padded = sum(-(-load // TILE) * TILE for load in loads)
-        order = 0 if assigned is None else sum(loads) * (width * x.itemsize + 2 * INT32)
-        most = max(most, order + 2 * padded * (up.shape[1] + width) * x.itemsize)
-    return most

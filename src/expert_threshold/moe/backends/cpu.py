@@ -7,7 +7,6 @@ from torch import Tensor
 
 from ...kernels.cpu import TILE, available, reason
 from ...kernels.cpu import experts as kernels
-from ...kernels.planned import on_cpu
 from ..experts import Experts, FeedForward, plain
 from .backend import Backend
 from .grouped import grouped
@@ -21,7 +20,7 @@ class Cpu(Backend):
     def why_not(self, x: Tensor, experts: Experts) -> str | None:
         if kernels.computes(x, experts.down.shape[2], experts.activation.name):
             return None
-        if not on_cpu(x):
+        if not x.is_cpu:
             return "needs a CPU; use --device cpu, or dispatch='auto'"
         if not available():
             return f"has no kernels here: {reason()}; use dispatch='auto'"

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
-from ...kernels.planned import loads_of, on_cpu, pairs_of
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 from .backend import Backend
 
@@ -117,7 +116,7 @@ class Packing(NamedTuple):
 
 def pack(assignment: Tensor, groups: list[Group]) -> Packing:
     """Return the packing of an assignment (tokens, experts) bool into slots."""
-    expert, token = pairs_of(assignment)
+    expert, token = assignment.T.nonzero().unbind(1)
     loads = assignment.sum(0)
     first = loads.cumsum(0) - loads
     start, of_slot = first.new_zeros(len(loads)), [token[:0]]
@@ -148,8 +147,8 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, assignment: Tensor, hidden: int) -> Plan:
-        limit = HIDDEN_PER_BLOCK if on_cpu(assignment) else math.inf
-        groups = form_groups(loads_of(assignment), hidden, limit)
+        limit = HIDDEN_PER_BLOCK if assignment.is_cpu else math.inf
+        groups = form_groups(assignment.sum(0).tolist(), hidden, limit)
         return cls(groups, pack(assignment, groups))
 
 

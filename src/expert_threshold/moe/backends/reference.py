@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...kernels.planned import loads_of, pairs_of
 from ..experts import Experts, up_project
 from .backend import Backend
 
@@ -21,8 +20,8 @@ class Reference(Backend):
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
         y = torch.zeros_like(x)
         ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
-        _, tokens = pairs_of(assignment)
-        for i, chosen in enumerate(tokens.split(loads_of(assignment))):
+        tokens = assignment.T.nonzero()[:, 1]
+        for i, chosen in enumerate(tokens.split(assignment.sum(0).tolist())):
             h = up_project(x[chosen], tuple(up[i] for up in ups))
             out = _activate(h, experts.activation.width) @ down[i].T
             y = y.index_add(0, chosen, out * gates[chosen, i, None].to(x.dtype))

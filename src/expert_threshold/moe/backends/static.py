@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...kernels.activation import Activation
 from ...kernels.autograd import refuse_second_derivative
-from ...kernels.planned import on_hopper
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
 from .backend import Backend
@@ -106,8 +105,18 @@ def is_native(rows: Tensor, *widths: int) -> bool:
 
     That kernel refuses to sum over no rows at all (pytorch #192497).
     """
-    fits = len(rows) > 0 and rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
-    return fits and on_hopper(rows)
+    return len(rows) > 0 and in_one_kernel(rows.dtype, *widths) and on_hopper(rows)
+
+
+def in_one_kernel(dtype: torch.dtype, *widths: int) -> bool:
+    """Return True if that kernel accepts the dtype and the widths, on a GPU that has it."""
+    return dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+
+
+def on_hopper(x: Tensor) -> bool:
+    """Return True if x is on a GPU of compute capability 9.x."""
+    # Not 10.x: there grouped_mm makes gradients of experts without tokens that are not zero (pytorch #172439).
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9
 
 
 class _Static(torch.autograd.Function):
