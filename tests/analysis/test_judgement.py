@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -130,13 +131,13 @@ def test_what_rules_send_is_counted_without_ranks() -> None:
     assert not dist.is_initialized()
 
 
-def test_the_page_has_its_tables_and_figures() -> None:
+def test_the_page_has_its_tables_and_figures(tmp_path: Path) -> None:
     methods = ["base", "other", "third one"]
     runs = [
         result(method, seed, [5.0, 4.0 + i / 50 + seed / 100]) for i, method in enumerate(methods) for seed in (0, 1)
     ]
     costs = {method: {"bytes_sent": 1000 * i, "state_bytes": i} for i, method in enumerate(methods)}
-    page = comparison_page("a <headline>", runs, judge(runs, "base"), "base", 0.01, costs)
+    page = comparison_page("a <headline>", runs, judge(runs, "base"), "base", 0.01, costs, tmp_path)
     assert "a &lt;headline&gt;" in page
     assert page.count("<figure") == 3
     assert page.count("<table>") == 3

@@ -65,16 +65,6 @@ def gradients(state: TrainState) -> dict[str, Tensor]:
     return found
 
 
-def test_a_checkpoint_that_predates_elapsed_counts_the_time_of_its_steps() -> None:
-    state = make_state(None)
-    state.seconds = 3.0
-    saved = state.checkpoint()
-    del saved.state["elapsed"]
-    restored = make_state(None)
-    restored.restore(saved)
-    assert restored.elapsed == 3.0
-
-
 @pytest.mark.parametrize("rule", [None, TokenChoice(4, 1)], ids=str)
 def test_accumulated_gradients_are_those_of_one_large_batch(rule: Rule | None) -> None:
     """Covers rules without pools; pools are formed within a micro-batch."""
