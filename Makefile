@@ -25,12 +25,13 @@ soak: $(VENV)/.installed-soak
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "soak or hypothesis" --hypothesis-profile many --timeout 3600
 
 # The kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer, whose libraries must be loaded first. Flags
-# at the end of the compiler's line override the kernels' own. PART chooses tests: make sanitize PART=tests/kernels
+# at the end of the compiler's line override the kernels' own; a report would be lost if pytest captured it. PART
+# chooses tests: make sanitize PART=tests/kernels
 PART := tests/kernels tests/generate/test_kernel.py
 sanitize: $(VENV)/.installed-dev
 	CXX="sh -c 'unset LD_PRELOAD; g++ \"\$$@\" -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all' g++" \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs $(PART)
+	ASAN_OPTIONS=detect_leaks=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -rs $(PART)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
