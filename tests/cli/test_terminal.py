@@ -18,7 +18,7 @@ from expert_threshold.data.cache import VARIABLE
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_command_works_with_a_closed_output(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by `et recipes >&-`, for which Python has None in its place."""
+    """Python sets closed streams to None, as under `et recipes >&-`."""
     monkeypatch.setattr(sys, closed, None)
     assert et("recipes") == 0
     assert et("train", "--no-such-option") == 2

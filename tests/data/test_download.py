@@ -103,7 +103,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.answer(206 if start else 200, body, **facts)
 
     def large(self, content: bytes) -> dict[str, Any] | None:
-        """What the hub says of files that are not small."""
+        """The record that the hub returns for a large file."""
         if len(content) < 100:
             return None
         return {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 100}

@@ -1,4 +1,4 @@
-"""What tests of commands share: files as they were, records changed in place, and Ctrl-C at a chosen step."""
+"""Helpers for tests of commands: files as they were, records changed in place, and Ctrl-C at a chosen step."""
 
 from __future__ import annotations
 

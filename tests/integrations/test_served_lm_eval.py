@@ -35,7 +35,7 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def client(model: GPT, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """As docs/serving.md says."""
+    """Follows docs/serving.md."""
     folder = tmp_path_factory.mktemp("run")
     export_run(write_run(folder / "run", model).path, folder / "exported")
     with served(model) as server:

@@ -20,7 +20,7 @@ from .core import Scorer, TaskResult, centred, evaluate_task
 RESULTS = "evaluation.json"
 FORMAT, VERSION = "expert-threshold evaluation", 1
 KEYS = ("bundle", "max_per_task", "baselines", "metric")
-"""What names a CORE, and its value, beside its tasks."""
+"""A CORE score: what identifies it, and its value."""
 
 Progress = Callable[[str], Callable[[int, int], None]]
 """Takes the name of a measurement; returns a callback that takes how much is done and the total."""

@@ -84,8 +84,8 @@ class Limits:
     """
 
     body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
-    prompt_tokens: Count | None = option(None, "Tokens in a prompt; none is as many as fit in the context.")
-    output_tokens: Count | None = option(None, "Tokens to generate per text; none is as many as fit in the context.")
+    prompt_tokens: Count | None = option(None, "Tokens in a prompt. Defaults to the full context.")
+    output_tokens: Count | None = option(None, "Tokens to generate per text. Defaults to the full context.")
     n: Count = option(8, "Texts per prompt, the field n.")
     texts: Count = option(32, "Texts per request: its prompts times n.")
     logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
