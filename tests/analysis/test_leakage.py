@@ -205,7 +205,7 @@ def test_the_bits_of_a_token_are_those_of_the_joint_distribution(
         return sum(parts) - known[0]
 
     whole = [((place,), other + a + b < room) for (place, (a, b)), other in product(enumerate(futures), elsewhere)]
-    # The next token is told apart from what comes after it, so each goes with every other's ending.
+    # The next token is counted apart from what follows it, so each pairs with every other's ending.
     following = [(a, other + a + later < room) for (a, _), (_, later), other in product(futures, futures, elsewhere)]
     taken = [outcome for _, outcome in whole]
     pool, future, after = _bits(

@@ -39,7 +39,7 @@ from expert_threshold.routing import RULES, ExpertThreshold, TokenChoice, option
 
 
 def help_and_options(command: str) -> tuple[str, list[Option]]:
-    """What `et COMMAND --help` prints, and the options that it is made of."""
+    """The output of `et COMMAND --help` and the options it lists."""
     made: list[Command] = []
     parser, printed = options._Parser, io.StringIO()
 

@@ -143,7 +143,7 @@ def config_with(**changes: object) -> Callable[[Path], None]:
 
 
 def add_token(folder: Path, token: str = "<|user|>") -> None:
-    """As `add_tokens`, `resize_token_embeddings` and saving leave a folder."""
+    """A folder after `add_tokens`, `resize_token_embeddings` and saving."""
     pad_vocabulary(folder, 1)
     content = json.loads((folder / "tokenizer.json").read_bytes())
     content["added_tokens"].append({"id": 270, "content": token})

@@ -78,7 +78,7 @@ def shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all of them together, may ask for. Each is at least 1, seconds above 0.
+    """Limits on one request and on all of them together. Each is at least 1, seconds above 0.
 
     None: only the context limits it.
     """
