@@ -222,9 +222,10 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
     transformers.utils.logging.disable_progress_bar()
-    equal, versions, models = {}, {}, {}
+    equal, versions, first = {}, {}, next(iter(MODELS))
+    speed, over_http = race(make(first, args), args)
     for name in MODELS:
-        model = models[name] = make(name, args)
+        model = make(name, args)
         written = {"transformers, at once": by_transformers(model.theirs, model.prompts, args.tokens)}
         written["et generate"] = by_engine(model, args.tokens)
         found = by_vllm(args.vllm, model, args.tokens) if args.vllm else {}
@@ -233,8 +234,6 @@ def main() -> None:
         equal[name] = {setting: compared(model, texts) for setting, texts in written.items()}
         equal[name] |= {"vLLM": found["refused"]} if "refused" in found else {}
         print(json.dumps({name: equal[name]}, indent=1), flush=True)
-    first = next(iter(MODELS))
-    speed, over_http = race(models[first], args)
     equal[first] |= over_http
     options = {name: getattr(args, name) for name in ("preset", "eager", *counts)}
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()

@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from importlib.metadata import version
+from itertools import product
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -12,8 +13,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
 
-def write(folder: str, prompts: list[list[int]], tokens: int, on: bool) -> dict[str, list]:
-    """Return the greedy continuations of each prompt alone, and of all at once. on: prefix caching, chunked prefill."""
+def write(folder: str, prompts: list[list[int]], tokens: int, caching: bool, chunked: bool) -> dict[str, list]:
+    """Return the greedy continuations of each prompt alone, and of all at once."""
     llm = LLM(
         folder,
         trust_remote_code=True,
@@ -21,9 +22,9 @@ def write(folder: str, prompts: list[list[int]], tokens: int, on: bool) -> dict[
         enforce_eager=True,
         distributed_executor_backend="uni",
         block_size=32,  # prompts are shorter than the default of 128, which caches none of their prefixes
-        enable_prefix_caching=on,
-        enable_chunked_prefill=on,
-        max_num_batched_tokens=64 if on else 8192,
+        enable_prefix_caching=caching,
+        enable_chunked_prefill=chunked,
+        max_num_batched_tokens=64 if chunked else 8192,
         max_num_seqs=8,
     )
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
@@ -38,9 +39,9 @@ def write(folder: str, prompts: list[list[int]], tokens: int, on: bool) -> dict[
 if __name__ == "__main__":
     prompts, tokens = json.load(sys.stdin)
     texts = {
-        f"{how}, prefix caching and chunked prefill {'on' if on else 'off'}": written
-        for on in (False, True)
-        for how, written in write(sys.argv[1], prompts, tokens, on).items()
+        f"{how}, prefix caching {'on' if caching else 'off'}, chunked prefill {'on' if chunked else 'off'}": written
+        for caching, chunked in product((False, True), repeat=2)
+        for how, written in write(sys.argv[1], prompts, tokens, caching, chunked).items()
     }
     versions = {f"{name} beside vLLM": version(name) for name in ("transformers", "torch")}
     print(json.dumps({"versions": {"vllm-cpu": version("vllm-cpu"), **versions}, "texts": texts}))
