@@ -55,9 +55,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
 }  # fmt: skip
 MAY_IMPORT["full_run"] = {"errors", "config", "runs", "model", "data", "generate", "train", "analysis"}
-MAY_IMPORT["experiment"] = {"files", "config", "routing", "runs", "data", "train"}
-MAY_IMPORT["compare"] = MAY_IMPORT["experiment"] | {"experiment", "full_run", "plan", "analysis"}
-MAY_IMPORT["sweep"] = {"errors", "files", "experiment", "install", "config", "plan", "runs", "train", "analysis"}
+MAY_IMPORT["compare"] = {
+    "analysis", "config", "data", "errors", "files", "full_run", "install", "plan", "recipes", "routing", "runs",
+    "train",
+}  # fmt: skip
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["__main__"] = {"cli"}
 

@@ -27,9 +27,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from cases import TEXT
-from expert_threshold import full_run, sweep
+from expert_threshold import full_run
 from expert_threshold.cli import analyze, calibrate, compare, generate, main, plan, train
 from expert_threshold.cli import sweep as sweep_command
+from expert_threshold.compare import sweep
 from expert_threshold.config import RunConfig
 from expert_threshold.data import embedded
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from expert_threshold.analysis.comparison import Result
-from expert_threshold.analysis.comparison_page import comparison_page
-from expert_threshold.analysis.judgement import judge, judged_cells, loss_at
-from expert_threshold.analysis.paired import paired, student
-from expert_threshold.analysis.traffic import bytes_sent
+from expert_threshold.analysis.results import Result
+from expert_threshold.compare.judgement import judge, judged_cells, loss_at
+from expert_threshold.compare.page import comparison_page
+from expert_threshold.compare.paired import paired, student
+from expert_threshold.compare.traffic import bytes_sent
 from expert_threshold.routing import ExpertThreshold, TokenChoice
 
 

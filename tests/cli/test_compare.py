@@ -23,8 +23,11 @@ from matplotlib.text import Text
 
 from cases import et
 from commands import Options, Refused, edit, interrupt_at, lines, put, read, without, write_lines
-from expert_threshold import __version__, compare
-from expert_threshold.analysis.comparison import (
+from expert_threshold import __version__
+from expert_threshold.analysis.figures.learning import draw_losses
+from expert_threshold.analysis.figures.style import MUTED
+from expert_threshold.analysis.methods import find_runs
+from expert_threshold.analysis.results import (
     Result,
     Row,
     cells,
@@ -35,15 +38,13 @@ from expert_threshold.analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from expert_threshold.analysis.comparison_page import VERDICTS, draw_differences
-from expert_threshold.analysis.figures.learning import draw_losses
-from expert_threshold.analysis.figures.style import MUTED
-from expert_threshold.analysis.judgement import Judged
-from expert_threshold.analysis.methods import find_runs
-from expert_threshold.analysis.paired import Difference, Verdict
 from expert_threshold.cli.compare import configure
+from expert_threshold.compare import running
+from expert_threshold.compare.experiment import run_title
+from expert_threshold.compare.judgement import Judged
+from expert_threshold.compare.page import VERDICTS, draw_differences
+from expert_threshold.compare.paired import Difference, Verdict
 from expert_threshold.data import Batch, Loader
-from expert_threshold.experiment import run_title
 from expert_threshold.install import install
 from expert_threshold.recipes import methods
 from expert_threshold.routing import PAPER_STEPS, ExpertChoice, ExpertThreshold, TokenChoice
@@ -329,7 +330,7 @@ def test_a_method_that_diverges_has_no_loss_and_the_others_follow(
     judged = {row["method"]: row for row in record["judgement"]}["expert_threshold"]
     assert judged["difference"] is judged["at_flops"] is judged["at_seconds"] is None
     assert (tmp_path / "out" / "compare.html").is_file()
-    monkeypatch.setattr(compare, "train_run", None)
+    monkeypatch.setattr(running, "train_run", None)
     assert et(*command) == 0
     assert record_of(tmp_path / "out") == record
 
@@ -393,7 +394,7 @@ def test_a_finished_comparison_is_shown_again_and_no_run_is_touched(
     again: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before, record = runs_in(copy), record_of(copy)
-    monkeypatch.setattr(compare, "train_run", None)
+    monkeypatch.setattr(running, "train_run", None)
     assert et(*again) == 0
     assert runs_in(copy) == before
     assert record_of(copy) == record
@@ -431,7 +432,7 @@ def test_progress_names_the_run_the_step_and_what_is_left(
 
 def test_the_total_time_left_covers_this_run_and_those_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("expert_threshold.experiment.time.monotonic", lambda: now)
+    monkeypatch.setattr("expert_threshold.compare.experiment.time.monotonic", lambda: now)
     first = run_title("1/3", now, [], later=2)
     last = run_title("3/3", now, [90.0, 110.0], later=0)
     second = run_title("2/3", now, [90.0], later=1)
@@ -513,7 +514,7 @@ def test_another_text_is_refused(small: Options, tmp_path: Path, text: Path, ref
 def test_a_text_that_changes_between_two_runs_changes_none_of_them(
     small: Options, tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changing, train_run = tmp_path / "corpus.jsonl", compare.train_run
+    changing, train_run = tmp_path / "corpus.jsonl", running.train_run
     shutil.copy(text, changing)
 
     def train_and_change(*arguments: Any, **options: Any) -> Any:
@@ -521,7 +522,7 @@ def test_a_text_that_changes_between_two_runs_changes_none_of_them(
         changing.write_text("".join(text.read_text().splitlines(keepends=True)[::2]))
         return result
 
-    monkeypatch.setattr(compare, "train_run", train_and_change)
+    monkeypatch.setattr(running, "train_run", train_and_change)
     out = tmp_path / "out"
     assert et("compare", *small, "--data", changing, "--rules", "dense,token_choice", "--out", out) == 0
     hashes = {run.config["corpus"]["hash"] for run in find_runs([str(out)])}
@@ -557,7 +558,7 @@ def test_finished_runs_without_their_weights_are_not_trained_again(
     for path in copy.glob("*/*/checkpoints"):
         shutil.rmtree(path)
     before, table = runs_in(copy), record_of(copy)["table"]
-    monkeypatch.setattr(compare, "train_run", None)
+    monkeypatch.setattr(running, "train_run", None)
     assert et(*again) == 0
     assert runs_in(copy) == before
     assert record_of(copy)["table"] == table
@@ -567,7 +568,7 @@ def test_finished_runs_without_their_weights_are_not_trained_again(
 def test_a_folder_that_is_no_comparison_is_refused_before_the_text_is_read(
     name: str, small: Options, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "open_source", None)
+    monkeypatch.setattr(running, "open_source", None)
     (tmp_path / name).write_text("{}")
     refused(["compare", *small, "--out", tmp_path], str(tmp_path), "name another --out")
 

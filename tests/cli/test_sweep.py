@@ -17,11 +17,11 @@ import torch
 
 from cases import et
 from commands import Options, Refused, edit, interrupt_at, read, without
-from expert_threshold import sweep
-from expert_threshold.analysis.sweep import Scale, Trial, best_of, fit_parabolas
 from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
+from expert_threshold.compare import sweep
+from expert_threshold.compare.fit import Scale, Trial, best_of, fit_parabolas
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
@@ -597,7 +597,7 @@ def test_the_page_has_a_row_and_figures_for_each_method(command: Options, copy: 
 
 def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_their_order(drawn: None) -> None:
     """Trials above the axis were left out, and 16 stood before 4."""
-    from expert_threshold.analysis.figures.sweep import draw_options
+    from expert_threshold.compare.sweep_figures import draw_options
 
     losses = {"4": 3.0, "16": 3.01, "8": 9.0}
     trials = [trial(n, loss, d=d)._asdict() for n, (d, loss) in enumerate(losses.items())]

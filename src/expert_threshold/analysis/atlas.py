@@ -12,13 +12,13 @@ from pathlib import Path
 from ..files import replace_file, to_json
 from ..glossary import as_html
 from ..model import parameter_counts
-from .comparison import HEADERS, NOTES, cells, read_result, summarise
 from .figures.study import Study
 from .figures.style import style
 from .material import Material
 from .methods import Subject, legend, options
 from .page import Exhibit, LeftOut, attempt, exhibits, left_out, links, page, save_figure, table
 from .plain import Data, plain
+from .results import HEADERS, NOTES, cells, read_result, summarise
 from .sentences import counted, listed, short
 
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.comparison import HEADERS, NOTES, cells, summarise
-from ..analysis.judgement import HEADERS as JUDGED
-from ..analysis.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
+from ..analysis.results import HEADERS, NOTES, cells, summarise
 from ..analysis.sentences import listed
-from ..compare import COMPARISON, JOINED, Comparison, Findings, budget, join
+from ..compare.experiment import opened, read_record
+from ..compare.judgement import HEADERS as JUDGED
+from ..compare.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
+from ..compare.running import COMPARISON, JOINED, Comparison, Findings, budget, join
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
-from ..experiment import opened, read_record
 from ..install import et
 from ..option import Count, Positive
 from ..recipes import METHODS, REFERENCE, Method, methods

@@ -13,15 +13,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ..analysis.sentences import counted, fixed
-from ..analysis.sweep_page import show_value
+from ..compare.experiment import opened, read_record
+from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
+from ..compare.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
-from ..experiment import opened, read_record
 from ..install import et
 from ..option import Bounds, Count, Minutes, alternatives, bare, describe, did_you_mean, kinds_of
 from ..plan import costs
 from ..recipes import methods as all_methods
 from ..routing import DENSE, RULES, Rule, rule_to_dict
-from ..sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..train.device import keep_freed_memory
 from ..train.log import clock, say
 from .compare import chosen_methods, configure, console_for_tables, decided, leaves_open

@@ -13,11 +13,11 @@ import numpy as np
 
 from ...evaluation import read_results
 from ...recipes import REFERENCE
-from ..comparison import over_seeds
 from ..material import Material
 from ..methods import Subject, options, pool_tokens
 from ..plain import Data, NotShownError, array
 from ..records import finite, mean_loss, series
+from ..results import over_seeds
 from ..sentences import counted, listed, pool_size, short, signed
 from .axes import (
     NamedLine,

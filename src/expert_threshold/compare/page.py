@@ -10,16 +10,16 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from .comparison import HEADERS as MEASURED
-from .comparison import NOTES, Result, cells, curves, runs_by_method, summarise
-from .figures.axes import Strokes, draw_key, rows_of
-from .figures.learning import draw_losses, seconds_axis
-from .figures.style import GRID, INK, METHODS, MUTED, WIDE
+from ..analysis.figures.axes import Strokes, draw_key, rows_of
+from ..analysis.figures.learning import draw_losses, seconds_axis
+from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
+from ..analysis.page import exhibit, exhibits, links, page, table
+from ..analysis.plain import Data
+from ..analysis.results import HEADERS as MEASURED
+from ..analysis.results import NOTES, Result, cells, curves, runs_by_method, summarise
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .judgement import shown as interval
-from .page import exhibit, exhibits, links, page, table
 from .paired import Verdict
-from .plain import Data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

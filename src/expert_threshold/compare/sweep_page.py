@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..analysis.page import Exhibit, LeftOut, exhibit, exhibits, page, table
+from ..analysis.sentences import counted, fixed
 from ..files import replace_file
-from .figures.sweep import draw_curves, draw_options, draw_trials
-from .page import Exhibit, LeftOut, exhibit, exhibits, page, table
-from .sentences import counted, fixed
-from .sweep import NEAR_LOSS, TOLERANCE
+from .fit import NEAR_LOSS, TOLERANCE
+from .sweep_figures import draw_curves, draw_options, draw_trials
 
 STATES = ("finished", "pruned", "diverged", "refused")
 

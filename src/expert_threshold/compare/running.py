@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from .analysis.comparison import (
+from ..analysis.figures.learning import draw_losses
+from ..analysis.methods import seed_of
+from ..analysis.page import save_figure
+from ..analysis.results import (
     NOTES,
     Result,
     curves,
@@ -25,15 +28,16 @@ from .analysis.comparison import (
     to_csv,
     to_markdown,
 )
-from .analysis.comparison_page import comparison_page, draw_differences
-from .analysis.figures.learning import draw_losses
-from .analysis.judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
-from .analysis.methods import seed_of
-from .analysis.page import save_figure
-from .analysis.sentences import counted, listed, short
-from .analysis.traffic import bytes_sent
-from .config import RunConfig
-from .data import open_source
+from ..analysis.sentences import counted, listed, short
+from ..config import RunConfig
+from ..data import open_source
+from ..files import corrupted_file_error, read_json, replace_file, replace_json
+from ..full_run import train_run
+from ..plan import costs, window
+from ..routing import DENSE
+from ..runs import RunFolder
+from ..train import DivergedError, Text
+from ..train.log import say
 from .experiment import (
     Kind,
     read_shared_text,
@@ -43,13 +47,9 @@ from .experiment import (
     run_title,
     with_recorded_shards,
 )
-from .files import corrupted_file_error, read_json, replace_file, replace_json
-from .full_run import train_run
-from .plan import costs, window
-from .routing import DENSE
-from .runs import RunFolder
-from .train import DivergedError, Text
-from .train.log import say
+from .judgement import HEADERS, LOADS, MARGIN, Judged, chosen_baseline, judge, judged_cells, load_cells, notes
+from .page import comparison_page, draw_differences
+from .traffic import bytes_sent
 
 COMPARISON, JOINED = Kind("comparison", "compare.json"), Kind("joined comparison", "joined.json")
 ELSEWHERE = "repeat its et compare, restore it from a copy, or leave it out of --join"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..sweep import TOLERANCE
-from .axes import log_ticks, panels, single, whole_ticks
-from .style import ACCENT, GRID, INK, MUTED, NARROW, WIDE
+from ..analysis.figures.axes import log_ticks, panels, single, whole_ticks
+from ..analysis.figures.style import ACCENT, GRID, INK, MUTED, NARROW, WIDE
+from .fit import TOLERANCE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from rich.console import Console
 
-from . import __version__
-from .config import RunConfig
-from .data import Corpus, DataConfig, Tokenizer
-from .data.token_files import TOKENIZER
-from .files import corrupted_file_error, missing_folders, read_json, remove_empty, to_json
-from .routing import rule_to_dict
-from .runs.lock import LOCK, exclusive, is_vacant
-from .train import Text, read_text
-from .train.device import machine, pick_device, pick_dtype
-from .train.log import Display, Title, clock
+from .. import __version__
+from ..config import RunConfig
+from ..data import Corpus, DataConfig, Tokenizer
+from ..data.token_files import TOKENIZER
+from ..files import corrupted_file_error, missing_folders, read_json, remove_empty, to_json
+from ..routing import rule_to_dict
+from ..runs.lock import LOCK, exclusive, is_vacant
+from ..train import Text, read_text
+from ..train.device import machine, pick_device, pick_dtype
+from ..train.log import Display, Title, clock
 
 VERSION = 1
 _SECTIONS = ("train", "data", "model", "optim")

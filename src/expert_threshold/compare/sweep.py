@@ -17,19 +17,19 @@ from rich.console import Console
 from rich.status import Status
 from torch.quasirandom import SobolEngine
 
-from .analysis.sentences import counted
-from .analysis.sweep import Fit, Scale, Trial, best_of, fit_parabolas
-from .analysis.sweep_page import show_value, write_page
-from .config import RunConfig
-from .errors import is_out_of_memory
+from ..analysis.sentences import counted
+from ..config import RunConfig
+from ..errors import is_out_of_memory
+from ..files import corrupted_file_error, read_json, replace_file, replace_json
+from ..install import install
+from ..plan import costs
+from ..runs import RunFolder
+from ..train import DivergedError, Text, train
+from ..train.log import clock, say
+from ..train.pace import tokens_within
 from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine, with_recorded_shards
-from .files import corrupted_file_error, read_json, replace_file, replace_json
-from .install import install
-from .plan import costs
-from .runs import RunFolder
-from .train import DivergedError, Text, train
-from .train.log import clock, say
-from .train.pace import tokens_within
+from .fit import Fit, Scale, Trial, best_of, fit_parabolas
+from .sweep_page import show_value, write_page
 
 if TYPE_CHECKING:
     from optuna.storages import JournalStorage

@@ -7,10 +7,10 @@ from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from ..analysis.results import Result, over_seeds, runs_by_method
+from ..analysis.sentences import fixed, short, signed
 from ..recipes import REFERENCE
-from .comparison import Result, over_seeds, runs_by_method
 from .paired import Difference, paired
-from .sentences import fixed, short, signed
 
 MARGIN = 0.01
 """Nats per token within which two methods count as equivalent unless --margin says otherwise."""

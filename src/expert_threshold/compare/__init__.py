@@ -1,0 +1,1 @@
+"""Comparisons and sweeps: several runs with the same budget in one folder, paired, judged and tabulated."""
