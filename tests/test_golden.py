@@ -148,10 +148,14 @@ if __name__ == "__main__":
         sections = [Path(temporary) / section for section in ("losses", "folders", "comparison")]
         for section in sections:
             section.mkdir()
-        record = {
+        record: dict[str, dict[str, Any]] = {
             "losses": {model: losses(sections[0], model) for model in models()},
             "plans": {name: plan(arguments) for name, arguments in PLANS.items()},
             "folders": folders(sections[1]),
             "comparison": comparison(sections[2]),
         }
-    GOLDEN.write_text(json.dumps(record, indent=1) + "\n")
+    lines = {
+        name: ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in part.items())
+        for name, part in record.items()
+    }
+    GOLDEN.write_text("{\n" + ",\n".join(f" {json.dumps(n)}: {{\n{part}\n }}" for n, part in lines.items()) + "\n}\n")
