@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import operator
 import re
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,12 +15,15 @@ from torch import Tensor, nn
 
 from cases import TRAINED
 from expert_threshold.moe import FeedForward, MoE
+from expert_threshold.routing import RULES as NAMED
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
 RULES = {name: rule for name, rule in TRAINED.items() if rule} | {
     "unbounded": ExpertThreshold(4, 2, decay=0.5, warmup_steps=0, capacity_slack=None),
     "warmup": ExpertThreshold(4, 1, decay=0.5, warmup_steps=9),
 }
+CASES = {f"{name}, {case}": rule for name, cls in NAMED.items() for case, rule in cls.cases().items()}
+ANY_LENGTH = {case: rule for case, rule in CASES.items() if not isinstance(getattr(rule, "pool", None), int)}
 rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 
 
@@ -350,3 +355,38 @@ def test_a_deep_copy_has_a_state_of_its_own(rule: Rule) -> None:
     assert_same_state(moe, state)
     x = torch.randn(1, 8, 8)
     assert torch.equal(moe(x)[0], copy.deepcopy(moe)(x)[0])
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("rule", ANY_LENGTH.values(), ids=ANY_LENGTH)
+def test_masked_tokens_get_zeros_and_change_nothing_for_the_others(rule: Rule, training: bool) -> None:
+    moe = moe_with_history(rule, shared_experts=1).train(training)
+    x = torch.randn(3, 12, 8)
+    mask = torch.arange(12) < torch.tensor([12, 9, 12])[:, None]
+    mask[2, :4] = False  # padded on the left
+    x[~mask] = 1e4
+    if rule.scope(training) == "sequence":
+        alone = [moe(row[counts][None], record=True) for row, counts in zip(x, mask, strict=True)]
+    else:
+        alone = [moe(x[mask][None], record=True)]
+    expected = torch.cat([y[0] for y, _ in alone])
+    y, routing = moe(x, mask=mask, record=True)
+    torch.testing.assert_close(y[mask], expected)
+    assert not y[~mask].any()
+    assert not routing.assignment[~mask].any()
+    observed = functools.reduce(operator.add, [routing.observation for _, routing in alone])
+    torch.testing.assert_close(routing.observation.tensors(), observed.tensors())
+    assert (routing.loss is None) == (alone[0][1].loss is None)
+    if routing.loss is not None:
+        torch.testing.assert_close(routing.loss, alone[0][1].loss)
+    parameters = list(moe.parameters())
+    factors = torch.randn_like(expected)
+    of_masked = torch.autograd.grad((y[mask] * factors).sum(), parameters)
+    of_alone = torch.autograd.grad((expected * factors).sum(), parameters)
+    torch.testing.assert_close(of_masked, of_alone)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(2, 3), torch.ones(3, 2, dtype=torch.bool)])
+def test_a_mask_of_another_shape_or_dtype_is_refused(mask: Tensor) -> None:
+    with pytest.raises(ValueError, match="mask"):
+        MoE(8, 12, TokenChoice(4, 1))(torch.randn(2, 3, 8), mask=mask)

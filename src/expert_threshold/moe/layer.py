@@ -64,18 +64,31 @@ class MoE(nn.Module):
         self.shared = FeedForward(d_model, shared_experts * d_expert, activation) if shared_experts else None
 
     def forward(
-        self, x: Tensor, pasts: Sequence[Past] | None = None, *, record: bool = False
+        self,
+        x: Tensor,
+        pasts: Sequence[Past] | None = None,
+        *,
+        mask: Tensor | None = None,
+        record: bool = False,
     ) -> tuple[Tensor, Observation | Routing]:
         """Return y, of the shape (batch, time, d_model) and dtype of x, and the observation.
 
-        pasts: in inference, the past of each sequence that x continues. record: return the whole routing in place of
-        the observation. Raises ValueError for an x of another shape.
+        pasts: in inference, the past of each sequence that x continues. mask: (batch, time) bool, True for tokens that
+        count; the others, padding for example, get zeros and take part in no selection, load, cutoff or loss. record:
+        return the whole routing in place of the observation. Raises ValueError for an x or a mask of another shape.
         """
         d_model = self.router.weight.shape[1]
         if x.ndim != 3 or x.shape[2] != d_model:
             raise ValueError(f"x has the shape {tuple(x.shape)}; it must be (batch, time, d_model={d_model})")
-        routing = self.router(x, pasts)
-        return self.compute(x, routing), routing if record else routing.observation
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2] or pasts is not None):
+            raise ValueError(
+                f"mask is {mask.dtype} of shape {tuple(mask.shape)}; it must be bool of shape {tuple(x.shape[:2])}, "
+                "(batch, time), of whole sequences"
+            )
+        routing = self.router(x, pasts, mask)
+        y = self.compute(x, routing)
+        y = y if mask is None else y.masked_fill(~mask[..., None], 0)
+        return y, routing if record else routing.observation
 
     def max_pairs(self, tokens: int) -> int | None:
         """Return the rule's bound on the token-expert pairs of `tokens` in the current mode; None if only counting can

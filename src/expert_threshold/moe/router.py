@@ -73,11 +73,14 @@ class Router(nn.Module):
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
             self.reset_state()
 
-    def forward(self, x: Tensor, pasts: Sequence[Past] | None = None) -> Routing:
+    def forward(self, x: Tensor, pasts: Sequence[Past] | None = None, mask: Tensor | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
-        pasts: in inference, the past of each sequence that x continues.
+        pasts: in inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
+        count; the others go to no expert, and the routing of the counted ones is that without the others.
         """
+        if mask is not None:
+            return self._route_counted(x, mask)
         with no_autocast(x):  # it would round the scores
             scores: Tensor = apply(_Scores, x, self.weight)
         if not self.training:
@@ -89,6 +92,30 @@ class Router(nn.Module):
             loss = z_loss if routing.loss is None else routing.loss + z_loss
             routing = Routing(**{**routing._asdict(), "loss": loss})  # torch 2.11 cannot trace a record's _replace
         return routing
+
+    def _route_counted(self, x: Tensor, mask: Tensor) -> Routing:
+        """Return the routing of the tokens in the mask, alone, and zeros for the others."""
+        if self.rule.scope(self.training) == "sequence":  # sequences of unequal lengths: one by one
+            parts = [self(of_row[counts][None]) for of_row, counts in zip(x, mask, strict=True)]
+        else:
+            parts = [self(x[mask][None])]
+
+        def whole(name: str) -> Tensor:
+            found = torch.cat([getattr(part, name)[0] for part in parts])
+            return found.new_zeros((*mask.shape, *found.shape[1:])).masked_scatter(
+                mask.reshape(*mask.shape, *[1] * (found.ndim - 1)), found
+            )
+
+        observation = functools.reduce(operator.add, [part.observation for part in parts])
+        losses = [part.loss * part.scores.shape[1] for part in parts if part.loss is not None]
+        return Routing(
+            scores=whole("scores"),
+            gates=whole("gates"),
+            assignment=whole("assignment"),
+            observation=observation,
+            loss=sum(losses) / mask.sum().clamp(min=1) if losses else None,
+            passthrough=None if parts[0].passthrough is None else whole("passthrough"),
+        )
 
     def past(self, rate: float | None = None) -> Past:
         """Return the past of an empty sequence that is routed at `rate`; None is the router's own rate.
