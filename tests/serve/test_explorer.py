@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -301,6 +302,28 @@ def test_every_file_of_the_page_is_served_under_a_strict_policy(server: Served) 
     metrics = fetch(server, "/metrics")[2].decode()
     assert 'et_requests_total{path="/",status="200"}' in metrics
     assert 'et_requests_total{path="/static/{file}",status="200"}' in metrics
+
+
+def test_a_run_s_report_is_linked_and_served_under_a_policy_of_its_own(tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    runs = [explored(MODEL)._replace(report=report), explored(PLAIN, "plain"), explored(PLAIN, "new")]
+    runs[2] = runs[2]._replace(report=tmp_path / "none.html")
+    with served(MODEL, api_key="secret", routes=routes(runs)) as server:
+        key = {"Authorization": "Bearer secret"}
+        assert fetch(server, "/explorer/report/0", **key)[0] == 404  # not yet
+        report.write_text("<p>é</p>", encoding="utf-8")
+        links = [run["report"] for run in json.loads(fetch(server, "/explorer/runs", **key)[2])["runs"]]
+        assert links == ["explorer/report/0", None, None]
+        status, headers, body = fetch(server, f"/{links[0]}", **key)
+        assert (status, body.decode()) == (200, "<p>é</p>")
+        policy = headers["content-security-policy"]
+        assert policy.startswith("sandbox allow-scripts; default-src 'none';")
+        assert "allow-same-origin" not in policy
+        for path in ("1", "2", "3", "-1", "x", "0/../1"):
+            assert fetch(server, f"/explorer/report/{path}", **key)[0] == 404, path
+        assert fetch(server, "/explorer/report/0")[0] == 401
+        assert fetch(server, "/explorer/report/0", **key, Sec_Fetch_Site="cross-site")[0] == 403
+        assert fetch(server, "/explorer/report/0", **key, Host="evil.example")[0] == 403
 
 
 def test_no_other_file_is(server: Served) -> None:

@@ -14,6 +14,8 @@ pytest.importorskip("uvicorn", reason="the server's packages are not installed: 
 import browser
 from browser import Page, open_page
 from cases import RULES, small_model, small_tokenizer
+from expert_threshold.analysis.page import page as page_of_report
+from expert_threshold.analysis.page import table
 from expert_threshold.generate.engine import Engine
 from expert_threshold.routing import NullSlots
 from expert_threshold.serve.explorer import Explored, routes
@@ -29,12 +31,14 @@ TOKENS = "[...document.querySelectorAll('#panels .panel:nth-child({}) .token')]"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = small_tokenizer()
     first = small_model(context=512)
     second = small_model(RULES["token_choice"], context=512)
     worker = Worker(Engine(second, tokenizer), 8)
-    runs = [Explored("threshold", first, tokenizer), Explored("choice", second, tokenizer, worker)]
+    report = tmp_path_factory.mktemp("run") / "report.html"
+    report.write_text(page_of_report("Of the run", ["<h1 id=title>Of the run</h1>", table(["a"], [["1"], ["2"]])]))
+    runs = [Explored("threshold", first, tokenizer, report=report), Explored("choice", second, tokenizer, worker)]
     with served(first, held=True, routes=routes(runs), workers=[worker]) as server:
         server.engine.open.set()
         yield server
@@ -257,6 +261,18 @@ def test_what_was_written_is_read_by_the_other_run(page: Page) -> None:
     assert f"threshold wrote {made} tokens" in status(page)
     assert page.run("document.querySelectorAll('.panel:nth-child(2) .written').length") == 0
     assert page.run("document.getElementById('text').value").startswith(TEXT)
+
+
+def test_a_run_s_report_is_a_click_away_and_its_script_works(page: Page) -> None:
+    assert page.run("document.querySelectorAll('.panel header a').length") == 1  # the other run has none
+    page.click(".panel:nth-child(1) header a")
+    page.until("document.querySelector('th button')")
+    page.click("th button")
+    page.click("th button")
+    assert page.run("document.querySelector('td').textContent") == "2"
+    assert page.run("getComputedStyle(document.querySelector('table')).borderCollapse") == "collapse"
+    assert page.run("fetch('/explorer/runs').then(() => 'read', () => 'refused')") == "refused"
+    page.events.clear()  # the refusal is logged
 
 
 def test_a_link_carries_the_view_and_not_to_the_server(page: Page, server: Served) -> None:

@@ -16,7 +16,7 @@ from .figures.study import Study
 from .figures.style import style
 from .material import Material
 from .methods import Subject, legend, options
-from .page import Exhibit, LeftOut, attempt, exhibits, left_out, links, page, save_figure, table
+from .page import Exhibit, LeftOut, attempt, exhibits, left_out, links, options_that_differ, page, save_figure, table
 from .plain import Data, plain
 from .results import HEADERS, NOTES, cells, read_result, summarise
 from .sentences import counted, listed, short
@@ -76,7 +76,7 @@ def render(
             *(exhibits(section, found) for section, found in entries.items()),
             _results(material),
             _runs(material.subjects, out),
-            _differences(material),
+            options_that_differ({method: options(subjects[0].run) for method, subjects in material.methods.items()}),
             left_out([*chain.from_iterable(entries.values()), *partly, *runs]),
         ],
     )
@@ -130,13 +130,3 @@ def _runs(subjects: Sequence[Subject], out: Path) -> str:
         )
     reports = {f"{s.method}, seed {s.run.config['train']['seed']}": s.folder.report for s in subjects}
     return f"<section><h2>Runs</h2>{table(head, rows, 'Runs')}{links(reports, out)}</section>"
-
-
-def _differences(material: Material) -> str:
-    """Return the table of the options in which the methods differ; empty if they do not."""
-    found = {method: options(subjects[0].run) for method, subjects in material.methods.items()}
-    names = dict.fromkeys(name for each in found.values() for name in each)
-    values = {name: [str(each.get(name, "–")) for each in found.values()] for name in names}
-    rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
-    head = ["option", *found]
-    return f"<section><h2>Options that differ</h2>{table(head, rows, 'Options that differ')}</section>" if rows else ""

@@ -33,9 +33,10 @@ class Exhibit(NamedTuple):
     files: str | None = None  # the stem of its files beside the page, if any
 
     @property
-    def wide(self) -> bool:
-        """True if it is as wide as the page."""
-        return bool(self.figure.get_figwidth() > NARROW)
+    def layout(self) -> str:
+        """Its classes: wide if it is as wide as the page, tall if it gets more of a printed page than others."""
+        width, height = self.figure.get_size_inches()
+        return f"{'wide' if width > NARROW else ''}{' tall' if height > TALL * width else ''}".strip()
 
 
 class LeftOut(NamedTuple):
@@ -84,6 +85,7 @@ def _describe(error: Exception) -> str:
 
 
 DPI = 200  # of PNG
+TALL = 0.8  # height / width, from which on a figure is of text
 BREAKABLE = 30  # longer names in tables may be broken
 
 HERE = Path(__file__).parent
@@ -152,6 +154,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table
     )
 
 
+def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a section with the options, by method, in which the methods differ; empty if they do not."""
+    names = dict.fromkeys(name for each in options.values() for name in each)
+    values = {name: [str(each.get(name, "–")) for each in options.values()] for name in names}
+    rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
+    title = "Options that differ"
+    return f"<section><h2>{title}</h2>{table(['option', *options], rows, title)}</section>" if rows else ""
+
+
 def _breakable(text: str) -> str:
     """Return text that may be broken after an underscore or a slash if it is long, as names of runs and paths are."""
     return re.sub("([_/])", r"\1<wbr>", escape(text)) if len(text) > BREAKABLE else escape(text)
@@ -175,7 +186,7 @@ def _figure(name: str, exhibit: Exhibit) -> str:
     drawn = svg(exhibit.figure, prefix, f"Chart: {exhibit.title}")  # the caption describes it
     charted = json.dumps(panels) if (panels := charts(exhibit.figure)) else ""
     return (
-        f"<figure{' class=wide' if exhibit.wide else ''}><h3>{escape(exhibit.title)}</h3>\n"
+        f'<figure class="{exhibit.layout}"><h3>{escape(exhibit.title)}</h3>\n'
         + f'<div class="chart">{drawn}</div>'
         + f"\n<figcaption>{escape(exhibit.sentence)}{_links(exhibit.files)} <span class=scales></span></figcaption>"
         + (VALUES.format(charted.replace("<", "\\u003c")) if charted else "")
@@ -265,6 +276,7 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
             if _local(child.tag) in ("metadata", "style"):
                 element.remove(child)
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt}
+    root.set("preserveAspectRatio", "xMinYMin")  # in print, which limits the height
     return ElementTree.tostring(root, encoding="unicode")
 
 

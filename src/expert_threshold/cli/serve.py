@@ -17,7 +17,7 @@ from ..generate.engine import Engine
 from ..install import install
 from ..model import GPT
 from ..option import Bounds, Count
-from ..runs import load_model
+from ..runs import RunFolder, load_model
 from ..serve.completion import Limits
 from ..serve.worker import Worker, require_independent
 from ..train.checks import require_few
@@ -76,11 +76,13 @@ def run(arguments: Sequence[str]) -> None:
     with contextlib.ExitStack() as listening:
         sockets = [listening.enter_context(each) for each in bind(options["host"], options["port"])]
         model, engine = _open(options["run"], options["step"], options)
-        runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer)]
+        report = RunFolder(Path(options["run"])).report
+        runs = [Explored(options["name"] or _name(options["run"]), model, engine.tokenizer, report=report)]
         for path in compared:
             name = _unused(path, [run.name for run in runs])
             other, beside = _open(path, None, options)
-            runs.append(Explored(name, other, beside.tokenizer, Worker(beside, limits.queue, options["threads"])))
+            worker = Worker(beside, limits.queue, options["threads"])
+            runs.append(Explored(name, other, beside.tokenizer, worker, RunFolder(Path(path)).report))
         app = create_app(
             engine,
             runs[0].name,

@@ -13,10 +13,13 @@ from typing import TYPE_CHECKING, Any
 from ..analysis.figures.axes import Strokes, draw_key, rows_of
 from ..analysis.figures.learning import draw_losses, seconds_axis
 from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
-from ..analysis.page import exhibit, exhibits, links, page, table
+from ..analysis.methods import options
+from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, table
 from ..analysis.plain import Data
 from ..analysis.results import HEADERS as MEASURED
 from ..analysis.results import NOTES, Result, cells, curves, runs_by_method, summarise
+from ..analysis.run import read_run
+from ..runs import RunFolder
 from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
 from .judgement import shown as interval
 from .paired import Verdict
@@ -44,6 +47,7 @@ def comparison_page(
     costs: as in `load_cells`. Raises ValueError if matplotlib is missing.
     """
     reports = {f"{r.method}, seed {r.seed}": folder / r.method / f"seed_{r.seed}" / "report.html" for r in results}
+    runs = {r.method: path.parent for r, path in zip(results, reports.values(), strict=True) if path.parent.is_dir()}
     reports["Analysis"] = folder / "analysis" / "report.html"
     rows = summarise(results)
     band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
@@ -64,6 +68,7 @@ def comparison_page(
         table(LOADS, load_cells(results, costs), "Load and cost of routing"),
         f'<p class="muted">{escape(notes(baseline, margin))}</p>',
         exhibits("Figures", shown),
+        options_that_differ({method: options(read_run(RunFolder.open(path))) for method, path in runs.items()}),
         links(reports, folder),
     ]
     return page("Comparison", body)

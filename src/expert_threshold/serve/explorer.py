@@ -1,7 +1,9 @@
 """The routing explorer: a page that shows where every token of a text went, and its two endpoints.
 
     GET  /                 the page, from `static/`
-    GET  /explorer/runs    a description of each run
+    GET  /explorer/runs    a description of each run, with the path of its report, if it has one
+    GET  /explorer/report/{place}
+                           report.html of the run at that place among them
     POST /explorer/read    {"run", "text", "max_tokens", …}: the text's tokens and those generated after it, as
                            server-sent events: {"run": …} at this request's rate, then any number of
                            {"tokens": […]}, finally {"done": true} or {"error": {"message": …}}
@@ -43,18 +45,29 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+OF_REPORT = HEADERS | {
+    # A report holds its style and script. The sandbox keeps the script from reading other texts here: to this server
+    # it is a foreign page. Browsers refuse a sandbox together with an opener policy.
+    "Content-Security-Policy": "sandbox allow-scripts; default-src 'none'; script-src 'unsafe-inline'; "
+    "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "unsafe-none",
+}
 INFINITE = 1e38
 TOPS = 6
 """The number of likeliest tokens reported at each position."""
 
 
 class Explored(NamedTuple):
-    """A run under the name that the page shows. worker: runs its engine; None is the server's own worker."""
+    """A run under the name that the page shows.
+
+    worker: runs its engine; None is the server's own worker. report: its report.html, which may not exist.
+    """
 
     name: str
     model: GPT
     tokenizer: Tokenizer
     worker: Worker | None = None
+    report: Path | None = None
 
 
 def describe(run: Explored, rate: float | None = None) -> dict[str, Any]:
@@ -216,6 +229,10 @@ def routes(
     facts = [describe(run) for run in runs]
     names, public = [name.lower() for name in names], [name.lower() for name in public]
 
+    def reports() -> dict[int, Path]:
+        """Return the reports that exist by now, by the places of their runs."""
+        return {place: run.report for place, run in enumerate(runs) if run.report and run.report.is_file()}
+
     async def page(request: HttpRequest) -> Response:
         text = files["index.html"].read_text(encoding="utf-8").replace("<!-- glossary -->", as_html())
         return Response(text, media_type=TYPES[".html"], headers=HEADERS)
@@ -228,9 +245,17 @@ def routes(
 
     async def list_runs(request: HttpRequest) -> Response:
         require_own_page(request.headers, names, public)
-        response = answer({"runs": facts})
+        links = {place: f"explorer/report/{place}" for place in reports()}
+        response = answer({"runs": [each | {"report": links.get(place)} for place, each in enumerate(facts)]})
         response.headers.update(HEADERS)
         return response
+
+    async def report(request: HttpRequest) -> Response:
+        require_own_page(request.headers, names, public)
+        path = reports().get(request.path_params["place"])
+        if path is None:
+            raise ApiError(404, "there is no such report", code="not_found")
+        return Response(path.read_bytes(), media_type=TYPES[".html"], headers=OF_REPORT)
 
     async def read(request: HttpRequest) -> Response:
         require_own_page(request.headers, names, public)
@@ -243,5 +268,6 @@ def routes(
         Route("/", page),
         Route("/static/{file}", file),
         Route("/explorer/runs", list_runs),
+        Route("/explorer/report/{place:int}", report),
         Route("/explorer/read", read, methods=["POST"]),
     ]

@@ -52,7 +52,7 @@ export class Panel {
         "header",
         {},
         make("h2", { id: title }, run.name),
-        make("p", { class: "muted small" }, this.#about()),
+        make("p", { class: "muted small" }, this.#about(), ...(run.report ? [" · ", make("a", { href: run.report }, "report")] : [])),
       ),
       this.error,
       this.summary,
