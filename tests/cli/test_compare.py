@@ -795,10 +795,10 @@ def test_flops_follow_the_fanout_of_each_step(copy: Path) -> None:
 
 def test_the_page_holds_every_method_and_sorts(finished: Path) -> None:
     page = (finished / "compare.html").read_text()
-    assert page.count("<table>") == 3
+    assert page.count("<table>") == 4  # results, judgement, loads, options that differ
     assert page.count("<th scope") == page.count('<th scope="col"><button>')
     for method in CHOSEN:
-        assert page.count(f"<td>{method}</td>") == 3
+        assert page.count(f"<td>{method}</td>") >= 3
 
 
 def test_comparisons_join_into_one_table(small: Options, finished: Path, refused: Refused, tmp_path: Path) -> None:
