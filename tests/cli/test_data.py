@@ -15,7 +15,7 @@ import pytest
 from cases import et
 from commands import Options, Refused, edit, lines, write_lines
 from expert_threshold.data import Tokenizer, open_source, public, token_files
-from expert_threshold.data.cache import VARIABLE
+from expert_threshold.data.public import VARIABLE
 from expert_threshold.runs import RunFolder
 
 TEXTS = [f"Document {number} of the shards: " + "it says little. " * (number % 9) for number in range(90)]

@@ -13,7 +13,7 @@ import pytest
 from cases import et
 from commands import Refused
 from expert_threshold.data import public
-from expert_threshold.data.cache import VARIABLE
+from expert_threshold.data.public import VARIABLE
 
 
 @pytest.mark.parametrize("closed", ["stdout", "stderr"])

@@ -33,7 +33,7 @@ def test_a_run_of_some_minutes_has_the_steps_that_fit(
 ) -> None:
     monkeypatch.setattr("expert_threshold.train.pace._seconds_of_step", lambda state: train_step(state) and 0.5)
     monkeypatch.setattr("expert_threshold.train.pace.SECONDS", 0)
-    monkeypatch.setattr("expert_threshold.train.timer.now", lambda: 0.0)  # no time goes by: nothing is decided again
+    monkeypatch.setattr("expert_threshold.train.evaluations.now", lambda: 0.0)  # no time passes: no decisions
     monkeypatch.setattr("expert_threshold.train.budget.ENOUGH", 1000)
     assert et("train", *small, "--minutes", 0.1, "--out", tmp_path / "run") == 0
     config = RunFolder.open(tmp_path / "run").config

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from expert_threshold.data import Loader, Tokens, stream
+from expert_threshold.data import Loader, Tokens, loader
 from ranks import join, leave
 
 
@@ -61,7 +61,7 @@ def check_faults(rank: int, ranks: int, group: dist.ProcessGroup) -> None:
 
 def main() -> None:
     rank, ranks, group = join()
-    stream.BLOCK_BYTES = 500
+    loader.BLOCK_BYTES = 500
     check_equal(rank, ranks, group)
     check_faults(rank, ranks, group)
     leave()

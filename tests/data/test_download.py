@@ -21,8 +21,7 @@ from typing import Any
 import pytest
 
 from expert_threshold.data import public
-from expert_threshold.data.cache import VARIABLE, cache_folder, require_writable
-from expert_threshold.data.download import _Encrypted, download, fetch
+from expert_threshold.data.public import VARIABLE, _Encrypted, cache_folder, download, fetch, require_writable
 
 hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub: pip install -e '.[hub]'")
 hub_constants = importlib.import_module("huggingface_hub.constants")

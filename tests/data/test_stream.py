@@ -20,7 +20,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expert_threshold.data import IGNORED, Batch, Corpus, Loader, Position, Tokenizer, Tokens, open_source, pack, stream
+from expert_threshold.data import IGNORED, Batch, Corpus, Loader, Position, Tokenizer, Tokens, open_source, pack
+from expert_threshold.data.loader import Stream
 from expert_threshold.data.token_files import write_tokens
 from expert_threshold.data.tokens import TextParts
 from ranks import run_on_ranks
@@ -56,7 +57,7 @@ class Parts:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several to a corpus of a few dozen tokens."""
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 60)
+    monkeypatch.setattr("expert_threshold.data.loader.BLOCK_BYTES", 60)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +135,10 @@ def test_ranks_that_share_the_reading_equal_one_and_fail_together(tmp_path: Path
 
 def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch() -> None:
     parts = Parts([[5, 5, 5]] * 64)
-    blocks = stream.Stream(parts, seed=0)
+    blocks = Stream(parts, seed=0)
     assert blocks.count(0) == blocks.count(1) == 64
     parts.bytes = [1] * 63 + [600]
-    blocks = stream.Stream(parts, seed=0)
+    blocks = Stream(parts, seed=0)
     layout = blocks._layout(0)
     assert sorted(np.concatenate(layout).tolist()) == list(range(64))
     assert [part.tolist() for part in layout] != [part.tolist() for part in blocks._layout(1)]
@@ -146,7 +147,7 @@ def test_blocks_hold_parts_from_all_over_and_differ_from_epoch_to_epoch() -> Non
 
 def test_a_small_corpus_is_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert stream.Stream(Parts([[5]] * 9), seed=0).count(0) == 1
+    assert Stream(Parts([[5]] * 9), seed=0).count(0) == 1
 
 
 def test_threads_work_ahead_of_the_batches() -> None:
@@ -192,7 +193,7 @@ def test_memory_stays_flat_over_blocks_and_epochs(monkeypatch: pytest.MonkeyPatc
         def read(self, part: int) -> Tokens:
             return Tokens(np.zeros(100_000, np.uint16), np.arange(0, 100_001, 1000), 200_000)
 
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 400_000)
+    monkeypatch.setattr("expert_threshold.data.loader.BLOCK_BYTES", 400_000)
     loader = Loader(Made(), 8, 1000, seed=0)
     tracemalloc.start()
     try:
@@ -344,7 +345,7 @@ def test_real_shards_stream(name: str, tokenizer: Tokenizer, monkeypatch: pytest
     folder = SHARED / name
     if not folder.is_dir():
         pytest.skip(f"../shared/data/{name} is absent")
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 200_000)
+    monkeypatch.setattr("expert_threshold.data.loader.BLOCK_BYTES", 200_000)
     parts = parts_of(open_source(str(folder)), tokenizer)
     last = min(range(len(parts.bytes)), key=lambda part: parts.bytes[part])
     tokens = parts.read(last)

@@ -24,8 +24,7 @@ from expert_threshold.evaluation import (
     evaluate_task,
     read_bundle,
 )
-from expert_threshold.evaluation.continuation import continuations
-from expert_threshold.evaluation.core import ask, choose_rows, is_right
+from expert_threshold.evaluation.core import ask, choose_rows, continuations, is_right
 from expert_threshold.model import GPT
 from expert_threshold.routing import Rule
 
@@ -122,22 +121,20 @@ def test_a_bundle_is_read_as_any_yaml_writer_writes_it(bundle: Path) -> None:
         ("core.yaml", None, "core.yaml is missing"),
         ("eval_meta_data.csv", None, "eval_meta_data.csv is missing"),
         ("eval_data/who.jsonl", None, r"who.jsonl: the file is missing"),
-        ("core.yaml", "", "has no icl_tasks"),
-        ("core.yaml", "tasks:\n- label: x\n", "has no icl_tasks"),
-        ("core.yaml", "icl_tasks:\n  label: x\n", "has no icl_tasks"),
-        ("core.yaml", "icl_tasks:\n- x\n", "task 1 is no mapping"),
-        ("core.yaml", "icl_tasks:\n- label: {x: y\n  a:b\n", "cannot be parsed"),
-        ("core.yaml", 'icl_tasks:\n- label: "x\n', "cannot be parsed"),
-        ("core.yaml", "icl_tasks: !!python/object/apply:os.getcwd []\n", "cannot be parsed"),
-        ("core.yaml", "icl_tasks:\n- label: x\n", "x lacks label, dataset_uri"),
-        ("core.yaml", CORE_YAML.replace("[2]", "[2, 3]"), "capitals lacks"),
-        ("core.yaml", CORE_YAML.replace("schema", "oral"), "who lacks"),
-        ("eval_meta_data.csv", BASELINES.replace("who", "whom"), "no baseline for who"),
-        ("eval_meta_data.csv", BASELINES.replace("12.5", "x"), "damaged"),
-        ("eval_meta_data.csv", BASELINES.replace("12.5", "nan"), "is nan percent"),
-        ("eval_meta_data.csv", BASELINES.replace("12.5", "100"), "is 100 percent"),
-        ("eval_meta_data.csv", BASELINES + "x" * 131_073, "damaged"),
-        ("core.yaml", CORE_YAML.replace("label: who", "label: [1]"), "lacks label"),
+        ("core.yaml", "", "core.yaml: damaged"),
+        ("core.yaml", "tasks:\n- label: x\n", "core.yaml: damaged .no 'icl_tasks'"),
+        ("core.yaml", "icl_tasks:\n- x\n", "core.yaml: damaged"),
+        ("core.yaml", "icl_tasks:\n- label: {x: y\n  a:b\n", "core.yaml: damaged"),
+        ("core.yaml", "icl_tasks: !!python/object/apply:os.getcwd []\n", "core.yaml: damaged"),
+        ("core.yaml", "icl_tasks:\n- label: x\n", "core.yaml: damaged .no 'num_fewshot'"),
+        ("core.yaml", CORE_YAML.replace("[2]", "[2, 3]"), "core.yaml: damaged"),
+        ("core.yaml", CORE_YAML.replace("schema", "oral"), "core.yaml: damaged .a field of who "),
+        ("eval_meta_data.csv", BASELINES.replace("who", "whom"), "eval_meta_data.csv: damaged .no 'who'"),
+        ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,x"), "eval_meta_data.csv: damaged"),
+        ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,nan"), "who is nan percent"),
+        ("eval_meta_data.csv", BASELINES.replace("who,0,50", "who,0,100"), "who is 100 percent"),
+        ("eval_meta_data.csv", BASELINES + "x" * 131_073, "eval_meta_data.csv: damaged"),
+        ("core.yaml", CORE_YAML.replace("label: who", "label: [1]"), "core.yaml: damaged"),
         ("eval_data/who.jsonl", json.dumps(WHO[0] | {"category": ["x"]}), "line 1 is not a schema question"),
         ("eval_data/who.jsonl", "", "who.jsonl: empty"),
         ("eval_data/who.jsonl", '{"context_op', "line 1 is not a schema question"),

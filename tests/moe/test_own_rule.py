@@ -18,7 +18,7 @@ from expert_threshold.routing.token_choice import BiasState
 from expert_threshold.testing import check_rule
 from expert_threshold.train import TrainConfig
 from expert_threshold.train.checks import require_pools_fit
-from expert_threshold.train.sums import step_values
+from expert_threshold.train.state import step_values
 
 
 class Clock(NamedTuple):

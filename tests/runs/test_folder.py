@@ -23,7 +23,7 @@ from expert_threshold.data import Tokenizer
 from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.routing import ExpertThreshold
 from expert_threshold.runs import Metrics, RunFolder, load_model
-from expert_threshold.runs.derive import derive
+from expert_threshold.runs.folder import derive
 
 CONFIG = {"model": {"layers": 2}, "seed": 0, "note": "σ(r)"}
 

@@ -137,7 +137,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         return train_step(state, status)
 
     monkeypatch.setattr(loop, "train_step", timed)
-    monkeypatch.setattr("expert_threshold.train.timer.now", lambda: clock.time)
+    monkeypatch.setattr("expert_threshold.train.evaluations.now", lambda: clock.time)
     return clock
 
 

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from expert_threshold.data import Tokenizer, open_source, stream
+from expert_threshold.data import Tokenizer, loader, open_source
 from expert_threshold.data.token_files import write_tokens
 from expert_threshold.runs import RunFolder
 
@@ -22,7 +22,7 @@ TEXTS = [f"Shard text {number}: " + "the model reads and learns. " * (number % 5
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several in a run of a few steps."""
-    monkeypatch.setattr(stream, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(loader, "BLOCK_BYTES", 500)
 
 
 @pytest.fixture

@@ -18,9 +18,8 @@ from expert_threshold.model import GPT, Output
 from expert_threshold.optim import OptimConfig, make_optimizers
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 from expert_threshold.train import TrainConfig, train_step
-from expert_threshold.train.records import train_record
+from expert_threshold.train.log import flatten, train_record
 from expert_threshold.train.state import TrainState
-from expert_threshold.train.track import flatten
 
 ROUTED = [rule for rule in TRAINED.values() if rule]
 CONTEXT, VOCAB = 16, 64

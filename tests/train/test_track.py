@@ -12,7 +12,7 @@ import pytest
 
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
-from expert_threshold.train.track import flatten
+from expert_threshold.train.log import flatten
 
 from .conftest import Start
 from .test_loop import forget_after

@@ -21,7 +21,7 @@ from ..install import et
 from ..model.calibrate import calibrate
 from ..option import Count, Whole
 from ..runs import RunFolder, load_model
-from ..runs.derive import derive
+from ..runs.folder import derive
 from ..train.device import keep_freed_memory, pick_device, pick_dtype
 from ..train.log import Display
 from .evaluate import training_batch, validation_text

@@ -13,9 +13,17 @@ from rich.console import Console
 
 from ..analysis.sentences import short
 from ..data import Corpus, Tokenizer, open_source
-from ..data.cache import cache_folder, require_writable
 from ..data.files import find
-from ..data.public import CORE, FINEWEB_EDU, HUB, fetch_core, fetch_dataset, fetch_fineweb_edu
+from ..data.public import (
+    CORE,
+    FINEWEB_EDU,
+    HUB,
+    cache_folder,
+    fetch_core,
+    fetch_dataset,
+    fetch_fineweb_edu,
+    require_writable,
+)
 from ..data.token_files import TOKENIZER, write_tokens
 from ..data.tokenizer import require_vocab_size
 from ..data.tokens import Parts

@@ -17,7 +17,7 @@ from ..model.upcycle import upcycle, upcycled_config
 from ..option import Whole
 from ..routing import RULES, option_names
 from ..runs import RunFolder, load_model
-from ..runs.derive import derive
+from ..runs.folder import derive
 from .options import STEP, Command, Option, parse_all
 
 DESCRIPTION = (

@@ -12,7 +12,6 @@ from ..files import expand
 from ..option import Bounds, Count, option, require_valid
 from . import embedded, files
 from .public import FINEWEB_EDU, downloaded_fineweb_edu
-from .shards import Shards, open_shards
 from .token_files import MANIFEST, TOKENIZER, TokenParts, read_manifest
 from .tokenizer import Tokenizer
 from .tokens import Parts, TextParts, id_type
@@ -200,11 +199,11 @@ def _open_shards(config: DataConfig, paths: Sequence[Path]) -> Corpus:
             f"train_shards={number}: {config.source} has {there} for training; get more, or give at most {there}"
         )
     try:
-        train = open_shards(by_name["train"][:number], config.text_field, config.skip_damaged)
+        train = files.open_shards(by_name["train"][:number], config.text_field, config.skip_damaged)
     except ValueError as error:
         raise ValueError(f"{error}; or skip such shards with --skip-damaged") from None
-    validation = open_shards(by_name["validation"], config.text_field, skip_damaged=False)
-    shards: dict[Split, Shards] = {"train": train, "validation": validation}
+    validation = files.open_shards(by_name["validation"], config.text_field, skip_damaged=False)
+    shards: dict[Split, files.Shards] = {"train": train, "validation": validation}
     if not train.groups:
         raise ValueError(f"{config.source} has no documents left for train: every shard was skipped; write them again")
     # Shards may lie in a folder of that folder.

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .shards import Shards
+from .files import Shards
 from .tokenizer import THREADS, Tokenizer
 
 Item = TypeVar("Item")

@@ -3,12 +3,10 @@
 One rank is one process with one device. Models and optimizers do not know this package; it is applied from outside.
 """
 
-from .launch import is_lost_rank, launch
-from .local_batch import LocalBatch, competes_on_rank, local_batch
-from .mesh import Parallel, Status, mesh_sizes, process_groups
+from .mesh import LocalBatch, Parallel, Status, competes_on_rank, local_batch, mesh_sizes, process_groups
 from .optimizer_shards import OptimizerShards, Slice
 from .parallelize import parallelize
-from .rendezvous import INTERRUPTED, Failure, Rendezvous, from_main
+from .rendezvous import INTERRUPTED, Failure, Rendezvous, from_main, is_lost_rank, launch
 
 __all__ = [
     "INTERRUPTED",

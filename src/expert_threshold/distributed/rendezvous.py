@@ -1,4 +1,5 @@
-"""Communication of ranks outside collectives: values that the main rank computes, and which rank failed and why.
+"""The launch of ranks, and their communication outside collectives: values that the main rank computes, and which rank
+failed and why.
 
 Everything goes through the launcher's key-value store, which works before there are process groups and outlives every
 rank. torch's `broadcast_object_list` would unpickle what it receives and time out while the main rank works for longer
@@ -9,15 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import re
+import signal
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from torch.distributed import DistError, is_torchelastic_launched
+from torch.distributed import DistError, DistNetworkError, DistStoreError, is_torchelastic_launched
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -26,6 +31,10 @@ REPORT_TIMEOUT = 5.0  # seconds that ranks wait for each other's report before t
 JOIN_TIMEOUT = timedelta(minutes=5)  # for all ranks to start
 HEARTBEAT = 5.0  # seconds between heartbeats of the main rank while it works alone
 MIN_HEARTBEAT_TIMEOUT = 3 * HEARTBEAT  # seconds without one after which it may count as lost
+# torch raises plain RuntimeErrors for most of these, with no type or code to match on.
+LOST = re.compile(
+    "connection (was )?(closed|reset|refused)|timed? ?out|broken pipe|remote (process|peer)|heartbeat", re.IGNORECASE
+)
 
 
 class Failure(NamedTuple):
@@ -270,3 +279,42 @@ def _name_of_start(store: Store, rank: int, world_size: int) -> str:
 def from_main(rendezvous: Rendezvous | None, make: Callable[[], Any]) -> Any:
     """Return `Rendezvous.from_main(make)`; in a single process, `make()`."""
     return make() if rendezvous is None else rendezvous.from_main(make)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return True for the errors that a collective raises when another rank has exited or does not answer."""
+    lost = DistNetworkError | DistStoreError
+    return isinstance(error, lost) or (isinstance(error, RuntimeError) and bool(LOST.search(str(error))))
+
+
+def launch(arguments: Sequence[str], processes: int) -> int:
+    """Run Python with these arguments in `processes` local processes through torchrun's launcher; return the exit code.
+
+    The launcher forwards signals and waits for the ranks.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Ranks report their own failures. Setting a level here would not do: torch sets one on each child logger.
+    launcher = logging.getLogger("torch.distributed.elastic")
+    launcher.addHandler(logging.NullHandler())
+    launcher.propagate = False
+    cores = os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // processes)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # ranks report a lost store themselves
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else ["SIGHUP"]  # as nohup ignores it
+    # Without local_addr, ranks would look for the machine's own name, which not every machine resolves.
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id="none", rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, local_addr="localhost",
+        signals_to_handle=",".join(["SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", *hangup]),
+    )  # fmt: skip
+    try:
+        elastic_launch(config, sys.executable)(*arguments)
+    except ChildFailedError as failed:
+        codes = [failure.exitcode for failure in failed.failures.values()]
+        return max(codes) if max(codes) > 0 else 1  # a rank that died of a signal has a negative code
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    return 0

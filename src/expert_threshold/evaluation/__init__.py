@@ -1,8 +1,7 @@
 """Measures how good a model is: loss, bits per byte, CORE."""
 
 from .bundle import Baselines, Task, read_bundle
-from .continuation import ModelScorer
-from .core import Answer, Question, TaskResult, centred, evaluate_task
+from .core import Answer, ModelScorer, Question, TaskResult, centred, evaluate_task
 from .dial import Point, measure_rates
 from .loss import Validation, evaluate
 from .results import Progress, Results, ask_core, read_results

@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import yaml
+
+from ..files import corrupted_file_error
 
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 Baselines = Literal["nanochat", "dclm"]
@@ -26,6 +29,7 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "language_modeling": ("context", "continuation"),
 }
 LISTS = ("choices", "context_options")
+REMEDY = "download the bundle again"
 DELIMITER = " "
 """Separates a question from its answer unless core.yaml says otherwise."""
 
@@ -45,37 +49,48 @@ class Task(NamedTuple):
 
 def read_bundle(path: str | Path, baselines: Baselines = "nanochat") -> list[Task]:
     """Return all tasks, in the bundle's order. Raises ValueError or OSError if it is not a bundle or is damaged."""
-    path = Path(path)
-    for name in ("core.yaml", "eval_meta_data.csv", "eval_data"):
-        if not (path / name).exists():
+    index, table, data = (Path(path, name) for name in ("core.yaml", "eval_meta_data.csv", "eval_data"))
+    for needed in (index, table, data):
+        if not needed.exists():
             raise ValueError(
-                f"{path}: not an eval bundle, {name} is missing; name a folder that has it, or run et data core"
+                f"{path}: not an eval bundle, {needed.name} is missing; name a folder that has it, or run et data core"
             )
-    entries = {entry["label"]: entry for entry in _entries(path / "core.yaml")}
-    chance = _chance(path / "eval_meta_data.csv") | (DCLM_BASELINES if baselines == "dclm" else {})
-    tasks = []
-    for label, entry in entries.items():
-        if label not in chance:
-            raise ValueError(f"{path}/eval_meta_data.csv: no baseline for {label}; download the bundle again")
-        tasks.append(_task(path / "eval_data" / entry["dataset_uri"], entry, chance[label] / 100))
-    return tasks
-
-
-def _chance(path: Path) -> dict[str, float]:
-    with path.open(encoding="utf-8", newline="") as file:
-        try:
+    with _damage_reported(index):
+        entries: dict[str, Row] = {entry["label"]: entry for entry in yaml.safe_load(index.read_bytes())["icl_tasks"]}
+        for entry in entries.values():
+            _require_task(entry)
+    with _damage_reported(table):
+        with table.open(encoding="utf-8", newline="") as file:
             chance = {row["Eval Task"]: float(row["Random baseline"]) for row in csv.DictReader(file)}
-        except (KeyError, TypeError, ValueError, csv.Error) as error:
-            raise ValueError(f"{path}: damaged ({error!r}); download the bundle again") from None
-    for label, percent in chance.items():
-        if not 0 <= percent < 100:
-            raise ValueError(f"{path}: the baseline of {label} is {percent:g} percent; download the bundle again")
-    return chance
+        chance |= DCLM_BASELINES if baselines == "dclm" else {}
+        for label in entries:
+            if not 0 <= chance[label] < 100:
+                raise ValueError(f"the baseline of {label} is {chance[label]:g} percent")
+    return [_task(data / entry["dataset_uri"], entry, chance[label] / 100) for label, entry in entries.items()]
+
+
+@contextmanager
+def _damage_reported(path: Path) -> Iterator[None]:
+    """Turn errors from what a file lacks, or has in the wrong form, into a ValueError that names it."""
+    with corrupted_file_error(path, REMEDY):
+        try:
+            yield
+        except (yaml.YAMLError, csv.Error, RecursionError) as error:
+            raise ValueError(" ".join(str(error).split())) from None
+
+
+def _require_task(entry: Row) -> None:
+    """Raise ValueError unless an entry of core.yaml has fields of the right types."""
+    (shots,) = entry["num_fewshot"]
+    texts = (entry["label"], entry["dataset_uri"], entry.get("continuation_delimiter", DELIMITER))
+    known = entry["icl_task_type"] in FIELDS and type(shots) is int and shots >= 0
+    if not known or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a field of {entry['label']} has a value of the wrong kind")
 
 
 def _task(path: Path, entry: Row, baseline: float) -> Task:
     if not path.is_file():
-        raise ValueError(f"{path}: the file is missing; download the bundle again")
+        raise ValueError(f"{path}: the file is missing; {REMEDY}")
     content = path.read_bytes()
     kind = entry["icl_task_type"]
     rows = []
@@ -85,10 +100,10 @@ def _task(path: Path, entry: Row, baseline: float) -> Task:
         except (ValueError, RecursionError):
             row = None
         if not _is_whole(kind, row):
-            raise ValueError(f"{path}: line {number} is not a {kind} question; download the bundle again")
+            raise ValueError(f"{path}: line {number} is not a {kind} question; {REMEDY}")
         rows.append(row)
     if not rows:
-        raise ValueError(f"{path}: empty; download the bundle again")
+        raise ValueError(f"{path}: empty; {REMEDY}")
     (shots,) = entry["num_fewshot"]
     delimiter = entry.get("continuation_delimiter", DELIMITER)
     return Task(entry["label"], kind, shots, delimiter, baseline, rows, hashlib.sha256(content).hexdigest())
@@ -106,27 +121,3 @@ def _is_whole(kind: Kind, row: Any) -> bool:
         if field in LISTS and not (type(row["gold"]) is int and 0 <= row["gold"] < len(texts)):
             return False
     return isinstance(row.get("category"), str | None)
-
-
-def _entries(path: Path) -> list[Row]:
-    """Return the list `icl_tasks` of core.yaml."""
-    try:
-        content = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        problem = " ".join(str(error).split())
-        raise ValueError(f"{path}: cannot be parsed ({problem}); download the bundle again") from None
-    entries = content.get("icl_tasks") if isinstance(content, dict) else None
-    if not (isinstance(entries, list) and entries):
-        raise ValueError(f"{path}: has no icl_tasks; download the bundle again")
-    for place, entry in enumerate(entries, start=1):
-        if not isinstance(entry, dict):
-            raise ValueError(f"{path}: task {place} is no mapping; download the bundle again")
-        shots = entry.get("num_fewshot")
-        whole = isinstance(shots, list) and len(shots) == 1 and type(shots[0]) is int and shots[0] >= 0
-        known = all(isinstance(entry.get(name), str) for name in ("label", "dataset_uri", "icl_task_type"))
-        if not (whole and known and entry["icl_task_type"] in get_args(Kind)):
-            name = entry.get("label", f"task {place}")
-            raise ValueError(f"{path}: {name} lacks label, dataset_uri, num_fewshot or a known icl_task_type")
-        if not isinstance(entry.get("continuation_delimiter", ""), str):
-            raise ValueError(f"{path}: the continuation_delimiter of {entry['label']} is no text")
-    return entries

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..data import Tokenizer
-from ..files import read_json, replace_json, replacing
+from ..files import new_folder, read_json, replace_json, replacing
 from . import checkpoint
 from .checkpoint import Checkpoint, Tensors
 from .lock import LOCK, exclusive, is_vacant
@@ -162,3 +164,27 @@ class RunFolder:
         if step not in steps:
             raise ValueError(f"{self.path}: no checkpoint of step {step}; there are {', '.join(map(str, steps))}")
         return checkpoint.read(self.checkpoints_path, step, parts)
+
+
+def derive(
+    source: RunFolder,
+    to: str | Path,
+    step: int,
+    weights: Mapping[str, Tensor],
+    *,
+    model: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]] | None = None,
+) -> RunFolder:
+    """Write a run folder from another without training: its configuration and tokenizer with these weights, atomically.
+
+    model: its section of the configuration; files: further JSON objects by name. The source does not change. Raises
+    ValueError if `to` is not empty, OSError if the disk is full.
+    """
+    with new_folder(to) as temporary:
+        run = RunFolder(temporary)
+        run.write_config({**source.config, "model": dict(model), "init_from": str(source.path.resolve())})
+        run.write_tokenizer(source.tokenizer())
+        run.save_checkpoint(step, {"model": weights}, {})
+        for name, content in (files or {}).items():
+            replace_json(temporary / name, content)
+    return RunFolder.open(to)

@@ -22,7 +22,7 @@ from ..runs import Checkpoint, RunFolder
 from .budget import Budget
 from .config import TrainConfig
 from .device import pick_device, pick_dtype
-from .track import require_tracker
+from .log import require_tracker
 
 SAME_COMMAND = "start the same command with the same version on every rank"
 

@@ -1,29 +1,86 @@
-"""Validation, text samples and CORE: which of them are due after a step, and the work itself."""
+"""The work between steps: validation, text samples and CORE, which of them are due, and the time that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter as now
 from typing import Any
 
-from ..data import Tokenizer
+from ..data import Tokenizer, Tokens
 from ..evaluation import ModelScorer, Results, ask_core, evaluate
 from ..files import replace_file
 from ..model import GPT
 from ..runs import RunFolder, load_model
+from .budget import Between, Decision
+from .config import TrainConfig
 from .interrupt import Interrupt
-from .log import Display
-from .prepare import Prepared
-from .run_log import RunLog
+from .log import Display, RunLog
 from .saving import Saver
-from .state import random_state, restore_random_state
-from .timer import Timer
+from .state import Prepared, TrainState, random_state, restore_random_state
 
 Sample = Callable[[GPT, Tokenizer, int], str]
 """Return text that the model writes after a step; the caller of `train` provides it."""
 
 Validated = Callable[[int, float], None]
 """Take the step and the loss of a validation; the exceptions that it raises end the run."""
+
+
+class Timer:
+    """Measures a run's time into `state.elapsed` and its budget; starts when it is created.
+
+    validation: the text that is validated on.
+    """
+
+    def __init__(self, state: TrainState, validation: Tokens | None) -> None:
+        self._state = state
+        self._between = _work_between_steps(state.config, validation, state.model.config.context)
+        self._start = now() - state.elapsed
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of all sessions so far, without preparation and pauses."""
+        return now() - self._start
+
+    @contextmanager
+    def measure(self, work: str | None = None) -> Iterator[None]:
+        """Measure a step or, by its name, some work between steps."""
+        before = now()
+        yield
+        self._state.budget.took(now() - before, work)
+        self._state.elapsed = self.elapsed
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the time of the context."""
+        before = now()
+        yield
+        self._start += now() - before
+
+    def revise_steps(self, log: RunLog) -> None:
+        """Revise the number of steps of a run with a time budget if that is due; the main rank decides for all."""
+        state = self._state
+        if state.budget.seconds is None:
+            return
+        decided = state.parallel.from_main(lambda: state.budget.decide(state.step, state.elapsed, self._between))
+        if decided is not None:
+            before, decision = state.steps, Decision(*decided)
+            state.budget.take(decision)
+            log.revised_steps(decision, before)
+
+
+def _work_between_steps(config: TrainConfig, validation: Tokens | None, context: int) -> dict[str, Between]:
+    """Return the work between steps, by name. Validation is forward alone, a third of a step's work per token."""
+    work = {"checkpoint": Between(config.checkpoint_every)}
+    if config.eval_every is not None and validation is not None:
+        tokens = min(len(validation), config.eval_tokens or math.inf)
+        per_step = config.batch_size * config.accumulation * context
+        work["validation"] = Between(config.eval_every, tokens / per_step / 3)
+    if config.sample_every is not None:
+        work["sample"] = Between(config.sample_every)
+    return work
 
 
 class _InterruptedError(Exception):

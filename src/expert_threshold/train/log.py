@@ -1,16 +1,35 @@
-"""Shows the progress of a run: a live line on a terminal, plain lines elsewhere."""
+"""Shows the progress of a run, and logs its steps and evaluations to its folder and to a tracker.
+
+A terminal gets a live line, anything else plain lines. Only the main rank writes. In metrics.jsonl, keys that a rule
+has no value for are absent; lists have one number per expert.
+"""
 
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from torch import Tensor
 
+from ..evaluation import Validation
+from ..files import corrupted_file_error
+from ..install import install
+from ..model import GPT, Observation
+from ..runs import RunFolder
+from .budget import Decision
+from .config import TrackerName
+from .state import Interval, Prepared, TrainState, Values, of_layer
+
+MAX_SKIPS = 10
+"""A run ends after this many skipped steps in a row."""
+PACKAGES: dict[TrackerName, str] = {"tensorboard": "torch.utils.tensorboard", "trackio": "trackio"}
 LIVE_INTERVAL = 0.2  # seconds between updates of the live line
 PLAIN_INTERVAL = 5.0  # seconds between plain lines about a long task
 
@@ -156,3 +175,274 @@ def clock(seconds: float) -> str:
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+def train_record(model: GPT, interval: Interval) -> dict[str, Any]:
+    """Return the means over an interval of numbers that each step has, as listed in docs/analysis.md.
+
+    The mean of the lines, weighted by their steps, is therefore the mean of the run, however many steps a line covers.
+    """
+    sums = interval.sums
+    layers = {
+        str(layer): layer_record(observation, of_layer(interval.means, layer))
+        for (layer, _), observation in zip(model.moe_layers(), sums.observations, strict=True)
+    }
+    return {
+        "loss": float(sums.loss / sums.micro_batches),
+        "cross_entropy": float(sums.cross_entropy / sums.micro_batches),
+        "grad_norm": _rounded(interval.means["grad_norm"]),
+        "steps": interval.steps,
+        "layers": layers,
+    }
+
+
+def layer_record(seen: Observation, means: Values) -> dict[str, Any]:
+    """Return one layer's part of a line. seen: summed over steps of equal token counts, so that ratios are means."""
+    first = {"usage": seen.usage, "load_spread": means["load_spread"], "fanout_mean": seen.fanout_mean}
+    return {name: _rounded(value) for name, value in (first | means).items()}
+
+
+def validation_record(model: GPT, validation: Validation) -> dict[str, Any]:
+    """Return the line of a validation."""
+    layers = {
+        str(layer): {
+            "usage": _rounded(observation.usage),
+            "load_spread": _rounded(observation.load_spread),
+            "fanout_mean": _rounded(observation.fanout_mean),
+            "fanout_counts": observation.fanout_counts.tolist(),
+        }
+        for (layer, _), observation in zip(model.moe_layers(), validation.observations, strict=True)
+    }
+    return {
+        "loss": validation.loss,
+        "bits_per_byte": validation.bits_per_byte,
+        "tokens": validation.tokens,
+        "layers": layers,
+    }
+
+
+def core_record(core: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the line of the section "core" of evaluation.json: `metric` is the tasks' mean centred accuracy."""
+    names = ("rows", "accuracy", "centred", "cropped", "sequences")
+    tasks = {label: {name: task[name] for name in names} for label, task in core["tasks"].items()}
+    return {"metric": core["metric"], "baselines": core["baselines"], "tasks": tasks}
+
+
+def _rounded(values: Tensor) -> Any:
+    """Return a number or a list, rounded to six digits, all that float32 holds, for half the length in the file."""
+    numbers = [float(f"{value:.6g}") for value in values.flatten().tolist()]
+    return numbers if values.ndim else numbers[0]
+
+
+Track = Callable[[int, Mapping[str, float]], None]
+"""Receives a step and a line of metrics.jsonl, flattened: `train/loss`, `train/layers/1/usage/0`, …"""
+
+
+def require_tracker(name: TrackerName) -> None:
+    """Raise ValueError if the package of that tracker is not installed."""
+    if name == "none":
+        return
+    try:
+        importlib.import_module(PACKAGES[name])
+    except ImportError as error:
+        raise ValueError(
+            f"track={name!r} needs a package that is not installed ({error}); run: {install('track')}, or use 'none'"
+        ) from None
+
+
+@contextmanager
+def tracking(name: TrackerName, folder: RunFolder, config: Mapping[str, Any], step: int) -> Iterator[Track | None]:
+    """Open the tracker of that name for a run that continues after `step`; yield None for 'none'.
+
+    TensorBoard's event files go to the run folder; those of later steps are hidden. trackio logs to a run, named like
+    the folder, of the local project `expert-threshold`.
+    """
+    if name == "none":
+        yield None
+        return
+    package = importlib.import_module(PACKAGES[name])
+    if name == "tensorboard":
+        with package.SummaryWriter(str(folder.path / "tensorboard"), purge_step=step + 1) as writer:
+
+            def track(step: int, values: Mapping[str, float]) -> None:
+                for path, value in values.items():
+                    writer.add_scalar(path, value, step)
+
+            yield track
+        return
+    # Folders of the same name in different places are different runs.
+    resume = "allow" if step > 0 else "never"
+    run = package.init("expert-threshold", name=folder.path.name, config=dict(config), resume=resume)
+    try:
+        yield lambda step, values: run.log(dict(values), step=step)
+    finally:
+        run.finish()
+
+
+def flatten(record: Any, name: str) -> dict[str, float]:
+    """Return every number in a record by its path."""
+    if isinstance(record, list):
+        record = dict(enumerate(record))
+    if isinstance(record, Mapping):
+        return {path: v for key, item in record.items() for path, v in flatten(item, f"{name}/{key}").items()}
+    return {name: float(record)} if isinstance(record, int | float) else {}
+
+
+class DivergedError(ValueError):
+    """Raised where training has no finite loss or gradients any more."""
+
+
+class RunLog:
+    """Appends to metrics.jsonl, passes the same numbers to a tracker, and prints what happens.
+
+    validations: loss and bits per byte of every validation so far, by step. core_steps, samples: the steps at which
+    CORE was evaluated and a sample written. record: the content of config.json.
+    """
+
+    def __init__(
+        self, folder: RunFolder, state: TrainState, record: dict[str, Any], display: Display, track: Track | None
+    ) -> None:
+        self._folder = folder
+        self._state = state
+        self._record = record
+        self._display = display
+        self._track = track
+        self._is_main = state.parallel.is_main
+        validations, core_steps, dead, samples = state.parallel.from_main(lambda: _logged(folder))
+        self.validations: dict[int, tuple[float | None, float | None]] = {step: (a, b) for step, a, b in validations}
+        self.core_steps: set[int] = set(core_steps)
+        self.samples: set[int] = set(samples)
+        self._dead: set[tuple[int, int]] = {(layer, expert) for layer, expert in dead}
+
+    def step(self) -> None:
+        """Log a skipped step and skipped text, if any. Raises DivergedError after ten skipped steps in a row."""
+        state = self._state
+        if state.not_finite:
+            self._write(
+                "event",
+                {"event": "skipped_step", "in_a_row": state.skipped_in_a_row, "reason": state.not_finite},
+            )
+            self._display.say(f"step {state.step}: {state.not_finite}; the step was skipped and changed nothing")
+        if state.skipped_in_a_row >= MAX_SKIPS:
+            self._write("event", {"event": "diverged"})
+            optim = state.optimizers.config
+            raise DivergedError(
+                f"{MAX_SKIPS} steps in a row were skipped, the last of them step {state.step}, since "
+                f"{state.not_finite}; train with smaller learning rates than matrix_lr={optim.matrix_lr}, "
+                f"embed_lr={optim.embed_lr}, head_lr={optim.head_lr}, from the start or with "
+                f"--init-from {self._folder.path}"
+            )
+        self.skipped_text(state.loader.take_skipped())
+
+    def extended(self, note: str | None) -> None:
+        """Log that the run was extended, if it was."""
+        if note is not None:
+            self._write("event", {"event": "extended", "steps": self._state.steps, "reason": note})
+            self._display.say(note)
+
+    def skipped_text(self, reasons: Iterable[str]) -> None:
+        """Log the reasons for which shards, or parts of them, were skipped."""
+        for reason in reasons:
+            self._write("event", {"event": "skipped_text", "reason": reason})
+            self._display.say(f"skipped: {reason}")
+
+    def metrics(self) -> None:
+        """Log the means over the steps since the last call, unless all of them were skipped."""
+        state = self._state
+        interval = state.take_interval()
+        if interval is None:
+            return
+        record = train_record(state.model, interval) | {
+            "learning_rate": state.learning_rates(),
+            "tokens": state.tokens,
+            "tokens_per_second": interval.tokens_per_second,
+            "seconds": state.seconds,
+            "skipped": state.skipped,
+        }
+        self._write("train", record)
+        self._display.record(state.step, record)
+        self._dead_experts(record)
+
+    def _dead_experts(self, record: dict[str, Any]) -> None:
+        """Warn of each expert that got no token, once."""
+        for layer, values in record["layers"].items():
+            for expert, usage in enumerate(values["usage"]):
+                if usage == 0 and (int(layer), expert) not in self._dead:
+                    self._dead.add((int(layer), expert))
+                    self._write("event", {"event": "dead_expert", "layer": int(layer), "expert": expert})
+                    self._display.say(
+                        f"warning: expert {expert} of layer {layer} got no token in the last {record['steps']} steps"
+                    )
+
+    def revised_steps(self, decision: Decision, before: int) -> None:
+        """Log that the run now has `decision.steps` steps, and keep them in config.json for when it is resumed."""
+        budget = self._state.budget
+        if decision.steps != before:
+            self._display.steps(decision.steps)
+        if abs(decision.steps - before) > 0.01 * before:
+            self._display.say(
+                f"step {self._state.step}: {clock(decision.seconds)} of {clock(budget.seconds or 0)} are used; "
+                f"{decision.steps:,} steps fit, not {before:,}"
+            )
+        self._record["train"] |= {"steps": decision.steps}
+        self._record["time"] |= {"decisions": [list(each) for each in budget.decisions]}
+        if self._is_main:
+            self._folder.write_config(self._record)
+
+    def validation(self, validation: Validation) -> None:
+        """Log a validation at this step."""
+        state = self._state
+        self._write("validation", validation_record(state.model, validation))
+        self.validations[state.step] = validation.loss, validation.bits_per_byte
+        self._display.measured(
+            state.step, f"validation loss {validation.loss:.4f}  {validation.bits_per_byte:.4f} bits per byte"
+        )
+
+    def core(self, core: dict[str, Any]) -> None:
+        """Log CORE at this step."""
+        record = core_record(core)
+        self._write("core", record)
+        self._display.measured(self._state.step, f"CORE {record['metric']:.4f}")
+
+    def _write(self, split: str, record: dict[str, Any]) -> None:
+        if not self._is_main:
+            return
+        self._folder.metrics.append({"step": self._state.step, "split": split} | record)
+        if self._track is not None:
+            self._track(self._state.step, flatten(record, split))
+
+
+@contextmanager
+def run_log(folder: RunFolder, prepared: Prepared, display: Display, tracker: TrackerName) -> Iterator[RunLog]:
+    """Write config.json and the tokenizer, drop metrics of steps after the checkpoint, and open the log."""
+    state = prepared.state
+
+    def begin() -> None:
+        folder.write_config(prepared.record)
+        if state.step == 0:
+            folder.write_tokenizer(prepared.tokenizer)
+        folder.metrics.truncate_after(state.step)
+
+    name: TrackerName = tracker if state.parallel.is_main else "none"
+    with tracking(name, folder, prepared.record, state.step) as opened:
+        state.parallel.from_main(begin)
+        log = RunLog(folder, state, prepared.record, display, opened)
+        log.skipped_text(prepared.skipped)
+        log.extended(prepared.extended)
+        yield log
+
+
+def _logged(folder: RunFolder) -> tuple[list[Any], list[int], list[Any], list[int]]:
+    """Return the validations, the steps at which CORE was evaluated, the dead experts, and the steps of samples."""
+    records = folder.metrics.read()
+    with corrupted_file_error(folder.metrics.path, "restore it from a copy, or delete that line"):
+        return (
+            [
+                [r["step"], *(None if r[name] is None else float(r[name]) for name in ("loss", "bits_per_byte"))]
+                for r in records
+                if r["split"] == "validation"
+            ],
+            [r["step"] for r in records if r["split"] == "core"],
+            [[int(r["layer"]), int(r["expert"])] for r in records if r.get("event") == "dead_expert"],
+            [int(path.stem.removeprefix("step_")) for path in folder.samples.glob("step_*.txt")],
+        )

@@ -23,15 +23,12 @@ from ..runs.lock import LOCK
 from .checks import SAME_COMMAND
 from .config import TrainConfig
 from .device import gc_frozen, pick_device, to_device
-from .evaluations import Evaluations, Sample, Validated
+from .evaluations import Evaluations, Sample, Timer, Validated
 from .interrupt import Interrupt
-from .log import Display, Title
+from .log import Display, Title, run_log
 from .prepare import Text, prepare
-from .run_log import run_log
 from .saving import Saver
-from .state import TrainState
-from .sums import Sums, all_reduce, describe_nonfinite, step_values
-from .timer import Timer
+from .state import Sums, TrainState, all_reduce, describe_nonfinite, step_values
 
 SHARED_WITHIN = 10.0  # seconds that a network file system may take to show a rank what the main rank has written
 

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ from .compilation import compiled, pick_compile
 from .config import TrainConfig
 from .device import kernels_off, kernels_run, pick_dtype
 from .log import Display
-from .state import TrainState, load_weights
+from .state import Prepared, TrainState, load_weights
 
 TOKENIZER_CHARACTERS = 2_000_000_000
 """The number of characters, from the beginning of the text, that a tokenizer is trained on."""
@@ -48,18 +48,6 @@ class Text(NamedTuple):
     tokenizer: Tokenizer
     validation: Tokens | None  # None if there is no validation
     train: Tokens | Parts
-
-
-class Prepared(NamedTuple):
-    """A run that is ready for its next step."""
-
-    state: TrainState
-    tokenizer: Tokenizer
-    validation: Tokens | None  # None if there is no validation
-    core: Sequence[Task]  # empty if CORE is not evaluated
-    record: dict[str, Any]  # the content of config.json
-    skipped: tuple[str, ...]  # a line for each shard that was left out
-    extended: str | None  # what the learning rates of a run that is extended now become
 
 
 def prepare(
@@ -99,7 +87,7 @@ def prepare(
     if (off := kernels_off(device, dtype)) is not None:
         display.say(off)
     core = _read_core(config)
-    saved, source = _beginning(folder, record, resume, parallel)
+    saved, source = _starting_point(folder, record, resume, parallel)
     budget = _budget(folder, record, saved, resume, minutes)
 
     corpus = text.corpus if text is not None else (_reopen if resume else _open)(data, display)
@@ -112,7 +100,7 @@ def prepare(
     gpt = GPT(model, compute_dtype=dtype)
     gpt.activation_checkpointing = config.activation_checkpointing
     if source is not None:
-        display.say(_take_over(gpt, source, bool(record.get("continue_warmup"))))
+        display.say(_load_initial(gpt, source, bool(record.get("continue_warmup"))))
     gpt.to(device).train()
     if saved is not None:
         load_weights(gpt, saved)
@@ -224,7 +212,7 @@ def _describe_extension(state: TrainState) -> str:
     return f"extended to {state.steps:,} steps, with the learning rates of a run of that length: {name} {path}"
 
 
-def _beginning(
+def _starting_point(
     folder: RunFolder, record: dict[str, Any], resume: bool, parallel: Parallel
 ) -> tuple[Checkpoint | None, RunFolder | None]:
     """Return this run's last checkpoint, or else the run whose weights and tokenizer to start from; None if absent."""
@@ -359,38 +347,45 @@ ARCHITECTURE = (
 )  # fmt: skip
 
 
-def _take_over(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
-    """Load the weights of a run, and its rule's state where ours has the same; returns a line that says so.
+def _load_initial(gpt: GPT, source: RunFolder, continue_warmup: bool) -> str:
+    """Load the weights of a run, and its rule's state where ours continues it; return a line that says so.
 
     That run's steps count towards our rule's warmup only with continue_warmup.
     """
     mine, theirs = gpt.config, GPTConfig.from_dict(source.section("model"))
-    for name in ARCHITECTURE:
-        _require_equal(name, vars(mine)[name], vars(theirs)[name], source)
+    shapes = {name: (vars(mine)[name], vars(theirs)[name]) for name in ARCHITECTURE}
     my_experts, their_experts = (None if c.rule is None else c.rule.num_experts for c in (mine, theirs))
-    _require_equal("num_experts", my_experts, their_experts, source)
+    for name, (own, other) in (shapes | {"num_experts": (my_experts, their_experts)}).items():
+        if own != other:
+            raise ValueError(f"{name}={own!r} but --init-from {source.path} has {other!r}; give the same")
     saved = source.load_checkpoint(parts=("model",))
     weights = _fitted(saved.tensors["model"], gpt, theirs.rule)
     gpt.load_state_dict(weights, strict=False)  # rules may differ in their state
-    told = f"begins with the weights and the tokenizer of {source.path}, step {saved.step}"
-    my_scores, their_scores = (0 if c.rule is None else c.rule.num_scores for c in (mine, theirs))
-    if my_scores not in (their_scores, my_experts or 0):
-        told += ", but router scores beside the experts' begin anew"
+    said = [f"starts from the weights and the tokenizer of {source.path}, step {saved.step}"]
     for _, moe in gpt.moe_layers():
         assert theirs.rule is not None
         if not continue_warmup:
             moe.router.begin_run(theirs.rule.experts_per_token)
-    return told + _of_the_rule(gpt, weights.keys()) + "; optimizers begin anew"
+    for layer, moe in gpt.moe_layers()[:1]:  # all layers have the same rule
+        router, rule = moe.router, moe.router.rule
+        assert theirs.rule is not None
+        if rule.num_scores not in (theirs.rule.num_scores, rule.num_experts):
+            said.append("router scores beside the experts' start afresh")
+        if fields := router.state._fields:
+            loaded = {f"blocks.{layer}.moe.router.state_{field}" for field in fields} <= weights.keys()
+            said.append(f"the state of its rule is {'loaded' if loaded else 'not loaded'}")
+        said.append(rule.progress(router.state))
+    return "; ".join(filter(None, [*said, "optimizers start afresh"]))
 
 
 def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[str, Tensor]:
     """Return the weights of a run with `rule`, adapted to this model's rule.
 
-    Router rows of null scores are initialised anew if the number of scores differs, and the rule's state if this
+    Router rows of null scores stay as initialised if the number of scores differs, and so does the rule's state if this
     model's rule does not continue it or its shape differs.
     """
     fitted, mine = dict(weights), gpt.config.rule
-    anew = mine is None or rule is None or not mine.continues(rule)
+    foreign = mine is None or rule is None or not mine.continues(rule)
     for layer, moe in gpt.moe_layers():
         router, name = moe.router, f"blocks.{layer}.moe.router."
         theirs, own = weights[name + "weight"], router.weight.detach()
@@ -399,25 +394,6 @@ def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[
             fitted[name + "weight"] = torch.cat((theirs[:experts], own[experts:].to(theirs)))
         for field, value in router.state._asdict().items():
             key = f"{name}state_{field}"
-            if key in weights and (anew or weights[key].shape != value.shape):
+            if key in weights and (foreign or weights[key].shape != value.shape):
                 del fitted[key]
     return fitted
-
-
-def _of_the_rule(gpt: GPT, saved: Collection[str]) -> str:
-    """Return the part of the line about the rule's state: what was loaded, and how far its warmup has come."""
-    if not gpt.moe_layers():
-        return ""
-    router = gpt.moe_layers()[0][1].router
-    same = all(any(name.endswith(f"router.state_{field}") for name in saved) for field in router.state._fields)
-    told = ""
-    for name, values in router.rule.describe(router.state).items():
-        what = name + ("es" if name.endswith("s") else "s") if values.ndim else name  # one for each expert, or one
-        told += f", its {what} too" if same and bool(values.any()) else f"; {what}: as in a new run"
-    progress = router.rule.progress(router.state)
-    return told + (f"; {progress}" if progress else "")
-
-
-def _require_equal(name: str, mine: object, theirs: object, source: RunFolder) -> None:
-    if mine != theirs:
-        raise ValueError(f"{name}={mine!r} but --init-from {source.path} has {theirs!r}; give the same")

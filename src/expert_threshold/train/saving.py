@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ..data.stream import gather
+from ..data.loader import gather
 from ..distributed import Parallel, Status
 from ..runs import Checkpoint, Fingerprints, Part, RunFolder
 from ..runs import checkpoint as checkpoints
