@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.autograd import apply, refuse_second_derivative
-from ..kernels.cpu import attention as kernels
+from ..kernels.cpu.blocks import override
 from ..moe import Linear, Past, plain
 from .presets import VALUE_GATE_CHANNELS
 
@@ -236,9 +236,8 @@ def norm(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses plain operations
         wide = x.float()
         return (wide * (wide.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).rsqrt()).to(x.dtype)
-    if kernels.applies(x, x.shape[-1]):
-        return kernels.norm(x)
-    y: Tensor = apply(_Norm, x)
+    kernel = override("norm", x)
+    y: Tensor = apply(_Norm, x) if kernel is None else kernel(x)
     return y
 
 
@@ -405,10 +404,8 @@ class Attention(nn.Module):
             projected = _AddToLast.apply(projected, self._value_embeddings(x, tokens).flatten(2))
         projected = projected.unflatten(-1, (-1, self.head_dim))
         output: Tensor
-        if span is None and kernels.applies(projected, self.head_dim):
-            output = self.output(
-                kernels.attention(projected, cos, sin, kv_heads, self.window, self.key_offset).flatten(2)
-            )
+        if span is None and (kernel := override("attention", projected)) is not None:
+            output = self.output(kernel(projected, cos, sin, kv_heads, self.window, self.key_offset).flatten(2))
             return output
         heads = projected.transpose(1, 2)
         straight, v = heads.split((heads.shape[1] - kv_heads, kv_heads), 1)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.autograd import refuse_second_derivative
-from ..kernels.cpu import cross_entropy as kernels
+from ..kernels.cpu.blocks import override
 
 # Float32 logits per chunk, in three copies: few enough for a CPU's cache, enough to fill a GPU.
 LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
@@ -58,8 +58,9 @@ def _cross_entropy(
     With σ = sigmoid(2l / cap), cap · tanh(l / cap) is 2 cap · σ minus a constant, which cancels in a softmax; the
     derivative is 4 σ (1 − σ). So one exponential suffices where tanh needs several.
     """
-    if softcap is not None and kernels.applies(x, weight, softcap):
-        return kernels.cross_entropy(x, weight, targets, softcap, with_gradient)
+    if (kernel := override("cross_entropy", x, weight, softcap)) is not None:
+        found: tuple[Tensor, Tensor, Tensor] = kernel(x, weight, targets, softcap, with_gradient)
+        return found
     cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
     token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     valid = targets >= 0

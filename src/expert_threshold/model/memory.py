@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.cpu import attention, cross_entropy, experts
+from ..kernels.cpu.blocks import GROUP, NUMBERS_PER_CHUNK, override
 from ..moe.backends.static import in_one_kernel
 from .attention import QUERIES_PER_BLOCK
 from .cross_entropy import LOGITS_PER_CHUNK
@@ -67,7 +67,7 @@ def backend(config: GPTConfig, tokens: int, dtype: torch.dtype, *, gpu: bool) ->
     if gpu:
         return "static" if in_one_kernel(dtype, config.d_model, config.d_expert) else "grouped"
     x = torch.empty(1, dtype=dtype).expand(tokens, config.d_model)  # of one number
-    return "cpu" if experts.applies(x, config.d_expert, config.activation) else "grouped"
+    return "grouped" if override("routed_sum", x, config.d_expert, config.activation) is None else "cpu"
 
 
 def moments(config: GPTConfig, step: Step) -> list[Memory]:
@@ -104,8 +104,9 @@ def _layer(config: GPTConfig, step: Step, layer: int) -> _Layer:
     hidden = config.d_feed_forward if rule is None else config.shared_experts * d_expert
     table = config.has_value_embedding(layer)
     x = torch.empty(1, dtype=step.dtype).expand(step.tokens, width)
-    attends_by_kernel = not step.gpu and attention.applies(x, width // config.heads)
-    at_once = step.gpu or experts.applies(x, hidden, config.activation)  # not in blocks of rows
+    heads = x.unflatten(-1, (config.heads, -1))
+    attends_by_kernel = not step.gpu and override("attention", heads) is not None
+    at_once = step.gpu or override("feed_forward", x, hidden, config.activation) is not None  # not in blocks of rows
 
     # Numbers per token: both norms' outputs, queries, keys and values, attention's output, its sum with the block's
     # input, a look-up of value embeddings, and pre-activations.
@@ -140,8 +141,8 @@ def _logits(config: GPTConfig, step: Step) -> int:
     """Return the bytes of the head's loss: its buffers, and the gradients of its input and of its weight."""
     size, vocab, width = step.dtype.itemsize, config.vocab_size, config.d_model
     x, weight = torch.empty(1, dtype=step.dtype).expand(step.tokens, width), torch.empty(1).expand(vocab, width)
-    if not step.gpu and cross_entropy.applies(x, weight, config.softcap):
-        rows = min(max(cross_entropy.NUMBERS_PER_CHUNK // vocab, cross_entropy.GROUP), step.tokens)
+    if not step.gpu and override("cross_entropy", x, weight, config.softcap) is not None:
+        rows = min(max(NUMBERS_PER_CHUNK // vocab, GROUP), step.tokens)
         buffers = 3 * vocab * width * size + rows * (vocab + width) * size
     else:
         rows = min(max(LOGITS_PER_CHUNK["gpu" if step.gpu else "cpu"] // vocab, 1), step.tokens)

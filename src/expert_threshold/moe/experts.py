@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..kernels.activation import Activation, ActivationName, activation_named
 from ..kernels.autocast import as_autocast, no_autocast
 from ..kernels.autograd import apply, refuse_second_derivative
-from ..kernels.cpu import experts as kernels
+from ..kernels.cpu.blocks import override
 from .follow import hooked
 
 
@@ -120,17 +120,17 @@ class FeedForward(nn.Module):
     def _map(self, x: Tensor) -> Tensor:
         linears = (self.up,) if self.gate is None else (self.gate, self.up)
         is_plain = plain(*linears, self.down)
-        fused = is_plain and kernels.applies(x, len(self.up.weight), self.activation.name)
-        if not fused and (not is_plain or torch.compiler.is_compiling()):  # the compiler fuses plain operations
+        kernel = override("feed_forward", x, len(self.up.weight), self.activation.name) if is_plain else None
+        if kernel is None and (not is_plain or torch.compiler.is_compiling()):  # the compiler fuses plain operations
             hidden = [linear(x) for linear in linears]
             mapped: Tensor = self.down(hidden[0].relu().square() if len(hidden) == 1 else F.silu(hidden[0]) * hidden[1])
             return mapped
         flat, down = x.reshape(-1, x.shape[-1]), self.down.weight.to(x.dtype)
         ups = [linear.weight.to(x.dtype) for linear in linears]
-        if fused:
-            rows = kernels.feed_forward(flat, ups[0], down)
-        else:
+        if kernel is None:
             rows = apply(_FeedForwardFunction, flat, self.activation, down, *ups)
+        else:
+            rows = kernel(flat, ups[0], down)
         y: Tensor = torch.ops.aten._unsafe_view(rows, x.shape)  # a view could not be changed in place under FSDP2
         return y
 

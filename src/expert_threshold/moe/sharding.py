@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..routing import Rule
-from .backends.expert_parallel import OwnExperts, Split, expert_parallel
+from .backends import BACKENDS
+from .backends.expert_parallel import OwnExperts, Split
 from .layer import MoE
 
 
@@ -41,7 +42,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: t
     ]
     for layer, split in zip(layers, splits, strict=True):
         layer.experts = OwnExperts(layer.experts, layer.dispatch, group, split)
-        layer.dispatch = expert_parallel
+        layer.dispatch = BACKENDS["expert_parallel"]
 
 
 def require_even_split(num_experts: int, ranks: int) -> None:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from ..kernels.cpu import muon as kernels
+from ..kernels.cpu.blocks import PARTS, override
 from ..option import Count, Decay, NotNegative, Whole, require_kind
 from . import orthogonal
 from .orthogonal import ORTHOGONALIZERS, Lines, OrthogonalizerName, Parts, Side, normalize, normuon, second_moment_shape
@@ -194,33 +195,35 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
     momentum, ns_steps = group["momentum"], group["ns_steps"]
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
     rate = float(group["lr"]) * math.sqrt(max(1.0, rows / columns))
-    native: list[_Piece] = []
-    others: list[_Piece] = []
+    decay = float(group["lr"]) * group["weight_decay"]
+    native, others, kernel = [], [], None
     for piece in pieces:
         state = [each for each in (piece.momentum, piece.second_moment) if each is not None]
-        by_kernel = group["nesterov"] and kernels.applies(piece.weight, state, ns_dtype)
-        (native if by_kernel else others).append(piece)
-    decay = float(group["lr"]) * group["weight_decay"]
-    if native:
-        weights, grads, momenta, second_moments = zip(*native, strict=True)
+        found = override("muon", piece.weight, state, ns_dtype) if group["nesterov"] else None
+        (others if found is None else native).append(piece)
+        kernel = found or kernel
+    if kernel is not None:
+        weights, grads, momenta, moments = map(list, zip(*native, strict=True))
+        second_moments = [moment for moment in moments if moment is not None]
         polynomials, safety = orthogonal.iteration(group["orthogonalizer"], ns_steps)
-        kernels.step(
+        kernel(
             weights,
             grads,
             momenta,
-            [moment for moment in second_moments if moment is not None],
-            momentum=momentum,
-            equilibrate=group["equilibrate"],
-            polynomials=polynomials,
-            safety=safety,
-            eps=orthogonal.EPS,
-            renormalize=group["renormalize"],
-            normuon_beta=group["normuon_beta"],
-            least_second_moment=orthogonal.LEAST_SECOND_MOMENT,
-            weight_decay=decay,
-            cautious=group["cautious"],
-            rate=rate,
+            second_moments,
+            momentum,
+            PARTS.index(group["equilibrate"]),
+            [number for polynomial in polynomials for number in polynomial],
+            safety,
+            orthogonal.EPS,
+            PARTS.index(group["renormalize"]),
+            group["normuon_beta"],
+            orthogonal.LEAST_SECOND_MOMENT,
+            decay,
+            group["cautious"],
+            rate,
         )
+        increment_version([*weights, *momenta, *second_moments])  # tells autograd that what it saved of them is stale
     for batch in _batches(others):
         sizes = [len(piece.weight) for piece in batch]
         directions = batch[0].grad.new_empty(sum(sizes), rows, columns)

@@ -1,8 +1,8 @@
 """C++ kernels for CPUs.
 
 They multiply bfloat16 matrices block by block, where PyTorch's operations would send each intermediate through memory.
-The decoder's kernel is a whole step, of hundreds of operations on a few numbers each. Every kernel has a caller that
-falls back on PyTorch's operations without a compiler or a suitable CPU.
+The decoder's kernel is a whole step, of hundreds of operations on a few numbers each. Without a
+compiler or a suitable CPU, PyTorch's operations compute the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ BLOCKS_FLAGS = [*FLAGS, *HEADERS, "-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_A
 DECODER_FLAGS = [*FLAGS, *HEADERS, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-lc10"]
 TILE = 32  # matrix sizes must be multiples of it, since CPUs multiply in tiles
-FEWEST_ROWS = 64  # with fewer, the call and the packing cost more than they save
 
 
 @operator()

@@ -356,7 +356,7 @@ Tensor norm_backward(const Tensor& upstream, const Tensor& given) {
 STABLE_TORCH_LIBRARY_IMPL(expert_threshold, CPU, m) {
   m.impl("attention_forward", TORCH_BOX(&forward));
   m.impl("attention_backward", TORCH_BOX(&backward));
-  m.impl("norm_forward", TORCH_BOX(&norm));
+  m.impl("norm", TORCH_BOX(&norm));
   m.impl("norm_backward", TORCH_BOX(&norm_backward));
 }
 

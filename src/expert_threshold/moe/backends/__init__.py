@@ -1,22 +1,213 @@
-"""The table of backends, each equal to `reference` in outputs and in all gradients."""
+"""The table of backends, ways to compute y_t = shared(x_t) + Σ_i z[t,i] · g[t,i] · expert_i(x_t) (paper, Eq. 2)."""
 
-from typing import TYPE_CHECKING, Literal
+from __future__ import annotations
 
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..experts import Experts
-from .backend import Backend
-from .cpu import cpu
-from .expert_parallel import expert_parallel
-from .grouped import grouped
-from .reference import reference
-from .static import static
-from .triton import triton
+from ...install import install
+from ...kernels.cpu import TILE, available, reason
+from ...kernels.cpu.blocks import FEWEST_ROWS, override, routed_sum
+from ..experts import Experts, FeedForward, plain, up_project
+from .expert_parallel import OwnExperts, expert_parallel_sum
+from .grouped import grouped_sum
+from .static import is_native, static_sum
 
-# From the definition to the most specialised.
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend for backend in (reference, grouped, static, cpu, triton, expert_parallel)
-}
+FEW = 16  # tokens for which packing costs more than it saves
+
+
+class Backend:
+    """Computes the routed sum; equal to `reference` in outputs and in all gradients.
+
+    A subclass has a name and `routed_sum`, and overrides `why_not` and `pays` to state its limits.
+    """
+
+    name: ClassVar[str]
+
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        """Return why this backend cannot compute rows like x (…, d_model), with the remedy; None if it can."""
+        return None
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        """Return True if `auto` should choose this backend; arguments as in `__call__`."""
+        return False
+
+    def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
+        """Return the backend that computes such a call, itself unless it delegates; arguments as in `__call__`."""
+        return self
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        """Return Σ_i z[t,i] · g[t,i] · expert_i(x_t), shaped like x; arguments as in `__call__`."""
+        raise NotImplementedError
+
+    def fused_sum(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
+    ) -> Tensor | None:
+        """Return the routed sum plus the shared experts' output if this backend computes both at once, else None."""
+        return None
+
+    def __call__(
+        self,
+        x: Tensor,
+        gates: Tensor,
+        assignment: Tensor,
+        experts: Experts,
+        shared: FeedForward | None = None,
+        *,
+        rows: int | None = None,
+    ) -> Tensor:
+        """Return the routed sum, plus the output of the shared experts if given; shaped like x.
+
+        x: (tokens, d_model); gates: (tokens, experts) float32; assignment: (tokens, experts) bool. rows: a bound on the
+        assigned token-expert pairs; None if only counting can tell. Raises ValueError if the backend cannot compute
+        this.
+        """
+        backend = self.chosen(x, experts, rows)
+        backend.require(x, experts)
+        if shared is not None and (y := backend.fused_sum(x, gates, assignment, experts, shared, rows)) is not None:
+            return y
+        y = backend.routed_sum(x, gates, assignment, experts, rows)
+        return y if shared is None else y.add_(shared(x))
+
+    def require(self, x: Tensor, experts: Experts) -> None:
+        """Raise ValueError if this backend cannot compute rows like x (…, d_model)."""
+        if (why := self.why_not(x, experts)) is not None:
+            raise ValueError(f"dispatch={self.name!r} {why}")
+
+
+class Reference(Backend):
+    """The definition, one expert after the other, on its own tokens only.
+
+    So a NaN in another token's row cannot reach an expert's output.
+    """
+
+    name = "reference"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return True
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        ups, down = experts.ups(x.dtype), experts.down.to(x.dtype)
+        tokens, outputs = assignment.T.nonzero()[:, 1], []
+        for i, chosen in enumerate(tokens.split(assignment.sum(0).tolist())):
+            if not len(chosen) and not torch.is_grad_enabled():  # with gradients, its weights have one of zeros
+                continue
+            h = up_project(x[chosen], tuple(up[i] for up in ups))
+            a = h.relu().square() if len(ups) == 1 else F.silu(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1]
+            outputs.append(((a @ down[i].T) * gates[chosen, i, None]).to(x.dtype))
+        return torch.zeros_like(x).index_add(0, tokens, torch.cat(outputs)) if outputs else torch.zeros_like(x)
+
+
+class Grouped(Backend):
+    """Batches the products of neighbouring experts: the fast way on a host."""
+
+    name = "grouped"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return len(x) > FEW or torch.is_grad_enabled() or torch.compiler.is_compiling()
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        return grouped_sum(x, gates, assignment, experts, rows)
+
+
+class Static(Backend):
+    """Multiplies segments of one buffer; `auto` chooses it if no product waits for the device.
+
+    Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
+    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens hit few
+    experts, so `auto` leaves both to others. None of this was measured.
+    """
+
+    name = "static"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        if rows is None and (torch.compiler.is_compiling() or len(x) <= FEW):
+            return False
+        return is_native(x, *experts.down.shape[1:])
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        return static_sum(x, gates, assignment, experts, rows)
+
+
+class Cpu(Backend):
+    """Calls the C++ kernels for this CPU, with the shared experts in the same call where they fit."""
+
+    name = "cpu"
+
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        enough = x.new_empty(1).expand(FEWEST_ROWS, x.shape[-1])  # few rows go to another backend
+        if self.pays(enough, experts, None):
+            return None
+        if not x.is_cpu:
+            return "needs a CPU; use --device cpu, or dispatch='auto'"
+        if not available():
+            return f"has no kernels here: {reason()}; use dispatch='auto'"
+        if x.dtype != torch.bfloat16:
+            return f"computes in bfloat16 and not in {x.dtype}; use dispatch='grouped'"
+        if experts.activation.name != "relu2":
+            return f"computes relu2 and not {experts.activation.name}; use dispatch='grouped'"
+        return f"needs widths that are multiples of {TILE}, and matrices that fit; use dispatch='grouped'"
+
+    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
+        return override("routed_sum", x, experts.down.shape[2], experts.activation.name) is not None
+
+    def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
+        few = not self.pays(x, experts, rows) and self.why_not(x, experts) is None
+        return _most_specialised(x, experts, rows) if few else self
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        return routed_sum(x, gates, assignment, [experts.up, experts.down], rows)
+
+    def fused_sum(
+        self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
+    ) -> Tensor | None:
+        if not plain(shared, shared.up, shared.down):
+            return None
+        if override("feed_forward", x, len(shared.up.weight), experts.activation.name) is None:
+            return None
+        weights = [experts.up, experts.down, shared.up.weight[None], shared.down.weight[None]]
+        return routed_sum(x, gates, assignment, weights, rows)
+
+
+class Triton(Backend):
+    """Calls the kernels of `kernels/gpu` (extra `triton`), imported on first use; chosen only by name.
+
+    Nothing waits for the device.
+    """
+
+    name = "triton"
+
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        try:
+            from ...kernels.gpu.experts import DTYPES, INTERPRETED
+        except ModuleNotFoundError as error:
+            return f"needs {error.name}, which is missing; run: {install('triton')}"
+        if not (x.is_cuda or INTERPRETED):
+            return f"needs a CUDA GPU and not {x.device.type!r}; use dispatch='auto'"
+        if x.dtype not in DTYPES:
+            return f"computes in float32 or less and not in {x.dtype}; use dispatch='grouped'"
+        return None
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        from ...kernels.gpu.experts import routed_sum
+
+        return routed_sum(x, gates, assignment, experts.ups(x.dtype), experts.down.to(x.dtype), rows)
+
+
+class ExpertParallel(Backend):
+    """Sends tokens to the owners of their experts, a layer's `OwnExperts` on every rank of the group."""
+
+    name = "expert_parallel"
+
+    def why_not(self, x: Tensor, experts: Experts) -> str | None:
+        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; see shard_experts"
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        assert isinstance(experts, OwnExperts)
+        return expert_parallel_sum(x, gates, assignment, experts)
 
 
 class Auto(Backend):
@@ -25,13 +216,22 @@ class Auto(Backend):
     name = "auto"
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        return next(backend for backend in reversed(BACKENDS.values()) if backend.pays(x, experts, rows))
+        return _most_specialised(x, experts, rows)
 
 
-auto = Auto()
+def _most_specialised(x: Tensor, experts: Experts, rows: int | None) -> Backend:
+    return next(backend for backend in reversed(BACKENDS.values()) if backend.pays(x, experts, rows))
+
+
+auto, reference = Auto(), Reference()
+
+# From the definition to the most specialised.
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (reference, Grouped(), Static(), Cpu(), Triton(), ExpertParallel())
+}
 
 # `expert_parallel` is not chosen by name: splitting a layer's experts wraps the layer's own backend in it.
-BY_NAME = {backend.name: backend for backend in (auto, *BACKENDS.values()) if backend is not expert_parallel}
+BY_NAME = {name: backend for name, backend in {"auto": auto, **BACKENDS}.items() if name != "expert_parallel"}
 
 if TYPE_CHECKING:
     DispatchName = str
@@ -44,17 +244,3 @@ def backend_named(name: str) -> Backend:
     if name not in BY_NAME:
         raise ValueError(f"dispatch={name!r} is unknown; use one of {', '.join(BY_NAME)}")
     return BY_NAME[name]
-
-
-__all__ = [
-    "BACKENDS",
-    "BY_NAME",
-    "Backend",
-    "DispatchName",
-    "auto",
-    "backend_named",
-    "expert_parallel",
-    "grouped",
-    "reference",
-    "static",
-]

@@ -8,6 +8,7 @@ cutoffs needs no communication in inference, since it compares them with the tok
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 
 from ...kernels.autograd import refuse_second_derivative
 from ..experts import Experts
-from .backend import Backend
 from .grouped import sum_rows
 
 ABSENT = -math.inf
@@ -36,7 +36,9 @@ class OwnExperts(Experts):
     backend: computes them; group: the ranks that hold the shards; split: None is by count, as always in inference.
     """
 
-    def __init__(self, experts: Experts, backend: Backend, group: dist.ProcessGroup, split: Split | None) -> None:
+    def __init__(
+        self, experts: Experts, backend: Callable[..., Tensor], group: dist.ProcessGroup, split: Split | None
+    ) -> None:
         nn.Module.__init__(self)
         self.activation = experts.activation
         self.backend = backend
@@ -49,7 +51,8 @@ class OwnExperts(Experts):
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the weighted sums of rows (rows, d_model); gates and assignment: (rows, own experts)."""
-        return self.backend(x, gates, assignment, self)
+        y: Tensor = self.backend(x, gates, assignment, self)
+        return y
 
 
 class Rows(NamedTuple):
@@ -72,27 +75,15 @@ class Splits(NamedTuple):
         return Splits(self.received, self.sent)
 
 
-class ExpertParallel(Backend):
-    """Sends tokens to the owners of their experts, a layer's `OwnExperts` on every rank of the group."""
-
-    name = "expert_parallel"
-
-    def why_not(self, x: Tensor, experts: Experts) -> str | None:
-        return None if isinstance(experts, OwnExperts) else "needs experts split over ranks; see shard_experts"
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        self.require(x, experts)
-        assert isinstance(experts, OwnExperts)
-        group = experts.group
-        chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
-        sent, splits = _plan(chosen, group, experts.split if experts.training else None)
-        by_rank = gates.where(assignment, ABSENT).unflatten(1, (dist.get_world_size(group), -1))
-        there, there_gates = _Send.apply(x, by_rank, group, splits, *sent)
-        y: Tensor = _Combine.apply(experts(there, there_gates, there_gates != ABSENT), len(x), group, splits, *sent)
-        return y
-
-
-expert_parallel = ExpertParallel()
+def expert_parallel_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: OwnExperts) -> Tensor:
+    """Return the routed sum, of which every rank of the group computes its `OwnExperts`' part."""
+    group = experts.group
+    chosen = assignment.unflatten(1, (dist.get_world_size(group), -1)).any(2)
+    sent, splits = _plan(chosen, group, experts.split if experts.training else None)
+    by_rank = gates.where(assignment, ABSENT).unflatten(1, (dist.get_world_size(group), -1))
+    there, there_gates = _Send.apply(x, by_rank, group, splits, *sent)
+    y: Tensor = _Combine.apply(experts(there, there_gates, there_gates != ABSENT), len(x), group, splits, *sent)
+    return y
 
 
 def _plan(chosen: Tensor, group: dist.ProcessGroup, split: Split | None) -> tuple[Rows, Splits]:

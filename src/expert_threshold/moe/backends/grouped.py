@@ -1,6 +1,7 @@
 """Each expert's tokens as one segment: gather, two products, gate-weighted sum back to the tokens.
 
-Only the input, the pre-activations and the indices are saved for backward.
+Products of neighbouring experts are batched; segments may have any length, including 0. Only the input, the
+pre-activations and the assignment are saved for backward.
 """
 
 from __future__ import annotations
@@ -15,33 +16,16 @@ from torch import Tensor
 from ...kernels.activation import Activation, activation_named
 from ...kernels.autograd import refuse_second_derivative
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
-from .backend import Backend
-
-FEW = 16  # tokens for which packing costs more than it saves
 
 
-class Grouped(Backend):
-    """Batches the products of neighbouring experts; segments may have any length, including 0."""
-
-    name = "grouped"
-
-    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
-        return True
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
-        y: Tensor
-        if torch.compiler.is_compiling():
-            slots = most_slots(assignment.numel() if rows is None else rows)
-            y = _Traced.apply(experts.activation.name, slots, x, gates, assignment, *weights)
-        elif len(x) <= FEW and not torch.is_grad_enabled():
-            y = _sum_few(x, gates, assignment, experts.activation, weights)
-        else:
-            y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
-        return y
-
-
-grouped = Grouped()
+def grouped_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+    """Return the routed sum. rows: a bound on the assigned pairs, which only a compiler needs."""
+    weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
+    if torch.compiler.is_compiling():
+        slots = most_slots(assignment.numel() if rows is None else rows)
+        return grouped_forward(x, gates, assignment, weights, experts.activation.name, slots)[0]
+    y: Tensor = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
+    return y
 
 
 class Group(NamedTuple):
@@ -205,22 +189,6 @@ def _backward(
     return [dx, dgates.view_as(gates), ddown, *dups]
 
 
-def _sum_few(x: Tensor, gates: Tensor, assignment: Tensor, activation: Activation, weights: Sequence[Tensor]) -> Tensor:
-    """Return y without packing, one pair of products an expert; no backward."""
-    down, *ups = weights
-    taken = assignment.T
-    loads = taken.sum(1).tolist()
-    hit = [expert for expert, load in enumerate(loads) if load]
-    y = torch.zeros_like(x)
-    if hit:
-        token = taken.nonzero()[:, 1]
-        parts = x[token].split([loads[expert] for expert in hit])
-        kept = [activation.keep(up_project(xs, tuple(up[i] for up in ups))) for i, xs in zip(hit, parts, strict=True)]
-        ys = torch.cat([activation.value(keep) @ down[i].T for i, keep in zip(hit, kept, strict=True)])
-        y.index_add_(0, token, ys.mul_(gates.T[taken][:, None]))
-    return y
-
-
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -243,35 +211,19 @@ class _Grouped(torch.autograd.Function):
         return dx, dgates, None, None, *dweights
 
 
-class _Traced(torch.autograd.Function):
-    """`_Grouped` with both halves opaque to the compiler, since the grouping of experts depends on their loads.
-
-    slots: the size of the buffer for backward; on a CPU its unused memory is never touched.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, activation: str, slots: int, *tensors: Tensor) -> Tensor:
-        x, gates, assignment, *weights = tensors
-        y: Tensor
-        y, kept = _opaque_forward(x, gates, assignment, weights, activation, slots)
-        ctx.activation = activation
-        ctx.save_for_backward(x, gates, assignment, kept, *weights)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative()
-        x, gates, assignment, kept, *weights = ctx.saved_tensors
-        dx, dgates, *dweights = _opaque_backward(dy, x, gates, assignment, list(weights), ctx.activation, kept)
-        return None, None, dx, dgates, None, *dweights
+# The same for the compiler, to which both halves are opaque, since the grouping of experts depends on their loads. The
+# plan is made twice, which `_Grouped` spares small layers: its sizes would depend on loads, too.
 
 
 @torch.library.custom_op("expert_threshold::grouped_forward", mutates_args=())
-def _opaque_forward(
+def grouped_forward(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
 ) -> tuple[Tensor, Tensor]:
-    act = activation_named(activation)
-    hidden = weights[0].shape[2]
+    """Return y and what backward needs, (slots, width · d_expert); on a CPU unused slots are never touched.
+
+    weights: down, then ups. Raises RuntimeError for more pairs than fit into the slots.
+    """
+    act, hidden = activation_named(activation), weights[0].shape[2]
     plan = Plan.of(assignment, hidden)
     if len(plan.packing.of_slot) > slots:
         raise RuntimeError(f"more pairs of tokens and experts than fit into {slots} slots")
@@ -279,7 +231,7 @@ def _opaque_forward(
     return _forward(x, gates, plan, act, weights, kept), kept
 
 
-@_opaque_forward.register_fake
+@grouped_forward.register_fake
 def _(
     x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, slots: int
 ) -> tuple[Tensor, Tensor]:
@@ -287,15 +239,32 @@ def _(
 
 
 @torch.library.custom_op("expert_threshold::grouped_backward", mutates_args=())
-def _opaque_backward(
+def grouped_backward(
     dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
 ) -> list[Tensor]:
+    """Return the gradients of x, gates and weights."""
     plan = Plan.of(assignment, weights[0].shape[2])
     return _backward(dy, x, gates, plan, activation_named(activation), weights, kept)
 
 
-@_opaque_backward.register_fake
+@grouped_backward.register_fake
 def _(
     dy: Tensor, x: Tensor, gates: Tensor, assignment: Tensor, weights: list[Tensor], activation: str, kept: Tensor
 ) -> list[Tensor]:
     return [tensor.new_empty(tensor.shape) for tensor in (x, gates, *weights)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, gates, assignment, weights, ctx.activation, _ = inputs
+    ctx.save_for_backward(x, gates, assignment, output[1], *weights)
+    ctx.set_materialize_grads(False)
+
+
+def _back(ctx: Any, dy: Tensor, _: None) -> tuple[Any, ...]:
+    refuse_second_derivative()
+    x, gates, assignment, kept, *weights = ctx.saved_tensors
+    dx, dgates, *dweights = grouped_backward(dy, x, gates, assignment, weights, ctx.activation, kept)
+    return dx, dgates, None, dweights, None, None
+
+
+grouped_forward.register_autograd(_back, setup_context=_keep)

@@ -17,35 +17,15 @@ from ...kernels.activation import Activation
 from ...kernels.autograd import refuse_second_derivative
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
-from .backend import Backend
-from .grouped import FEW
 
 PADDING_PER_BAG = 64
 
 
-class Static(Backend):
-    """Multiplies segments of one buffer; `auto` chooses it if no product waits for the device.
-
-    Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
-    per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens hit few
-    experts, so `auto` leaves both to `grouped`. None of this was measured.
-    """
-
-    name = "static"
-
-    def pays(self, x: Tensor, experts: Experts, rows: int | None) -> bool:
-        if rows is None and (torch.compiler.is_compiling() or len(x) <= FEW):
-            return False
-        return is_native(x, *experts.down.shape[1:])
-
-    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        y: Tensor = _Static.apply(
-            x, gates, experts.activation, *segments(assignment, rows), experts.down.to(x.dtype), *experts.ups(x.dtype)
-        )
-        return y
-
-
-static = Static()
+def static_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+    """Return the routed sum. rows: a bound on the assigned pairs; None counts them."""
+    weights = experts.down.to(x.dtype), *experts.ups(x.dtype)
+    y: Tensor = _Static.apply(x, gates, experts.activation, *segments(assignment, rows), *weights)
+    return y
 
 
 def sum_by_token(rows: Tensor, segments: Segments, weights: Tensor | None = None) -> Tensor:
