@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expert_threshold.kernels.cpu import attention as kernels
+from expert_threshold.kernels.cpu import blocks as kernels
 from expert_threshold.model.attention import rotary
 from expert_threshold.model.cross_entropy import linear_cross_entropy
 from expert_threshold.moe import BACKENDS

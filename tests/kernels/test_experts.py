@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from expert_threshold.kernels import off
-from expert_threshold.kernels.cpu import experts as kernels
+from expert_threshold.kernels.cpu import blocks as kernels
 from expert_threshold.moe import BACKENDS, FeedForward, MoE
 from expert_threshold.routing import ExpertChoice
 from rounding import assert_rounded
@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("block_kernels"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # torch's tracer
 ]
-FAKE = ("test_schema", "test_faketensor")
 
 
 def skewed(tokens: int, experts: int) -> Tensor:
@@ -60,7 +59,7 @@ def test_outputs_and_all_gradients_differ_from_the_definition_by_rounding_alone(
 ) -> None:
     d_model, d_expert = shape
     given = case(assignment, dtype=torch.bfloat16, d_model=d_model, d_expert=d_expert)
-    assert kernels.applies(given.x, d_expert, "relu2")
+    assert kernels.override("routed_sum", given.x, d_expert, "relu2") is not None
     found = outputs_and_gradients(BACKENDS["cpu"], given)
     for name, value in outputs_and_gradients(BACKENDS["reference"], in_float32(given)).items():
         difference, size = (t.flatten(1).norm(dim=1) for t in (found[name].float() - value, value))
@@ -122,9 +121,9 @@ def test_shared_and_routed_experts_at_once_are_their_sum() -> None:
     def outcome(at_once: bool) -> list[Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in (x, gates, *weights)]
         rows, scale, *matrices = leaves
-        routed, shared = (matrices[0], matrices[1]), (matrices[2], matrices[3])
+        routed, shared = matrices[:2], matrices[2:]
         if at_once:
-            y = kernels.routed_sum(rows, scale, assignment, routed, shared)
+            y = kernels.routed_sum(rows, scale, assignment, [*routed, *(weight[None] for weight in shared)])
         else:
             y = kernels.routed_sum(rows, scale, assignment, routed) + kernels.feed_forward(rows, *shared)
         return [y.detach(), *torch.autograd.grad(y, leaves, upstream)]
@@ -176,30 +175,6 @@ def test_shared_experts_with_a_hook_are_called(part: str) -> None:
     layer.get_submodule(part).register_forward_hook(lambda *_: called.append(True))
     layer(torch.randn(1, 128, 64).bfloat16())
     assert called
-
-
-@pytest.mark.parametrize("other", ["float32", "swiglu", "few rows", "odd width"])
-def test_they_are_left_out_where_they_do_not_apply(other: str) -> None:
-    x = torch.randn(8 if other == "few rows" else 128, 40 if other == "odd width" else 64)
-    x = x if other == "float32" else x.bfloat16()
-    assert not kernels.applies(x, 64, "swiglu" if other == "swiglu" else "relu2")
-    assert kernels.applies(torch.randn(128, 64).bfloat16(), 64, "relu2")
-
-
-def test_the_tracers_idea_of_the_operators_is_what_they_do() -> None:
-    torch.manual_seed(0)
-    x, gates = torch.randn(96, 64).bfloat16(), torch.rand(96, 3)
-    up, down = torch.randn(3, 32, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
-    everywhere = torch.ones(96, 3, dtype=torch.bool)
-    routed, shared = torch.rand(300, 32).bfloat16(), torch.rand(96, 32).bfloat16()
-    for routing, weights, kept in (
-        ((gates, everywhere), [up, down], [routed]),
-        ((None, None), [up[:1], down[:1]], [shared]),
-        ((gates, everywhere), [up, down, up[:1], down[:1]], [routed, shared]),
-    ):
-        torch.library.opcheck(kernels.experts_forward, (x, *routing, weights, 300), test_utils=FAKE)
-        torch.library.opcheck(kernels.experts_forward, (x, *routing, weights, kernels.NONE), test_utils=FAKE)
-        torch.library.opcheck(kernels.experts_backward, (x, x, *routing, weights, kept), test_utils=FAKE)
 
 
 def test_compiled_it_is_one_graph_whatever_the_loads() -> None:

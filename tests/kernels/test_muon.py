@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from additions import ADDITIONS
-from expert_threshold.kernels.cpu import muon as kernels
 from expert_threshold.optim import Muon, orthogonal
 from rounding import assert_rounded
 
@@ -138,24 +137,6 @@ def test_matrices_of_any_size_move_and_zeros_stay() -> None:
         assert weight.isfinite().all()
         assert (weight[0] != 0).any()
         assert (weight[1] == 0).all()
-
-
-def test_it_takes_what_it_can_and_leaves_the_rest() -> None:
-    def applies(weight: Tensor, momentum: Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> bool:
-        return kernels.applies(weight, [torch.zeros_like(weight) if momentum is None else momentum], dtype)
-
-    weight = torch.zeros(2, 64, 32)
-    assert applies(weight)
-    assert not applies(weight, dtype=torch.float32)
-    assert applies(torch.zeros(5, 3))
-    assert not applies(weight[:, :63])
-    assert not applies(weight.bfloat16())
-    assert not applies(weight.to("meta"))
-    assert not applies(weight.mT)
-    assert not applies(weight, momentum=weight.mT.contiguous().mT)
-    assert not applies(weight, momentum=weight.bfloat16())
-    assert not applies(torch.empty(2048, 1024))
-    assert not applies(torch.empty(1, 2**16))
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from cases import TRAINED, small_model
 from expert_threshold.model import GPT, TRUNKS
 from expert_threshold.moe import Experts
-from expert_threshold.moe.backends.grouped import _opaque_backward, _opaque_forward
+from expert_threshold.moe.backends.grouped import grouped_backward, grouped_forward
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's tracer
@@ -111,16 +111,16 @@ def test_the_tracers_idea_of_the_grouped_operators_is_what_they_do(shape: tuple[
     x = torch.randn(shape[0], shape[2], shape[1]).transpose(1, 2).flatten(0, 1).requires_grad_()
     experts, assignment = Experts(4, 8, 12), torch.rand(12, 4) < 0.5
     weights = [experts.down, experts.up]
-    torch.library.opcheck(_opaque_forward, (x, torch.rand(12, 4), assignment, weights, "relu2", 60), test_utils=FAKE)
+    torch.library.opcheck(grouped_forward, (x, torch.rand(12, 4), assignment, weights, "relu2", 60), test_utils=FAKE)
     kept = torch.rand(60, 12)
     arguments = (x.detach(), x.detach(), torch.rand(12, 4), assignment, [w.detach() for w in weights], "relu2", kept)
-    torch.library.opcheck(_opaque_backward, arguments, test_utils=FAKE)
+    torch.library.opcheck(grouped_backward, arguments, test_utils=FAKE)
 
 
 def test_too_few_slots_are_refused() -> None:
     experts, everywhere = Experts(4, 8, 12), torch.ones(3, 4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="more pairs of tokens and experts than fit into 11 slots"):
-        _opaque_forward(torch.rand(3, 8), torch.rand(3, 4), everywhere, [experts.down, experts.up], "relu2", 11)
+        grouped_forward(torch.rand(3, 8), torch.rand(3, 4), everywhere, [experts.down, experts.up], "relu2", 11)
 
 
 @pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.soak), True])

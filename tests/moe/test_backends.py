@@ -17,8 +17,8 @@ from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
 from expert_threshold.moe import BACKENDS, Experts, FeedForward
-from expert_threshold.moe.backends import BY_NAME, auto, backend_named
-from expert_threshold.moe.backends.grouped import FEW, Plan, form_groups, most_slots, pack, sum_rows
+from expert_threshold.moe.backends import BY_NAME, FEW, auto, backend_named
+from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots, pack, sum_rows
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
 from routed_sum import (
@@ -204,7 +204,7 @@ def test_auto_takes_what_pays() -> None:
     for rows in (None, 12):
         given_case = case(fanout(6, EXPERTS, 2))
         paying = [name for name, each in BACKENDS.items() if each.pays(given_case.x, given_case.experts, rows)]
-        assert paying == ["grouped"]
+        assert paying == ["reference", "grouped"]
         expected = BACKENDS["grouped"](*given_case[:4], rows=rows)
         assert torch.equal(auto(*given_case[:4], rows=rows), expected)
 
@@ -232,10 +232,11 @@ def test_segments_with_rows_are_multiplied_in_one_kernel_on_hopper_alone(
         (FEW, 2 * FEW, torch.bfloat16, False, "static"),
         (1000, None, torch.bfloat16, False, "static"),
         (1000, None, torch.bfloat16, True, "grouped"),  # a buffer would need rows for every pair
-        (FEW, None, torch.bfloat16, False, "grouped"),
+        (FEW, None, torch.bfloat16, False, "reference"),
         (1000, 2000, torch.float32, False, "grouped"),  # no kernel multiplies its segments
     ],
 )
+@torch.no_grad()
 def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kernel(
     tokens: int, rows: int | None, dtype: torch.dtype, compiling: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

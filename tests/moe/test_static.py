@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from expert_threshold.moe import Experts
-from expert_threshold.moe.backends import reference, static
+from expert_threshold.moe.backends import BACKENDS, reference
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 
 
@@ -63,11 +63,11 @@ def test_max_pairs_is_exact_for_token_choice_and_none_without_a_bound() -> None:
 def test_rows_beyond_those_in_use_change_nothing(surplus: int) -> None:
     torch.manual_seed(0)
     x, gates, assignment, experts = torch.randn(9, 8), torch.rand(9, 4), torch.rand(9, 4) < 0.4, Experts(4, 8, 12)
-    found = static(x, gates, assignment, experts, rows=int(assignment.sum()) + surplus)
+    found = BACKENDS["static"](x, gates, assignment, experts, rows=int(assignment.sum()) + surplus)
     torch.testing.assert_close(found, reference(x, gates, assignment, experts))
 
 
 def test_too_few_rows_are_refused_rather_than_dropped() -> None:
     assignment = torch.ones(3, 4, dtype=torch.bool)
     with pytest.raises(RuntimeError, match="more pairs of tokens and experts than the 11 rows"):
-        static(torch.randn(3, 8), torch.rand(3, 4), assignment, Experts(4, 8, 12), rows=11)
+        BACKENDS["static"](torch.randn(3, 8), torch.rand(3, 4), assignment, Experts(4, 8, 12), rows=11)

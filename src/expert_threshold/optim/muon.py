@@ -196,7 +196,9 @@ def _move(pieces: list[_Piece], group: Mapping[str, Any]) -> None:
     ns_dtype = group["ns_dtype"] or fast_dtype(pieces[0].weight.device)
     rate = float(group["lr"]) * math.sqrt(max(1.0, rows / columns))
     decay = float(group["lr"]) * group["weight_decay"]
-    native, others, kernel = [], [], None
+    native: list[_Piece] = []
+    others: list[_Piece] = []
+    kernel = None
     for piece in pieces:
         state = [each for each in (piece.momentum, piece.second_moment) if each is not None]
         found = override("muon", piece.weight, state, ns_dtype) if group["nesterov"] else None

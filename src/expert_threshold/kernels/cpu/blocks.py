@@ -98,7 +98,9 @@ def _keep_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _back_through_attention(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative()
-    return attention_backward(dy, *ctx.saved_tensors, ctx.window, ctx.key_offset), *[None] * 5
+    projected, cos, sin, y, normaliser = ctx.saved_tensors
+    dx = attention_backward(dy, projected, cos, sin, y, normaliser, ctx.window, ctx.key_offset)
+    return dx, None, None, None, None, None
 
 
 register_autograd("expert_threshold::attention_forward", _back_through_attention, setup_context=_keep_attention)

@@ -29,7 +29,7 @@ void product(int64_t m, int64_t n, int64_t k, const bf16* a, const bf16* b, floa
     transpose<false>(out + below * n + j, n - below, columns, out + j * n + below, n, n);
 }
 
-// The parts of a matrix that have a norm each; numbered as in muon.py.
+// The parts of a matrix that have a norm each; numbered as in blocks.py.
 enum Parts : int64_t { NONE, ROWS, COLUMNS, MATRIX };
 
 // A matrix, and room for a number for each of its rows or columns.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...install import install
 from ...kernels.cpu import TILE, available, reason
-from ...kernels.cpu.blocks import FEWEST_ROWS, override, routed_sum
+from ...kernels.cpu.blocks import FEWEST_ROWS, OVERRIDES, override
 from ..experts import Experts, FeedForward, plain, up_project
 from .expert_parallel import OwnExperts, expert_parallel_sum
 from .grouped import grouped_sum
@@ -159,7 +159,8 @@ class Cpu(Backend):
         return _most_specialised(x, experts, rows) if few else self
 
     def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
-        return routed_sum(x, gates, assignment, [experts.up, experts.down], rows)
+        y: Tensor = OVERRIDES["routed_sum"].kernel(x, gates, assignment, [experts.up, experts.down], rows)
+        return y
 
     def fused_sum(
         self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, shared: FeedForward, rows: int | None
@@ -169,7 +170,8 @@ class Cpu(Backend):
         if override("feed_forward", x, len(shared.up.weight), experts.activation.name) is None:
             return None
         weights = [experts.up, experts.down, shared.up.weight[None], shared.down.weight[None]]
-        return routed_sum(x, gates, assignment, weights, rows)
+        y: Tensor = OVERRIDES["routed_sum"].kernel(x, gates, assignment, weights, rows)
+        return y
 
 
 class Triton(Backend):

@@ -23,8 +23,9 @@ def grouped_sum(x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, 
     weights = [experts.down.to(x.dtype), *experts.ups(x.dtype)]
     if torch.compiler.is_compiling():
         slots = most_slots(assignment.numel() if rows is None else rows)
-        return grouped_forward(x, gates, assignment, weights, experts.activation.name, slots)[0]
-    y: Tensor = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
+        y: Tensor = grouped_forward(x, gates, assignment, weights, experts.activation.name, slots)[0]
+    else:
+        y = _Grouped.apply(x, gates, assignment, experts.activation, *weights)
     return y
 
 
