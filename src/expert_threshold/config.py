@@ -98,6 +98,7 @@ FACTS = (
     "format",
     "version",
     "corpus",
+    "machine",
     "versions",
     "compiled",
     "kernels",

@@ -36,7 +36,7 @@ class Result(NamedTuple):
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
     clock: list[float]  # seconds of training until each validation
     flops: list[float]  # of training until each validation, by the fanout of each step
-    # Means over training, of each interval's worst layer and of all layers.
+    # Means over training after `WARM` and the rule's own warmup, of each interval's worst layer and of all layers.
     load_spread_trained: float | None
     fanout_trained: float | None
     unrouted: float | None  # share of tokens that no expert took in the last validation
@@ -56,15 +56,20 @@ class Row(NamedTuple):
     load_spread: float | None
     fanout_mean: float | None
     fanout_std: float | None
+    load_spread_trained: float | None
 
 
+WARM = 0.25
+"""Loads of training are means over the intervals of logging that start after this share of the run; most warmups are
+over then, and methods are compared in the same part of a run."""
 LATE = 0.9
 """Losses of training are means over the intervals of logging that begin after this share of the run."""
 HEADERS = ("method", "seeds", "validation loss", "bits per byte", "tokens/s", "max load / mean", "fanout")
 NOTES = (
-    "Loss in nats per token, mean ± standard deviation over seeds. Max load / mean: tokens of the busiest expert over "
-    "those of the mean expert, in the worst layer. Fanout: routed experts of a token, mean ± standard deviation over "
-    "tokens. Loss, loads and fanout are those of causal validation; tokens/s is the median while training."
+    "Loss in nats per token, mean ± standard deviation over seeds, and fanout, routed experts per token, mean ± "
+    "standard deviation over tokens, are from causal validation. Max load / mean: tokens of the busiest expert over "
+    "the mean expert's, in the worst layer of each interval of --log-every; the mean over training after its warmup "
+    "and first quarter. Tokens/s is the median of training."
 )
 
 
@@ -91,6 +96,8 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
         )
         logged, validated = [0, *(r["step"] for r in training)], sorted(validations)
         config, fanouts = GPTConfig.from_dict(model), [_over_training([r], "fanout_mean", mean) for r in training]
+        warmup = max(WARM * steps, 0 if config.rule is None else config.rule.warmup)
+        warm = [record for record in training if record["step"] - record["steps"] >= warmup]
         flops = [float(tokens * flops_per_token(config, rate=fanout)) for fanout in fanouts]
         return Result(
             method,
@@ -104,22 +111,11 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
             [(step * tokens, _number(validations[step]["loss"])) for step in validated],
             np.interp(validated, logged, [0.0, *(r["seconds"] for r in training)]).tolist(),
             np.interp(validated, logged, [0.0, *np.cumsum(np.diff(logged) * flops)]).tolist(),
-            _over_training(training, "load_spread", max),
-            _over_training(training, "fanout_mean", mean),
+            _over_training(warm, "load_spread", max),
+            _over_training(warm, "fanout_mean", mean),
             counts[0] / sum(counts) if sum(counts) else None,
             None if loss is None or not late or None in late else loss - mean(late),
         )
-
-
-def result_from(record: Mapping[str, Any]) -> Result:
-    """Return the result in a record of compare.json. Raises LookupError, TypeError or ValueError if it is damaged."""
-    lists = ("curve", "clock", "flops")
-    numbers = {name: _number(record[name]) for name in Result._fields if name not in ("method", *lists)}
-    curve = [(_number(tokens), _number(loss)) for tokens, loss in record["curve"]]
-    clock, flops = ([float(_number(value)) for value in record[name]] for name in ("clock", "flops"))
-    if not curve or not len(curve) == len(clock) == len(flops):
-        raise ValueError(f"{len(curve)} losses at {len(clock)} times and {len(flops)} numbers of FLOPs")
-    return Result(method=str(record["method"]), curve=curve, clock=clock, flops=flops, **numbers)
 
 
 def _over_training(
@@ -206,6 +202,7 @@ def summarise(results: Sequence[Result]) -> list[Row]:
                 over_seeds(mean, [run.load_spread for run in runs]),
                 over_seeds(mean, [run.fanout_mean for run in runs]),
                 over_seeds(mean, [run.fanout_std for run in runs]),
+                over_seeds(mean, [run.load_spread_trained for run in runs]),
             )
         )
     return rows
@@ -241,7 +238,7 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
                 emphasise(loss) if _is_lowest(row.loss, [other.loss for other in rows]) else loss,
                 emphasise(bits) if _is_lowest(row.bits_per_byte, [other.bits_per_byte for other in rows]) else bits,
                 "–" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-                fixed(row.load_spread, 2),
+                fixed(row.load_spread_trained, 2),
                 fixed(row.fanout_mean, 2) + ("" if row.fanout_std is None else f" ± {row.fanout_std:.2f}"),
             ]
         )
@@ -250,11 +247,6 @@ def cells(rows: Sequence[Row], emphasise: Callable[[str], str]) -> list[list[str
 
 def _is_lowest(value: float | None, all_values: Sequence[float | None]) -> bool:
     return value is not None and value == min(other for other in all_values if other is not None)
-
-
-def to_markdown(rows: Sequence[Row]) -> str:
-    """Return the table in Markdown."""
-    return markdown(HEADERS, cells(rows, lambda text: f"**{text}**"))
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

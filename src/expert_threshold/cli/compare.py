@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..analysis.results import HEADERS, NOTES, cells, summarise
 from ..analysis.sentences import listed
-from ..compare.experiment import opened, read_record
-from ..compare.judgement import HEADERS as JUDGED
-from ..compare.judgement import LOADS, MARGIN, chosen_baseline, judged_cells, load_cells, notes
-from ..compare.running import COMPARISON, JOINED, Comparison, Findings, budget, join
+from ..compare.experiment import opened
+from ..compare.findings import Findings
+from ..compare.join import JOINED, join
+from ..compare.judgement import MARGIN, chosen_baseline
+from ..compare.page import draw
+from ..compare.running import COMPARISON, Comparison, budget
 from ..config import DEFAULT_PRESET, RunConfig
 from ..data.sources import absolute
 from ..install import et
@@ -94,26 +95,24 @@ def run(arguments: Sequence[str]) -> None:
     baseline = chosen_baseline(given.pop("baseline", None), chosen)
     tuned = best_options(given.pop("tuned"), chosen) if "tuned" in given else {}
     configs = configure(given, chosen, tuned)
+    require_shared_budget(configs)
     keep_freed_memory()
     console = console_for_tables()
     with opened(out, COMPARISON) as folder:
-        record = read_record(folder, COMPARISON, start_of(given), configs, shared_by(given, chosen, configs))
-        comparison = Comparison(folder, configs, seeds, record, baseline, margin)
-        say(console, introduction(comparison))
+        start = " with ".join(start_of(given).values())
+        comparison = Comparison(folder, configs, seeds, start, baseline, margin)
+        comparison.require_continued()
+        count = f"{len(configs)} × {seeds} = {len(configs) * seeds} runs"
+        say(console, f"{comparison.headline()}\nmethods × seeds: {count} in {folder}")
         for name, path in tuned.items():
             say(console, f"options of {name}: {path}")
-        comparison.read_corpus()
-        comparison.write()
         try:
             comparison.train(console)
         except KeyboardInterrupt:
-            again = f"{et()} {shlex.join(['compare', *arguments])}"
-            say(console, f"to continue the comparison: {again}")
+            say(console, f"to continue the comparison: {et()} {shlex.join(['compare', *arguments])}")
             raise
-        _show(console, comparison.findings())
-        following = f"\nnext: {et()} analyze {shlex.quote(str(folder))}"
-        done = conclude(comparison.draw, folder, COMPARISON.file, following)
-        say(console, done)
+        conclude(console, comparison.findings(), folder, COMPARISON.file, comparison.labels())
+        say(console, f"next: {et()} analyze {shlex.quote(str(folder))}")
 
 
 def _join(given: dict[str, Any]) -> None:
@@ -125,24 +124,26 @@ def _join(given: dict[str, Any]) -> None:
             str(value) if name == "preset" else "--" + name.removeprefix(RULE).replace("_", "-")
             for name, value in given.items()
         )
-        raise ValueError(f"--join takes --baseline, --margin and --out alone; leave out {flags}")
+        raise ValueError(f"--join allows --baseline, --margin and --out alone; leave out {flags}")
     findings = join(folders, baseline, margin)
-    console = console_for_tables()
     with opened(out, JOINED) as folder:
-        findings.write(folder, {"joined": folders}, JOINED.file)
-        _show(console, findings)
-        done = conclude(lambda: findings.draw(folder, {}), folder, JOINED.file)
-        say(console, done)
+        conclude(console_for_tables(), findings, folder, JOINED.file)
 
 
-def _show(console: Console, findings: Findings) -> None:
-    """Print the tables."""
-    rows = summarise(findings.results)
-    console.print(table(HEADERS, cells(rows, lambda text: f"[bold]{text}[/bold]")))
-    console.print(NOTES, markup=False, highlight=False)
-    console.print(table(JUDGED, judged_cells(findings.judged(), findings.baseline)))
-    console.print(table(LOADS, load_cells(findings.results, findings.costs)))
-    console.print(notes(findings.baseline, findings.margin), markup=False, highlight=False)
+def conclude(
+    console: Console, findings: Findings, folder: Path, file: str, labels: Mapping[str, str] | None = None
+) -> None:
+    """Write and print the tables, draw the page, and say where they are. labels: as `draw` takes them."""
+    findings.write(folder, file)
+    for head, lines, note in findings.tables(lambda text: f"[bold]{text}[/bold]"):
+        console.print(table(head, lines))
+        if note:
+            console.print(note, markup=False, highlight=False)
+    try:
+        figures = draw(findings, folder, labels)
+        say(console, f"results in {folder}: compare.html, .md and .csv, {file}; {listed(figures)}, .png and .svg")
+    except ValueError as missing:
+        say(console, f"results in {folder}, but no figure: {missing}")
 
 
 def chosen_methods(text: str, flag: str = "--rules") -> list[str]:
@@ -214,29 +215,17 @@ def configure(given: Given, names: Sequence[str], files: Mapping[str, Path] | No
     return configs
 
 
-def shared_by(given: Given, names: Sequence[str], configs: Mapping[str, RunConfig]) -> RunConfig:
-    """Return what the runs share: their text and training, and the other options as they are without --tuned.
-
-    So it does not depend on which methods take part. Raises ValueError if --tuned gives methods different budgets.
-    """
-    first = configs[names[0]]
-    for name, config in configs.items():
-        mine, others = (vars(each.data) | budget(vars(each.train), each.model.to_dict()) for each in (config, first))
+def require_shared_budget(configs: Mapping[str, RunConfig]) -> None:
+    """Raise ValueError if --tuned gives methods different budgets."""
+    names = list(configs)
+    shared = [vars(each.data) | budget(vars(each.train), each.model.to_dict()) for each in configs.values()]
+    for name, mine in zip(names, shared, strict=True):
         for option, value in mine.items():
-            if value != others[option]:
+            if value != shared[0][option]:
                 raise ValueError(
-                    f"--tuned: {name} has {option}={value!r} and {names[0]} {others[option]!r}, and methods of one "
+                    f"--tuned: {name} has {option}={value!r} and {names[0]} {shared[0][option]!r}, and methods of one "
                     "comparison share text, batch and trunk; sweep them alike, or give the option here"
                 )
-    return replace(configure(given, names)[names[0]], data=first.data, train=first.train)
-
-
-def introduction(comparison: Comparison) -> str:
-    """Return lines about the work ahead."""
-    methods, seeds = len(comparison.configs), comparison.seeds
-    return (
-        f"{comparison.headline()}\nmethods × seeds: {methods} × {seeds} = {methods * seeds} runs in {comparison.folder}"
-    )
 
 
 def console_for_tables() -> Console:
@@ -256,13 +245,3 @@ def table(headers: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
     for line in lines:
         table.add_row(*line)
     return table
-
-
-def conclude(draw: Callable[[], list[str]], folder: Path, record: str, following: str = "") -> str:
-    """Draw the figures, and return lines that say where the results are and what may follow."""
-    try:
-        figures = draw()
-    except ValueError as missing:
-        return f"results in {folder}, but no figure: {missing}"
-    names = f"{listed(figures)}, .png and .svg"
-    return f"results in {folder}: compare.html, .md and .csv, {record}; {names}{following}"

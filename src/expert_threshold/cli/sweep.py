@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..analysis.sentences import counted, fixed
-from ..compare.experiment import opened, read_record
+from ..compare.experiment import opened
 from ..compare.sweep import SWEEP, Choice, Range, Space, Sweep, Tunable, require_optuna
 from ..compare.sweep_page import show_value
 from ..config import DEFAULT_PRESET, RunConfig
@@ -98,10 +98,9 @@ def run(arguments: Sequence[str]) -> None:
     methods = {name: tunable(given, name, configs[name], space) for name in names}
     keep_freed_memory()
     console = console_for_tables()
-    own = {"space": " ".join(f"{name}={entry.text}" for name, entry in space.items()), "seeds": seeds}
+    searched = " ".join(f"{name}={entry.text}" for name, entry in space.items())
     with opened(out, SWEEP) as folder:
-        record = read_record(folder, SWEEP, start_of(given), configs, first, own)
-        sweep = Sweep(folder, methods, record, trials=trials, seeds=seeds, minutes=minutes)
+        sweep = Sweep(folder, methods, start_of(given), searched, trials=trials, seeds=seeds, minutes=minutes)
         sweep.begin(console)
         introduce(console, sweep)
         try:

@@ -8,19 +8,19 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from ..analysis.results import Result, over_seeds, runs_by_method
-from ..analysis.sentences import fixed, short, signed
+from ..analysis.sentences import counted, fixed, short, signed
 from ..recipes import REFERENCE
-from .paired import Difference, paired
+from .paired import FEW, Corrected, Difference, corrected, paired
 
 MARGIN = 0.01
 """Nats per token within which two methods count as equivalent unless --margin says otherwise."""
 
 HEADERS = (
-    "method", "minus baseline", "verdict", "at equal FLOPs", "at equal seconds", "FLOPs", "seconds",
+    "method", "minus baseline", "verdict", "corrected", "at equal FLOPs", "at equal seconds", "FLOPs", "seconds",
     "seconds to baseline's loss",
 )  # fmt: skip
 LOADS = (
-    "method", "max load / mean, training", "fanout, training", "tokens without expert", "validation − training",
+    "method", "max load / mean, validation", "fanout, training", "tokens without expert", "validation − training",
     "bytes sent at 8 ranks", "bytes of state",
 )  # fmt: skip
 
@@ -31,7 +31,8 @@ class Judged(NamedTuple):
     difference: of last validation losses, in nats per token. at_flops, at_seconds: of the losses at the FLOPs and the
     seconds of the cheaper run of each pair. flops: of a run, the mean, by the fanout of training.
     seconds: of training, the median. seconds_to_loss: until the baseline's last loss, the median; None if some seed
-    never reached it. What seconds decide is None where they were not measured on one machine.
+    never reached it. What seconds decide is None where they were not measured on one machine. corrected: the verdict
+    on the difference among those of all methods; None with one seed.
     """
 
     method: str
@@ -42,11 +43,13 @@ class Judged(NamedTuple):
     flops: float
     seconds: float | None
     seconds_to_loss: float | None
+    corrected: Corrected | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the row as a JSON object."""
         return {
-            name: value._asdict() if isinstance(value, Difference) else value for name, value in self._asdict().items()
+            name: value._asdict() if isinstance(value, Difference | Corrected) else value
+            for name, value in self._asdict().items()
         }
 
 
@@ -55,14 +58,14 @@ def chosen_baseline(baseline: str | None, methods: Sequence[str]) -> str:
     if baseline is None:
         return REFERENCE if REFERENCE in methods else methods[0]
     if baseline not in methods:
-        raise ValueError(f"--baseline {baseline}: does not take part; use one of {', '.join(methods)}")
+        raise ValueError(f"--baseline {baseline}: is not among the compared methods; use one of {', '.join(methods)}")
     return baseline
 
 
 def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, timed: bool = True) -> list[Judged]:
     """Return each method that shares a seed with the baseline, in order of first occurrence."""
     runs = {method: {run.seed: run for run in own} for method, own in runs_by_method(results).items()}
-    rows = []
+    rows, family = [], dict[str, list[float]]()
     for method, own in runs.items():
         pairs = [(run, runs[baseline][seed]) for seed, run in own.items() if seed in runs.get(baseline, {})]
         if not pairs:
@@ -71,6 +74,9 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
         by_flops = [_at_equal(mine, mine.flops, other, other.flops) for mine, other in pairs]
         by_seconds = [_at_equal(mine, mine.clock, other, other.clock) for mine, other in pairs]
         is_baseline = method == baseline
+        known = _known(last)
+        if known is not None and len(known) > 1 and not is_baseline:
+            family[method] = known
         rows.append(
             Judged(
                 method,
@@ -83,13 +89,19 @@ def judge(results: Sequence[Result], baseline: str, margin: float = MARGIN, *, t
                 over_seeds(median, [_seconds_to(mine, other.loss) for mine, other in pairs]) if timed else None,
             )
         )
-    return rows
+    verdicts = dict(zip(family, corrected(list(family.values()), margin), strict=True))
+    return [row._replace(corrected=verdicts.get(row.method)) for row in rows]
+
+
+def _known(losses: Sequence[tuple[float | None, float | None]]) -> list[float] | None:
+    """Return the differences of paired losses; None if one is missing."""
+    known = [mine - other for mine, other in losses if mine is not None and other is not None]
+    return known if len(known) == len(losses) else None
 
 
 def _difference(losses: Sequence[tuple[float | None, float | None]], margin: float) -> Difference | None:
-    """Return the difference of paired losses; None if one is missing."""
-    known = [mine - other for mine, other in losses if mine is not None and other is not None]
-    return paired(known, margin) if len(known) == len(losses) else None
+    known = _known(losses)
+    return None if known is None else paired(known, margin)
 
 
 def _at_equal(
@@ -132,6 +144,7 @@ def judged_cells(rows: Sequence[Judged], baseline: str) -> list[list[str]]:
             row.method,
             shown(row.difference),
             "baseline" if row.method == baseline else "–" if row.difference is None else row.difference.verdict,
+            "–" if row.corrected is None else row.corrected.verdict,
             shown(row.at_flops),
             shown(row.at_seconds),
             f"× {row.flops / flops:.3f}",
@@ -156,7 +169,7 @@ def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]
     for method, runs in runs_by_method(results).items():
         spread, fanout, without, gap = (
             over_seeds(mean, [getattr(run, name) for run in runs])
-            for name in ("load_spread_trained", "fanout_trained", "unrouted", "gap")
+            for name in ("load_spread", "fanout_trained", "unrouted", "gap")
         )
         sent, state = (costs[method][name] for name in ("bytes_sent", "state_bytes"))
         lines.append(
@@ -173,16 +186,29 @@ def load_cells(results: Sequence[Result], costs: Mapping[str, Mapping[str, Any]]
     return lines
 
 
-def notes(baseline: str, margin: float) -> str:
+def notes(rows: Sequence[Judged], baseline: str, margin: float) -> str:
     """Return the explanation of both tables."""
+    family = [row.corrected for row in rows if row.corrected is not None]
+    correction = "Corrected: needs two seeds or more. "
+    if family:
+        comparisons = counted(len(family), "comparison")
+        correction = f"Corrected: the verdict with Holm's correction for {comparisons} with {baseline}"
+        if len({each[1:] for each in family}) == 1 and len(family) > 1:
+            _, error, freedom = family[0]
+            correction += (
+                f", whose standard errors, with fewer than {FEW} seeds, are pooled over methods: {error:.4f} with "
+                f"{counted(freedom, 'degree')} of freedom"
+            )
+        correction += ". "
     return (
         f"Differences of validation losses to {baseline}, in nats per token, are paired by seed; ± is the 95 % "
         "interval of their mean by Student's t. Verdict: equivalent if the mean lies within "
-        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise; no "
-        "test is adjusted for the number of methods. At equal FLOPs and seconds: at those of the cheaper run of the "
+        f"±{margin:g} by two one-sided tests at 5 %, lower or higher if the interval excludes 0, open otherwise. "
+        f"{correction}"
+        "At equal FLOPs and seconds: at those of the cheaper run of the "
         "pair, linear between validations; a run cut short there has not finished its schedule. FLOPs are those of "
-        "training by the measured fanout of each step, seconds those of optimizer steps. Max load / mean: the mean of "
-        "training's steps, in the worst layer of each interval of --log-every. Tokens without expert: in validation. "
+        "training by the measured fanout of each step, seconds those of optimizer steps. Fanout in training: the mean "
+        "after its warmup and first quarter. Tokens without expert: in validation. "
         "Validation − training: the last validation loss minus the loss of training's last tenth; none if an interval "
         "is longer. Bytes sent: by one rank of 8 for routing in one "
         "optimizer step, all layers."

@@ -8,19 +8,20 @@ from functools import partial
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..analysis.figures.axes import Strokes, draw_key, rows_of
 from ..analysis.figures.learning import draw_losses, seconds_axis
 from ..analysis.figures.style import GRID, INK, METHODS, MUTED, WIDE
 from ..analysis.methods import options
-from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, table
+from ..analysis.page import exhibit, exhibits, links, options_that_differ, page, save_figure, table
 from ..analysis.plain import Data
-from ..analysis.results import HEADERS as MEASURED
-from ..analysis.results import NOTES, Result, cells, curves, runs_by_method, summarise
+from ..analysis.results import Result, curves, runs_by_method
 from ..analysis.run import read_run
+from ..files import replace_file
 from ..runs import RunFolder
-from .judgement import HEADERS, LOADS, Judged, judged_cells, load_cells, notes
+from .findings import Findings
+from .judgement import Judged
 from .judgement import shown as interval
 from .paired import Verdict
 
@@ -33,45 +34,46 @@ VERDICTS: dict[Verdict, str] = {"lower": METHODS[3], "equivalent": INK, "open": 
 """The colours of verdicts."""
 
 
-def comparison_page(
-    headline: str,
-    results: Sequence[Result],
-    judged: Sequence[Judged],
-    baseline: str,
-    margin: float,
-    costs: Mapping[str, Mapping[str, Any]],
-    folder: Path,
-) -> str:
-    """Return the page in a comparison's folder, with links to its runs' reports.
+def draw(findings: Findings, folder: Path, labels: Mapping[str, str] | None = None) -> list[str]:
+    """Write the page, and its main figures as files, and return their names.
 
-    costs: as in `load_cells`. Raises ValueError if matplotlib is missing.
+    labels: the methods' names in the figure of losses. Raises ValueError if matplotlib is missing.
     """
-    reports = {f"{r.method}, seed {r.seed}": folder / r.method / f"seed_{r.seed}" / "report.html" for r in results}
-    runs = {r.method: path.parent for r, path in zip(results, reports.values(), strict=True) if path.parent.is_dir()}
-    reports["Analysis"] = folder / "analysis" / "report.html"
-    rows = summarise(results)
+    methods = by_tokens(findings.results)["methods"]
+    for entry in methods:
+        entry["method"] = (labels or {}).get(entry["method"], entry["method"])
+    judged = findings.judged
+    figures = {"loss_by_method": partial(draw_losses, {"methods": methods})}
+    if any(row.difference is not None for row in judged):
+        figures["differences"] = partial(draw_differences, judged, findings.baseline, findings.margin)
+    for name, figure in figures.items():
+        save_figure(figure, folder / name)
+    replace_file(folder / "compare.html", comparison_page(findings, folder).encode())
+    return list(figures)
+
+
+def comparison_page(findings: Findings, folder: Path) -> str:
+    """Return the page in that folder, with links to the runs' reports. Raises ValueError if matplotlib is missing."""
+    results, judged, baseline, margin = findings.results, findings.judged, findings.baseline, findings.margin
     band = f"Last validation loss minus that of {baseline}, with 95 % intervals; the band is ±{margin:g}."
     shown = []
     if any(row.difference is not None for row in judged):
         shown.append(exhibit("Differences", band, partial(draw_differences, judged, baseline, margin)))
     shown.append(exhibit("Loss by tokens", "Means over seeds.", lambda: draw_losses(by_tokens(results))))
     if any(row.seconds is not None for row in judged):
-        draw = partial(draw_losses, scale=seconds_axis)
-        shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: draw(by_seconds(results))))
-    body = [
-        f"<h1>Comparison</h1><p>{escape(headline)}</p>",
-        table(MEASURED, cells(rows, str), "Losses and loads"),
-        f'<p class="muted">{escape(NOTES)}</p>',
-        f"<h2>Against {escape(baseline)}</h2>",
-        table(HEADERS, judged_cells(judged, baseline), f"Against {baseline}"),
-        "<h2>Load and cost of routing</h2>",
-        table(LOADS, load_cells(results, costs), "Load and cost of routing"),
-        f'<p class="muted">{escape(notes(baseline, margin))}</p>',
-        exhibits("Figures", shown),
-        options_that_differ({method: options(read_run(RunFolder.open(path))) for method, path in runs.items()}),
-        links(reports, folder),
-    ]
-    return page("Comparison", body)
+        by_time = partial(draw_losses, scale=seconds_axis)
+        shown.append(exhibit("Loss by seconds", "Means over seeds.", lambda: by_time(by_seconds(results))))
+    titles = ("Losses and loads", f"Against {baseline}", "Load and cost of routing")
+    body = [f"<h1>Comparison</h1><p>{escape(findings.headline)}</p>"]
+    for title, (head, lines, note) in zip(titles, findings.tables(str), strict=True):
+        body.append(f"<h2>{escape(title)}</h2>{table(head, lines, title)}")
+        body += [f'<p class="muted">{escape(note)}</p>'] if note else []
+    runs = [(method, RunFolder(path)) for method, paths in findings.folders.items() for path in paths]
+    reports = {f"{method}, {run.path.name.replace('_', ' ')}": run.report for method, run in runs}
+    reports["Analysis"] = folder / "analysis" / "report.html"
+    first = {method: options(read_run(run)) for method, run in reversed(runs)}
+    differing = options_that_differ({method: first[method] for method in findings.folders})
+    return page("Comparison", [*body, exhibits("Figures", shown), differing, links(reports, folder)])
 
 
 def by_tokens(results: Sequence[Result]) -> Data:

@@ -1,7 +1,8 @@
-"""Differences that are paired over seeds: their mean, its interval, and a test of equivalence."""
+"""Differences that are paired over seeds: their mean, its interval, a test of equivalence, and Holm's correction."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from statistics import mean, stdev
@@ -10,6 +11,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 Verdict = Literal["lower", "higher", "equivalent", "open"]
+FEW = 6
+"""With fewer seeds a family's differences share one standard error, pooled over methods."""
 
 
 class Difference(NamedTuple):
@@ -23,6 +26,17 @@ class Difference(NamedTuple):
     low: float | None
     high: float | None
     verdict: Verdict
+
+
+class Corrected(NamedTuple):
+    """The verdict on a difference among several, with the standard error that it rests on.
+
+    freedom: degrees of freedom of the error.
+    """
+
+    verdict: Verdict
+    error: float
+    freedom: int
 
 
 def paired(differences: Sequence[float], margin: float) -> Difference:
@@ -40,13 +54,69 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
     return Difference(center, center - half, center + half, verdict)
 
 
+def corrected(family: Sequence[Sequence[float]], margin: float) -> list[Corrected]:
+    """Return the verdicts on several methods' differences to one baseline, each paired over two or more seeds.
+
+    Both tests of `paired` have Holm's correction: of all claims that methods differ, one is wrong with a probability of
+    at most 5 %, and so of all claims of equivalence. With fewer than FEW seeds, the same for all, errors are pooled.
+    """
+    errors = [(stdev(each) / len(each) ** 0.5, len(each) - 1) for each in family]
+    seeds = {len(each) for each in family}
+    if len(family) > 1 and len(seeds) == 1 and (count := seeds.pop()) < FEW:
+        # The baseline's own row: subtracting it changes each seed's effect alone, which the residuals do not contain.
+        spread, freedom = residual_spread([[0.0] * count, *family])
+        errors = [(spread * (2 / count) ** 0.5, freedom)] * len(family)
+    means = [mean(each) for each in family]
+    pairs = list(zip(means, errors, strict=True))
+    differ = holm([2 * _tail(abs(center), *error) for center, error in pairs])
+    equal = holm([_tail(margin - abs(center), *error) for center, error in pairs])
+    verdicts: list[Verdict] = [
+        "equivalent" if same <= 0.05 else "open" if other > 0.05 else "lower" if center < 0 else "higher"
+        for center, other, same in zip(means, differ, equal, strict=True)
+    ]
+    return [Corrected(verdict, *error) for verdict, error in zip(verdicts, errors, strict=True)]
+
+
+def residual_spread(losses: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation of losses (methods, seeds) about the sum of a method's and a seed's effect, and its
+    degrees of freedom.
+    """
+    x = np.array(losses)
+    residual = x - x.mean(0) - x.mean(1, keepdims=True) + x.mean()
+    freedom = (x.shape[0] - 1) * (x.shape[1] - 1)
+    return float((residual**2).sum() / freedom) ** 0.5, freedom
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """Return the probabilities adjusted for their number, by Holm's step-down procedure."""
+    adjusted, most = [0.0] * len(probabilities), 0.0
+    for rank, place in enumerate(sorted(range(len(probabilities)), key=probabilities.__getitem__)):
+        most = max(most, min(1.0, (len(probabilities) - rank) * probabilities[place]))
+        adjusted[place] = most
+    return adjusted
+
+
+def _tail(distance: float, error: float, freedom: int) -> float:
+    """Return the probability that Student's T exceeds distance / error."""
+    angle = math.atan2(abs(distance), error * freedom**0.5)
+    beyond = (1 - float(np.interp(angle, *_angles(freedom)))) / 2
+    return beyond if distance > 0 else 1 - beyond
+
+
 @cache
 def student(confidence: float, freedom: int) -> float:
-    """Return t such that |T| <= t with that probability, for Student's T with `freedom` degrees of freedom.
+    """Return t such that |T| <= t with that probability, for Student's T with `freedom` degrees of freedom."""
+    angles, share = _angles(freedom)
+    return float(freedom**0.5 * np.tan(np.interp(confidence, share, angles)))
 
-    With T = √freedom · tan(a) the density of a is proportional to cos(a)^(freedom − 1).
+
+@cache
+def _angles(freedom: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return angles a from 0 to π/2, and the probability that |T| <= √freedom · tan(a).
+
+    The density of a is proportional to cos(a)^(freedom − 1).
     """
     angles = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos(angles) ** (freedom - 1)
     area = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
-    return float(freedom**0.5 * np.tan(np.interp(confidence, area / area[-1], angles)))
+    return angles, area / area[-1]

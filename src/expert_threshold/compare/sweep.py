@@ -23,11 +23,21 @@ from ..errors import is_out_of_memory
 from ..files import corrupted_file_error, read_json, replace_file, replace_json
 from ..install import install
 from ..plan import costs
+from ..routing import rule_to_dict
 from ..runs import RunFolder
 from ..train import DivergedError, Text, train
 from ..train.log import clock, say
 from ..train.pace import tokens_within
-from .experiment import OTHER_FOLDER, Kind, read_shared_text, record_machine, with_recorded_shards
+from .experiment import (
+    OTHER_FOLDER,
+    Kind,
+    KnownText,
+    options_by_name,
+    read_shared_text,
+    require_same,
+    with_dtype,
+    with_shards,
+)
 from .fit import Fit, Scale, Trial, best_of, fit_parabolas
 from .sweep_page import show_value, write_page
 
@@ -155,15 +165,16 @@ class Sweep:
     FOLDER/METHOD/trial_001/seed_1000 a run folder without checkpoints
     FOLDER/studies.jsonl              optuna's journal
 
-    trials: of each method. seeds: runs of each trial. minutes: of this session; None is no limit. record: that of
-    sweep.json, without results.
+    trials: of each method. seeds: runs of each trial. minutes: of this session; None is no limit. start: what the
+    options start from.
     """
 
     def __init__(
         self,
         folder: Path,
         methods: Mapping[str, Tunable],
-        record: dict[str, Any],
+        start: Mapping[str, str],
+        space: str,
         *,
         trials: int,
         seeds: int,
@@ -171,24 +182,45 @@ class Sweep:
     ) -> None:
         self.folder = folder
         self.methods = methods
-        self.record = record
+        self.start = start
+        self.space = space
         self.trials = trials
         self.seeds = seeds
         self.minutes = minutes
         self._studies: dict[str, Study] = {}
         self._earlier: dict[str, Any] = {}  # results of methods that are left out this time
+        self._rules: dict[str, Any] = {}  # of all methods
+        self._known: KnownText | None = None
+        self._config = next(iter(methods.values())).config  # what the runs share, but for the rule and the space
         self._text: Text | None = None
 
     def begin(self, console: Console) -> None:
-        """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible."""
-        path = self.folder / SWEEP.file
+        """Open the studies. A new sweep first reads its text, so that nothing is written if that is impossible.
+
+        Raises ValueError naming an option that differs from those with which the sweep was started.
+        """
+        path, before = self.folder / SWEEP.file, None
         if path.exists():
             with corrupted_file_error(path, OTHER_FOLDER):
-                self._earlier = read_json(path)["studies"]
+                before = read_json(path)
+                self._known, self._earlier = KnownText(**before["text"]), before["studies"]
+                options, self._rules = options_by_name(before["options"]), before["rules"]
                 made = sum(len(study["trials"]) for study in self._earlier.values())
+                started = {**before["start"], "space": before["space"], "seeds": before["seeds"]}
+                dtype = options["dtype"]
+        self._config = with_dtype(self._config, dtype if before else None)
+        rules = {name: rule_to_dict(method.config.model.rule) for name, method in self.methods.items()}
+        if before:
+            require_same({**self.start, "space": self.space, "seeds": self.seeds}, started, self.folder)
+            now = options_by_name(self._config.to_dict())
+            shared = {name: value for name, value in now.items() if not name.startswith("rule.")}
+            require_same(shared, options, self.folder)
+            for name in rules.keys() & self._rules.keys():
+                require_same(rules[name], self._rules[name], self.folder)
             if made and not (self.folder / STUDIES).exists():
                 raise ValueError(f"{self.folder / STUDIES}: is missing, with {made} trials; {OTHER_FOLDER}")
-        else:
+        self._rules = {**self._rules, **rules}
+        if not before:
             self._read_text(console)
             replace_json(path, self.result())
         storage = open_journal(self.folder / STUDIES)
@@ -247,7 +279,6 @@ class Sweep:
                 say(console, f"{self.minutes:g} minutes do not suffice for {counted(len(plan) - place, 'more trial')}")
                 return
             self._read_text(console)
-            record_machine(self.record, self.methods[method].config)
             before = time.monotonic()
             name = f"{method} {number}/{self.trials}"
             status = console.status(name, spinner="line") if console.is_terminal else nullcontext()
@@ -259,9 +290,8 @@ class Sweep:
 
     def _read_text(self, console: Console) -> None:
         if self._text is None:
-            config = next(iter(self.methods.values())).config
-            config = replace(config, data=with_recorded_shards(self.record, config.data))
-            self._text = read_shared_text(self.record, config, self.folder, console)
+            text = self._text = read_shared_text(self._config, self._known, self.folder, console)
+            self._known = KnownText(text.corpus.hash, text.tokenizer.hash, text.corpus.train_shards)
 
     def _say_of(self, console: Console, method: str, name: str, left: float) -> None:
         results = self.results(method)
@@ -330,13 +360,13 @@ class Sweep:
         steps = config.train.steps
         # Only what `train` writes at the end is saved, and removed again.
         every: dict[str, Any] = {
-            "dtype": self.record["options"]["train"]["dtype"],
+            "dtype": self._config.train.dtype,
             "checkpoint_every": None,
             "sample_every": None,
             "core_every": None,
             "core_bundle": None,
         }
-        config = replace(config, train=replace(config.train, seed=SEED + seed, **every))
+        config = with_shards(replace(config, train=replace(config.train, seed=SEED + seed, **every)), self._known)
         losses: list[float] = []
 
         def validated(step: int, loss: float) -> None:
@@ -385,7 +415,15 @@ class Sweep:
 
     def result(self) -> dict[str, Any]:
         """Return the content of sweep.json."""
-        return self.record | {"studies": self._earlier | {name: self._result(name) for name in self._studies}}
+        return {
+            "start": self.start,
+            "space": self.space,
+            "seeds": self.seeds,
+            "options": self._config.to_dict(),
+            "rules": self._rules,
+            "text": None if self._known is None else self._known._asdict(),
+            "studies": self._earlier | {name: self._result(name) for name in self._studies},
+        }
 
     def _result(self, name: str) -> dict[str, Any]:
         trials, fit, method = self.results(name), self.fit(name), self.methods[name]

@@ -22,12 +22,12 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     options, studies = result["options"], result["studies"]
     train, model = options["train"], options["model"]
     tokens = train["batch_size"] * train["accumulation"] * model["context"]
-    title = f"Sweep: {' with '.join(options['run'].values())}"
+    title = f"Sweep: {' with '.join(result['start'].values())}"
     facts = {
         "Model": f"{model['layers']} layers of width {model['d_model']}, vocabulary {model['vocab_size']:,}",
-        "Trials": f"{train['steps']:,} steps of {tokens:,} tokens; {counted(options['own']['seeds'], 'seed')} each",
-        "Space": options["own"]["space"],
-        "Corpus": str((result["corpus"] or {}).get("name", "not read")),
+        "Trials": f"{train['steps']:,} steps of {tokens:,} tokens; {counted(result['seeds'], 'seed')} each",
+        "Space": result["space"],
+        "Corpus": Path(options["data"]["source"]).name,
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n<dl>",

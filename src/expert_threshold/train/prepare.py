@@ -33,7 +33,7 @@ from .budget import Budget, Decision
 from .checks import decisive, require_same_corpus, require_trainable, require_unchanged
 from .compilation import compiled, pick_compile
 from .config import TrainConfig
-from .device import kernels_off, kernels_run, pick_dtype
+from .device import kernels_off, kernels_run, machine, pick_dtype
 from .log import Display
 from .state import Prepared, TrainState, load_weights
 
@@ -316,6 +316,7 @@ def _record(
         "data": asdict(data) | {"source": absolute(data.source)},
         "optim": asdict(optim),
         "train": asdict(config) | here | {"core_bundle": bundle},
+        "machine": machine(device),
         "versions": {
             "expert_threshold": __version__,
             "torch": torch.__version__,
