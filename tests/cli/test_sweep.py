@@ -273,7 +273,7 @@ def test_all_trials_have_the_tokenizer_and_the_dtype_of_the_first(
     assert len(runs) > 1
     assert {run.config["train"]["dtype"] for run in runs} == {"float32"}
     with edit(out / "sweep.json") as record:
-        record["corpus"]["tokenizer"] = "f" * 64
+        record["text"]["tokenizer"] = "f" * 64
     capsys.readouterr()
     assert et("sweep", *options, "--trials", 5) == 2
     assert "the tokenizer of " in capsys.readouterr().err

@@ -36,9 +36,8 @@ class Result(NamedTuple):
     curve: list[tuple[int, float | None]]  # tokens trained on, validation loss
     clock: list[float]  # seconds of training until each validation
     flops: list[float]  # of training until each validation, by the fanout of each step
-    # Means over training after `WARM` and the rule's own warmup, of each interval's worst layer and of all layers.
-    load_spread_trained: float | None
-    fanout_trained: float | None
+    load_spread_trained: float | None  # mean over training after its warmup and `WARM`, of each interval's worst layer
+    fanout_trained: float | None  # mean over training and layers
     unrouted: float | None  # share of tokens that no expert took in the last validation
     gap: float | None  # last validation loss minus the loss of training's last tenth
 
@@ -112,7 +111,7 @@ def read_result(folder: RunFolder, method: str, seed: int) -> Result | None:
             np.interp(validated, logged, [0.0, *(r["seconds"] for r in training)]).tolist(),
             np.interp(validated, logged, [0.0, *np.cumsum(np.diff(logged) * flops)]).tolist(),
             _over_training(warm, "load_spread", max),
-            _over_training(warm, "fanout_mean", mean),
+            _over_training(training, "fanout_mean", mean),
             counts[0] / sum(counts) if sum(counts) else None,
             None if loss is None or not late or None in late else loss - mean(late),
         )
