@@ -28,9 +28,8 @@ from expert_threshold.analysis.figures.style import style
 from expert_threshold.analysis.page import SCRIPT, svg
 from expert_threshold.analysis.records import expert_series, finite, layer_series, mean_loss, series
 from expert_threshold.analysis.report import duration, write_report
-from expert_threshold.analysis.results import read_result
-from expert_threshold.compare.judgement import judge
 from expert_threshold.compare.page import comparison_page
+from expert_threshold.compare.running import findings_of, read_runs
 from expert_threshold.data import DataConfig
 from expert_threshold.install import install
 from expert_threshold.model import GPTConfig
@@ -358,12 +357,11 @@ def styled(draw: Callable[..., Figure], *arguments: Any) -> Figure:
 
 @pytest.mark.usefixtures("without_figures")
 def test_a_comparison_shows_the_options_that_differ(runs: Path, tmp_path: Path) -> None:
-    results = []
     for name in ("expert_threshold", "expert_choice"):
-        folder = RunFolder.open(shutil.copytree(runs / name, tmp_path / name / "seed_0"))
-        results += filter(None, [read_result(folder, name, 0)])
-    costs = {name: {"bytes_sent": 0, "state_bytes": 0} for name in RULES}
-    shown = comparison_page("Two", results, judge(results, "expert_choice"), "expert_choice", 0.01, costs, tmp_path)
+        shutil.copytree(runs / name, tmp_path / name / "seed_0")
+    found = read_runs(tmp_path)
+    names = [run.method for run in found]
+    shown = comparison_page(findings_of(found, names, "Two", "expert_choice", 0.01), tmp_path)
     table = shown[shown.index("Options that differ</h2>") :]
     for cells in (["rule.name", "expert_threshold", "expert_choice"], ["rule.warmup_steps", "2", "–"]):
         assert "".join(f"<td>{cell}</td>" for cell in cells) in table
