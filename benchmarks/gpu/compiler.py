@@ -121,8 +121,12 @@ def compiled(launch: Launch, capability: int, tiles: dict[str, int], **options: 
         elif isinstance(value, Tensor):
             signature[name] = "*" + TYPES[value.dtype]
             aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[name] = "fp32"
         else:
             signature[name] = "i32"
+            if value % 16 == 0:
+                aligned[(launch.kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
     by_place = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(launch.kernel, signature, by_place, aligned)
     return compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options})

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from created import created_by, fake_gpu
 from expert_threshold.model.attention import (
     Attention,
     attend,
@@ -95,3 +96,31 @@ def test_attention_is_its_definition_with_any_number_of_key_value_heads(time: in
     x = torch.randn(2, time, 16)
     cos, sin = rotary(torch.arange(float(time)), 4)
     torch.testing.assert_close(attention(x, cos, sin, None, 0), by_definition(attention, x))
+
+
+def test_on_a_gpu_no_key_beyond_the_window_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dense mask made every query meet every key."""
+    time, width = 512, 32
+    with fake_gpu(monkeypatch):
+        q, k = (torch.empty(2, heads, time, width, dtype=torch.bfloat16, device="cuda") for heads in (4, 2))
+        made = created_by(lambda: attend(q, k, k, window=100))
+        assert attend(q, k, k, window=100).shape == q.shape
+    assert max(size for _, size in made) == q.numel() < time * time
+
+
+def test_on_a_gpu_a_cache_of_any_length_is_attended_to_without_a_plan_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """cuDNN, torch's first choice on Hopper, plans for every new length, which took longer than all else."""
+    allowed = []
+
+    def attending(q: Tensor, *_: object, **__: object) -> Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return q
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attending)
+    with fake_gpu(monkeypatch):
+        q = torch.empty(2, 4, 1, 8, dtype=torch.bfloat16, device="cuda")
+        attend(q, q, q)
+        attend(q, q, q, grows=True)
+    assert allowed == [True, False]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from created import created_by
 from expert_threshold.model import cross_entropy
 from expert_threshold.model.cross_entropy import linear_cross_entropy, softcap_logits
 from shifted_logits import SHIFTS, SOFTCAPS, require_the_definition
@@ -160,25 +160,14 @@ def test_what_is_frozen_gets_no_gradient_and_the_other_its_usual_one(frozen: str
             torch.testing.assert_close(tensor.grad, wanted)
 
 
-class Created(TorchDispatchMode):
-    """Records the number of elements of every tensor that an operation returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, Tensor):
-                self.sizes.append(value.numel())
-        return result
+def made_by(work: Callable[[], object]) -> list[tuple[torch.dtype, int]]:
+    """Return what was made inside the custom operator, too."""
+    with mock.patch.object(cross_entropy, "_cross_entropy", cross_entropy._cross_entropy._init_fn):
+        return created_by(work)
 
 
-def created_by(work: Callable[[], Any]) -> list[int]:
-    with Created() as mode:
-        work()
-    return mode.sizes
+def sizes_of(work: Callable[[], object]) -> list[int]:
+    return [size for _, size in made_by(work)]
 
 
 @softcaps
@@ -186,8 +175,8 @@ def test_no_tensor_as_large_as_all_logits_ever_exists(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"cpu": 1 << 10})
     tokens, vocab = 128, 64
     x, weight, targets = problem(tokens, vocab)
-    assert max(created_by(lambda: whole(x, weight, targets, softcap))) == tokens * vocab
-    sizes = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap).mean.backward())
+    assert max(sizes_of(lambda: whole(x, weight, targets, softcap))) == tokens * vocab
+    sizes = sizes_of(lambda: linear_cross_entropy(x, weight, targets, softcap).mean.backward())
     assert max(sizes) == max(1 << 10, tokens * D_MODEL, vocab * D_MODEL)
 
 
@@ -196,11 +185,11 @@ def test_without_gradients_none_is_made_and_the_value_is_the_same(softcap: float
     x, weight, targets = problem(10, 100)
     expected = linear_cross_entropy(x, weight, targets, softcap)
     with torch.no_grad():
-        sizes = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap))
+        sizes = sizes_of(lambda: linear_cross_entropy(x, weight, targets, softcap))
         found = linear_cross_entropy(x, weight, targets, softcap)
     torch.testing.assert_close(found, expected)
     assert not found.mean.requires_grad
-    with_gradient = created_by(lambda: linear_cross_entropy(x, weight, targets, softcap))
+    with_gradient = sizes_of(lambda: linear_cross_entropy(x, weight, targets, softcap))
     # Of the head's size there is only the weight itself, cast or transposed.
     assert sizes.count(weight.numel()) < with_gradient.count(weight.numel())
 
@@ -209,7 +198,7 @@ def test_without_gradients_a_token_without_a_target_costs_no_logits() -> None:
     x, weight, targets = problem(100, 50)
     targets[4:] = -1
     with torch.no_grad():
-        sizes = created_by(lambda: linear_cross_entropy(x, weight, targets, 15.0))
+        sizes = sizes_of(lambda: linear_cross_entropy(x, weight, targets, 15.0))
     wanted = int((targets >= 0).sum())
     assert wanted * 50 in sizes
     assert max(sizes) <= max(wanted * 50, weight.numel())
@@ -230,3 +219,48 @@ def test_the_softcap_is_odd_bounded_and_the_identity_near_zero() -> None:
     torch.testing.assert_close(softcap_logits(logits / 1e4, 15.0), logits / 1e4, rtol=1e-4, atol=1e-7)
     assert softcap_logits(logits, None) is logits
     assert softcap_logits(logits.bfloat16(), 15.0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@softcaps
+def test_the_gpus_kernel_writes_the_losses_and_the_slopes_of_the_plain_operations(
+    softcap: float | None, dtype: torch.dtype
+) -> None:
+    """In Triton's interpreter, with rows of one tile, of several and of a part."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from expert_threshold.kernels.gpu.cross_entropy import softmax_slopes
+
+    for vocab in (16, 48, 7, 50):
+        given_logits = (8 * torch.randn(5, vocab, generator=torch.Generator().manual_seed(vocab))).to(dtype)
+        given_logits[0] += 60.0  # all at one end of the cap
+        wanted = torch.arange(5) % vocab
+        slopes, expected, losses, their = given_logits.clone(), given_logits.clone(), torch.empty(5), torch.empty(5)
+        softmax_slopes(slopes, wanted, losses, softcap, True, tile=16)
+        buffers = [torch.empty(5, vocab) for _ in range(3)]
+        cross_entropy._softmax_slopes(expected, wanted, their, softcap, True, buffers)
+        torch.testing.assert_close(losses, their, atol=1e-5, rtol=1e-5)
+        bound = {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype]  # an ulp
+        torch.testing.assert_close(slopes, expected, atol=1e-6, rtol=bound)
+        softmax_slopes(given_logits, wanted, losses, softcap, False, tile=16)
+        torch.testing.assert_close(losses, their, atol=1e-5, rtol=1e-5)
+
+
+@softcaps
+def test_with_the_gpus_kernel_logits_stay_narrow_and_the_result_is_the_same(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
+    """They were copied to float32, and the copies read and written a dozen times."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    vocab = 200
+    x, weight, targets = problem(12, vocab, torch.bfloat16)
+    plain = linear_cross_entropy(x, weight, targets, softcap)
+    expected = torch.autograd.grad(plain.mean, (x, weight))
+    monkeypatch.setattr(cross_entropy, "LOGITS_PER_CHUNK", {"kernel": 5 * vocab})
+    monkeypatch.setattr(cross_entropy.gpu, "applies", lambda _: True)
+    made = made_by(lambda: linear_cross_entropy(x, weight, targets, softcap))
+    assert (torch.bfloat16, 5 * vocab) in made
+    assert (torch.float32, 5 * vocab) not in made
+    found = linear_cross_entropy(x, weight, targets, softcap)
+    torch.testing.assert_close(found.token_losses, plain.token_losses, atol=1e-5, rtol=1e-5)
+    for gradient, wanted in zip(torch.autograd.grad(found.mean, (x, weight)), expected, strict=True):
+        assert (gradient - wanted).norm() <= 0.02 * wanted.norm()

@@ -8,13 +8,16 @@ import operator
 import re
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cases import TRAINED
+from created import created_by
 from expert_threshold.moe import FeedForward, MoE
+from expert_threshold.moe.router import _Scores, exact_parts
 from expert_threshold.routing import RULES as NAMED
 from expert_threshold.routing import ExpertThreshold, Rule, TokenChoice
 
@@ -390,3 +393,36 @@ def test_masked_tokens_get_zeros_and_change_nothing_for_the_others(rule: Rule, t
 def test_a_mask_of_another_shape_or_dtype_is_refused(mask: Tensor) -> None:
     with pytest.raises(ValueError, match="mask"):
         MoE(8, 12, TokenChoice(4, 1))(torch.randn(2, 3, 8), mask=mask)
+
+
+def test_three_bfloat16_parts_are_a_float32_exactly() -> None:
+    powers = torch.randint(-80, 80, (4000,), generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4000, generator=torch.Generator().manual_seed(1)) * 2.0**powers
+    assert torch.equal(exact_parts(x).float().flip(0).sum(0), x)
+
+
+def test_on_a_gpu_scores_and_their_gradient_are_float32_and_narrow_rows_are_never_cast(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Casting them and multiplying in float32 took 18 ms of a step of d20."""
+    x, weight, dscores = torch.randn(2, 50, 16).bfloat16(), torch.randn(4, 16), torch.randn(2, 50, 4)
+
+    def products() -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            context = mock.Mock(saved_tensors=(x, weight))
+            return _Scores.forward(context, x, weight), _Scores.backward(context, dscores)[1]
+
+    expected = products()
+    monkeypatch.setattr("expert_threshold.moe.router._on_tensor_cores", lambda _: True)
+    wide = []
+
+    def multiply(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """Stand in for the GPU's product, whose terms are exact."""
+        wide.extend([a.dtype, b.dtype])
+        return (a.double() @ b.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    for found, wanted in zip(products(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert set(wide) == {torch.bfloat16}
+    assert (torch.float32, x.numel()) not in created_by(products)

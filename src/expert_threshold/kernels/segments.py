@@ -27,29 +27,20 @@ def segments(assignment: Tensor, rows: int | None) -> Segments:
     if rows is None:
         rows = assignment.numel() if torch.compiler.is_compiling() else int(assignment.sum())
     tokens, experts = assignment.shape
-    by_expert = assignment.T.flatten()
-    row, ends = by_expert.cumsum(0) - 1, assignment.sum(0).cumsum(0)
-    pairs = torch.arange(tokens, device=row.device) * experts + torch.arange(experts, device=row.device)[:, None]
+    ends, fanout = assignment.sum(0).cumsum(0), assignment.sum(1).cumsum(0)
     if tokens and experts:
         torch._assert_async(
             (ends[-1] <= rows), f"more pairs of tokens and experts than the {rows} rows they were given"
         )
-    pair = scatter(pairs.flatten(), row.where(by_expert, rows), rows, filled_with=tokens * experts)
-    fanout = assignment.sum(1).cumsum(0)
-    place = assignment.flatten().cumsum(0) - 1
-    row_of_pair = row.view(experts, tokens).T.flatten()
+    expert, token = assignment.T.nonzero_static(size=rows, fill_value=-1).unbind(1)
+    padding = token < 0
     return Segments(
-        token=torch.div(pair, max(experts, 1), rounding_mode="floor").where(pair < tokens * experts, 0),
-        pair=pair,
+        token=token.clamp(min=0),
+        pair=(token * experts + expert).where(~padding, tokens * experts),
         ends=ends.int(),
-        by_token=scatter(row_of_pair, place.where(assignment.flatten(), rows), rows, filled_with=0),
+        by_token=token.where(~padding, tokens).int().argsort(stable=True),  # 32 bits: half the passes of a radix sort
         of_token=torch.cat((fanout.new_zeros(1), fanout)),
     )
-
-
-def scatter(values: Tensor, places: Tensor, length: int, filled_with: int) -> Tensor:
-    """Return (length,) with the values at their distinct places; those past the end are dropped."""
-    return values.new_full((length + 1,), filled_with).scatter_(0, places.clamp(max=length), values)[:length]
 
 
 def gate_of_rows(gates: Tensor, packed: Segments) -> Tensor:

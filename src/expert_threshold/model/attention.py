@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu.blocks import override
@@ -311,9 +313,22 @@ class _CausalAttention(torch.autograd.Function):
         return torch.cat(dq, 1), dk, dv, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: int | None = None) -> Tensor:
+ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""The kernels that take a growing cache as it is; cuDNN, torch's first choice on Hopper, plans for every new length."""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    window: int | None = None,
+    *,
+    grows: bool = False,
+) -> Tensor:
     """Return attention (batch, heads, time, head_dim); k and v may have fewer heads. Without a mask it is causal, each
-    query attends to `window` keys before its own, None for all, and a single query to every key.
+    query attends to `window` keys before its own, None for all, and a single query to every key. grows: the number of
+    keys is another at every call.
     """
     causal = mask is None and q.shape[2] > 1
     if q.is_cpu and q.dtype == torch.bfloat16 and causal:
@@ -321,11 +336,32 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, window: 
         y: Tensor = _CausalAttention.apply(*(t.flatten(0, 1) for t in (q, k, v)), window)
         return y.view(q.shape)
     if causal and window is not None and window + 1 < q.shape[2]:
+        if has_flash(q):
+            return _within_window(q, k, v, window)
         positions = torch.arange(q.shape[2], device=q.device)
         mask, causal = _mask(positions[:, None], positions, window, q.dtype), False
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    with sdpa_kernel(ANY_LENGTH) if grows and q.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def has_flash(q: Tensor) -> bool:
+    """Return True if PyTorch's flash attention computes queries (…, head_dim) on this device."""
+    narrow = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.is_cuda and narrow and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+def _within_window(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """Return causal attention in which a query attends to `window` keys before its own; no others are computed."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    batch, heads, time, _ = q.shape
+    k, v = (t.repeat_interleave(heads // t.shape[1], 1) if t.shape[1] != heads else t for t in (k, v))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    begins = torch.arange(0, (batch + 1) * time, time, dtype=torch.int32, device=q.device)
+    y = varlen_attn(q, k, v, begins, begins, time, time, window_size=(window, 0))
+    return y.unflatten(0, (batch, time)).transpose(1, 2)
 
 
 class _AddToLast(torch.autograd.Function):
@@ -415,7 +451,7 @@ class Attention(nn.Module):
         elif self.key_offset:
             k = delay(k)
         mask = None if span is None else span.mask(self.window)
-        output = self.output(attend(q, k, v, mask, self.window).transpose(1, 2).flatten(2))
+        output = self.output(attend(q, k, v, mask, self.window, grows=span is not None).transpose(1, 2).flatten(2))
         return output
 
     def _value_embeddings(self, x: Tensor, tokens: Tensor) -> Tensor:

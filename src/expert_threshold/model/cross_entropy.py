@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels import gpu
 from ..kernels.autograd import refuse_second_derivative
 from ..kernels.cpu.blocks import override
 
-# Float32 logits per chunk, in three copies: few enough for a CPU's cache, enough to fill a GPU.
-LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26}
+# Logits per chunk, few enough for a CPU's cache, enough to fill a GPU: in float32 in three copies, or in the kernel's
+# bfloat16 once, where fewer chunks add to the head's gradient less often.
+LOGITS_PER_CHUNK = {"cpu": 1 << 20, "gpu": 1 << 26, "kernel": 1 << 29}
 
 
 class CrossEntropy(NamedTuple):
@@ -64,37 +66,61 @@ def _cross_entropy(
     cast_weight = (weight if softcap is None else weight * (2 / softcap)).to(x.dtype)
     token_losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
     valid = targets >= 0
-    wanted = targets.clamp(min=0)[:, None]
+    wanted = targets.clamp(min=0)
     dx = x.new_empty(x.shape if with_gradient else (0, x.shape[1]))
     dweight = weight.new_zeros(weight.shape if with_gradient else (0, weight.shape[1]))
-    size = max(LOGITS_PER_CHUNK["cpu" if x.is_cpu else "gpu"] // len(weight), 1)
+    on_gpu = gpu.applies(x)
+    size = max(LOGITS_PER_CHUNK["kernel" if on_gpu else "cpu" if x.is_cpu else "gpu"] // len(weight), 1)
     # One set of buffers serves all chunks: allocating megabytes for each would fragment the heap.
     shape = (min(size, len(x)), len(weight))
     rounded = x.new_empty(shape)
-    sigmas, scores, shares = (x.new_empty(shape, dtype=torch.float32) for _ in range(3))
+    wide = [] if on_gpu else [x.new_empty(shape, dtype=torch.float32) for _ in range(3)]
     for start in range(0, len(x), size):
         chunk = slice(start, start + size)
-        rows = slice(0, len(x[chunk]))
-        torch.mm(x[chunk], cast_weight.T, out=rounded[rows])
-        logits, probabilities = scores[rows].copy_(rounded[rows]), shares[rows]
-        if softcap is not None:
-            sigma = torch.sigmoid(logits, out=sigmas[rows])
-            torch.mul(sigma, 2 * softcap, out=logits)
-        torch.softmax(logits, 1, out=probabilities)
-        # Exponentials are relative to the largest logit, whose probability never underflows.
-        below_top = logits.amax(1) - logits.gather(1, wanted[chunk])[:, 0]
-        token_losses[chunk] = below_top - probabilities.amax(1).log()
-        if not with_gradient:
-            continue
-        dlogits = probabilities
-        dlogits.scatter_add_(1, wanted[chunk], dlogits.new_full((1, 1), -1).expand_as(wanted[chunk]))
-        if softcap is not None:  # the factors 2 cap and 2 / cap make 4, applied at the end
-            torch.ops.aten.sigmoid_backward(dlogits, sigma, grad_input=dlogits)
-        dlogits = rounded[rows].copy_(dlogits)
-        torch.mm(dlogits, cast_weight, out=dx[chunk])
-        dweight += dlogits.T @ (x[chunk] * valid[chunk, None])
+        logits = rounded[: len(x[chunk])]
+        torch.mm(x[chunk], cast_weight.T, out=logits)
+        if on_gpu:
+            from ..kernels.gpu.cross_entropy import softmax_slopes
+
+            softmax_slopes(logits, wanted[chunk], token_losses[chunk], softcap, with_gradient)
+        else:
+            _softmax_slopes(logits, wanted[chunk], token_losses[chunk], softcap, with_gradient, wide)
+        if with_gradient:
+            torch.mm(logits, cast_weight, out=dx[chunk])
+            _add_product(dweight, logits.T, x[chunk] * valid[chunk, None])
     token_losses *= valid
     return token_losses, dx, dweight
+
+
+def _softmax_slopes(
+    logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, buffers: list[Tensor]
+) -> None:
+    """Write the losses (rows,) of logits (rows, vocab), and their slopes over the logits if `with_gradient`.
+
+    buffers: three of float32, of as many rows or more.
+    """
+    sigma, scores, shares = (buffer[: len(logits)] for buffer in buffers)
+    scores.copy_(logits)
+    if softcap is not None:
+        torch.sigmoid(scores, out=sigma)
+        torch.mul(sigma, 2 * softcap, out=scores)
+    torch.softmax(scores, 1, out=shares)
+    # Exponentials are relative to the largest logit, whose probability never underflows.
+    below_top = scores.amax(1) - scores.gather(1, wanted[:, None])[:, 0]
+    losses.copy_(below_top - shares.amax(1).log())
+    if with_gradient:
+        shares.scatter_add_(1, wanted[:, None], shares.new_full((1, 1), -1).expand(len(wanted), 1))
+        if softcap is not None:  # the factors 2 cap and 2 / cap make 4, applied at the end
+            torch.ops.aten.sigmoid_backward(shares, sigma, grad_input=shares)
+        logits.copy_(shares)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left right to the total, in the total's precision where the GPU multiplies narrower numbers."""
+    if left.is_cuda and left.dtype != total.dtype == torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 @_cross_entropy.register_fake

@@ -145,7 +145,9 @@ def _logits(config: GPTConfig, step: Step) -> int:
         rows = min(max(NUMBERS_PER_CHUNK // vocab, GROUP), step.tokens)
         buffers = 3 * vocab * width * size + rows * (vocab + width) * size
     else:
-        rows = min(max(LOGITS_PER_CHUNK["gpu" if step.gpu else "cpu"] // vocab, 1), step.tokens)
-        widened = 0 if step.gpu or size == FLOAT32 else FLOAT32  # a chunk's gradient, on a CPU
-        buffers = rows * vocab * (size + 3 * FLOAT32) + vocab * width * (2 * size + widened)
+        rows = min(max(LOGITS_PER_CHUNK["kernel" if step.gpu else "cpu"] // vocab, 1), step.tokens)
+        buffers = rows * vocab * size + vocab * width * size
+        if not step.gpu:
+            widened = 0 if size == FLOAT32 else FLOAT32  # a chunk's gradient
+            buffers += rows * vocab * 3 * FLOAT32 + vocab * width * (size + widened)
     return buffers + vocab * width * FLOAT32 + step.tokens * width * size

@@ -18,19 +18,43 @@ from ..routing import Observation, Routing, Rule, all_finite, observe
 from ..routing.gates import weights_of
 
 
+def exact_parts(x: Tensor) -> Tensor:
+    """Return bfloat16 parts (3, …) whose sum is x, float32, exactly: three times 8 bits."""
+    first = x.bfloat16()
+    second = (x - first.float()).bfloat16()
+    return torch.stack((first, second, (x - first.float() - second.float()).bfloat16()))
+
+
+def _on_tensor_cores(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
 class _Scores(torch.autograd.Function):
-    """W x in float32 for x of any dtype; saves x uncast for backward and computes its gradient in its dtype."""
+    """W x in float32 for x of any dtype; saves x uncast for backward and computes its gradient in its dtype.
+
+    On a GPU tensor cores multiply bfloat16 x by the exact parts of the other factor and add in float32, so that x is
+    read once and never cast.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x.float(), weight.float())
+        if not _on_tensor_cores(x):
+            return F.linear(x.float(), weight.float())
+        parts = exact_parts(weight.float()).flatten(0, 1)
+        products = torch.mm(x.flatten(0, -2), parts.T, out_dtype=torch.float32)
+        return products.view(*x.shape[:-1], 3, len(weight)).sum(-2)
 
     @staticmethod
     def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor, Tensor]:
         refuse_second_derivative()
         x, weight = ctx.saved_tensors
-        dweight = dscores.flatten(0, -2).T @ x.flatten(0, -2).float()
+        rows, drows = x.flatten(0, -2), dscores.flatten(0, -2)
+        if _on_tensor_cores(x):
+            parts = exact_parts(drows.T).flatten(0, 1)
+            dweight = torch.mm(parts, rows, out_dtype=torch.float32).view(3, *weight.shape).sum(0)
+        else:
+            dweight = drows.T @ rows.float()
         return dscores.to(x.dtype) @ weight.to(x.dtype), dweight.to(weight.dtype)
 
 

@@ -1,1 +1,17 @@
 """Kernels in Triton for NVIDIA GPUs, behind operators of torch.library; imported when first called."""
+
+from functools import cache
+from importlib.util import find_spec
+
+from torch import Tensor
+
+
+@cache
+def has_triton() -> bool:
+    """Return True if Triton is installed; torch's builds for NVIDIA GPUs bring it."""
+    return find_spec("triton") is not None
+
+
+def applies(x: Tensor) -> bool:
+    """Return True if the kernels run for rows like x."""
+    return x.is_cuda and has_triton()

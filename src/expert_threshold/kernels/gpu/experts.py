@@ -76,7 +76,6 @@ def multiply(
     and into dots (parts, rows) the parts of <gradient, kept>, which add up to the gate's gradient.
     """
     columns: tl.constexpr = (d_out + tile_n - 1) // tile_n
-    even: tl.constexpr = d_in % tile_k == 0 and d_out % tile_n == 0
     expert = tl.arange(0, triton.next_power_of_2(experts))
     end_of = tl.load(ends + expert, mask=expert < experts, other=0)
     begin_of = tl.load(ends + expert - 1, mask=(expert > 0) & (expert < experts), other=0)
@@ -96,16 +95,17 @@ def multiply(
         held = tl.where(inside, row, begin)
         source = tl.load(token + held) if gathered else held.to(tl.int64)
         lefts = left + source[:, None] * d_in + k[None, :]
-        place = k[:, None] + column[None, :] * d_in if out_in else k[:, None] * d_out + column[None, :]
+        # Columns past the last repeat the first: a mask on them would keep loads out of the pipeline.
+        read = column[None, :] % d_out
+        place = k[:, None] + read * d_in if out_in else k[:, None] * d_out + read
         rights = weights + e.to(tl.int64) * (d_in * d_out) + place
         product = tl.zeros((tile_m, tile_n), tl.float32)
         for start in range(0, d_in, tile_k):
-            if even:
+            if d_in % tile_k == 0:
                 l_tile, r_tile = tl.load(lefts), tl.load(rights)
             else:
-                left_in = k[None, :] < d_in - start
-                l_tile = tl.load(lefts, mask=left_in, other=0)
-                r_tile = tl.load(rights, mask=(k[:, None] < d_in - start) & (column[None, :] < d_out), other=0)
+                l_tile = tl.load(lefts, mask=k[None, :] < d_in - start, other=0)
+                r_tile = tl.load(rights, mask=k[:, None] < d_in - start, other=0)
             if upcast:
                 l_tile, r_tile = l_tile.to(tl.float32), r_tile.to(tl.float32)
             product = tl.dot(l_tile, r_tile, product, input_precision="ieee")
@@ -194,12 +194,8 @@ def multiply_segments(
         next_source = tl.load(token + row + tile_k, mask=row + tile_k < end, other=0)
         left_row = source if gather_left else row.to(tl.int64)
         right_row = row.to(tl.int64) if gather_left else source
-        l_tile = tl.load(
-            left + left_row[:, None] * d_left + m[None, :], mask=inside[:, None] & (m[None, :] < d_left), other=0
-        )
-        r_tile = tl.load(
-            right + right_row[:, None] * d_right + n[None, :], mask=inside[:, None] & (n[None, :] < d_right), other=0
-        )
+        l_tile = tl.load(left + left_row[:, None] * d_left + m[None, :] % d_left, mask=inside[:, None], other=0)
+        r_tile = tl.load(right + right_row[:, None] * d_right + n[None, :] % d_right, mask=inside[:, None], other=0)
         if upcast:
             l_tile, r_tile = l_tile.to(tl.float32), r_tile.to(tl.float32)
         product = tl.dot(l_tile.T, r_tile, product, input_precision="ieee")

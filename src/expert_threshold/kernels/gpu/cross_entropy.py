@@ -1,0 +1,61 @@
+"""Losses of a softcapped head from its logits, with the logits' gradient in their place: two reads and one write."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE, WARPS = 4096, 8
+
+
+@triton.jit
+def softmax_slopes_of_row(
+    logits: tl.tensor,
+    wanted: tl.tensor,
+    losses: tl.tensor,
+    vocab: tl.tensor,
+    softcap: tl.tensor,
+    capped: tl.constexpr,
+    with_gradient: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Write one row's loss, and if `with_gradient` its slopes over the logits, see `model.cross_entropy`."""
+    row = tl.program_id(0)
+    first = logits + row.to(tl.int64) * vocab
+    word, target = tl.arange(0, tile), tl.load(wanted + row)
+    top, total, at_target = -float("inf"), 0.0, 0.0
+    for start in range(0, vocab, tile):
+        inside = start + word < vocab
+        score = tl.load(first + start + word, mask=inside, other=0).to(tl.float32)
+        if capped:
+            score = 2 * softcap * tl.sigmoid(score)
+        # Exponentials are relative to the largest score so far, so that none overflows.
+        higher = tl.maximum(top, tl.max(tl.where(inside, score, -float("inf"))))
+        total = total * tl.exp(top - higher) + tl.sum(tl.where(inside, tl.exp(score - higher), 0.0))
+        at_target += tl.sum(tl.where(start + word == target, score, 0.0))
+        top = higher
+    tl.store(losses + row, top - at_target + tl.log(total))
+    if with_gradient:
+        for start in range(0, vocab, tile):
+            inside = start + word < vocab
+            score = tl.load(first + start + word, mask=inside, other=0).to(tl.float32)
+            sigma = tl.sigmoid(score)
+            if capped:
+                score = 2 * softcap * sigma
+            slope = tl.exp(score - top) / total - tl.where(start + word == target, 1.0, 0.0)
+            if capped:
+                slope *= sigma * (1 - sigma)
+            tl.store(first + start + word, slope.to(logits.dtype.element_ty), mask=inside)
+
+
+def softmax_slopes(
+    logits: Tensor, wanted: Tensor, losses: Tensor, softcap: float | None, with_gradient: bool, tile: int = TILE
+) -> None:
+    """Write the losses (rows,) of logits (rows, vocab), and their slopes over the logits if `with_gradient`."""
+    if not logits.numel():
+        return
+    with torch.cuda.device_of(logits):
+        softmax_slopes_of_row[(len(logits),)](
+            logits, wanted, losses, logits.shape[1], softcap or 0.0,
+            capped=softcap is not None, with_gradient=with_gradient, tile=tile, num_warps=WARPS,
+        )  # fmt: skip
