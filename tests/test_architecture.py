@@ -76,7 +76,7 @@ HOMES: dict[str, set[str]] = {
     "torch.utils.tensorboard": set(),
     "trackio": set(),
     "transformers": {"integrations/transformers.py"},
-    "triton": {"kernels/gpu/experts.py", "routing/radix.py"},
+    "triton": {"kernels/gpu/cross_entropy.py", "kernels/gpu/experts.py", "routing/radix.py"},
     "uvicorn": {"serve/connections.py"},
 }
 ONLY_IN_INTEGRATIONS = {"lm_eval", "transformers"}

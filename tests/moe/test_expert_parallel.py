@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
-from expert_threshold.moe.sharding import split_rows
+from expert_threshold.moe import Experts
+from expert_threshold.moe.backends.expert_parallel import OwnExperts
+from expert_threshold.moe.sharding import equal_split
 from expert_threshold.routing import ExpertChoice, ExpertThreshold, Rule, TokenChoice
 from ranks import run_on_ranks
 
@@ -26,7 +30,7 @@ def test_experts_on_several_ranks_equal_those_of_one_process(ranks: int, tmp_pat
     ],
 )
 def test_equal_splits_hold_what_the_bounds_let_through(rule: Rule, rows: int) -> None:
-    assert split_rows(rule, (2, 32), 4) == rows
+    assert equal_split(rule, (2, 32), 4).rows == rows
 
 
 @pytest.mark.parametrize(
@@ -40,4 +44,17 @@ def test_equal_splits_hold_what_the_bounds_let_through(rule: Rule, rows: int) ->
 )
 def test_equal_splits_are_refused_where_nothing_bounds_them(rule: Rule) -> None:
     with pytest.raises(ValueError, match=r"does not bound an expert's load from one rank.*use splits by count"):
-        split_rows(rule, (2, 32), 4)
+        equal_split(rule, (2, 32), 4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_owner_knows_the_bound_on_its_pairs_in_training_and_need_not_wait_to_count_them(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With equal splits each layer still waited for the device once."""
+    monkeypatch.setitem(OwnExperts.__init__.__globals__, "part", lambda tensor, group: tensor)
+    backend = mock.Mock()
+    split = equal_split(ExpertChoice(8, 1, pool="batch"), (2, 32), 4)
+    own = OwnExperts(Experts(2, 4, 4), backend, mock.Mock(), split).train(training)
+    own(torch.empty(64, 4), torch.empty(64, 2), torch.empty(64, 2))
+    assert backend.call_args.kwargs["rows"] == (8 * 8 if training else None)

@@ -22,7 +22,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: t
 
     micro_batch: sequences and their length, equal on all ranks. Training then uses equal splits, padded to the capacity
     bound, whose sizes need no communication or synchronization. The rule must bound the tokens that one rank sends to
-    an expert, see `split_rows`. None: uneven splits, whose sizes are sent first, as always in inference.
+    an expert, see `equal_split`. None: uneven splits, whose sizes are sent first, as always in inference.
 
     Raises ValueError, on all ranks, if the experts do not divide by the ranks, or if equal splits are not possible.
     """
@@ -34,12 +34,7 @@ def shard_experts(module: nn.Module, group: dist.ProcessGroup, *, micro_batch: t
             raise ValueError("experts are split already; call shard_experts once")
     if micro_batch is not None:
         _require_same(micro_batch, group, layers[0].router.weight.device if layers else None)
-    splits = [
-        None
-        if micro_batch is None
-        else Split(split_rows(layer.router.rule, micro_batch, ranks), micro_batch[0] * micro_batch[1])
-        for layer in layers
-    ]
+    splits = [None if micro_batch is None else equal_split(layer.router.rule, micro_batch, ranks) for layer in layers]
     for layer, split in zip(layers, splits, strict=True):
         layer.experts = OwnExperts(layer.experts, layer.dispatch, group, split)
         layer.dispatch = BACKENDS["expert_parallel"]
@@ -53,12 +48,12 @@ def require_even_split(num_experts: int, ranks: int) -> None:
         )
 
 
-def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
-    """Return the maximum number of rows that one rank sends to another in training. micro_batch: sequences, length.
+def equal_split(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> Split:
+    """Return the equal split of training. micro_batch: sequences, length.
 
-    It is the number of experts there times `rule.max_load` of this rank's tokens, and at most the number of tokens. A
-    global pool bounds what an owner receives from all ranks together, not from one; token choice and thresholds without
-    bounds bound nothing.
+    One rank sends another at most as many rows as there are experts times `rule.max_load` of this rank's tokens, and at
+    most as many as it has tokens. A global pool bounds what an owner receives from all ranks together, not from one;
+    token choice and thresholds without bounds bound nothing.
 
     Raises ValueError if there is no bound.
     """
@@ -69,7 +64,7 @@ def split_rows(rule: Rule, micro_batch: tuple[int, int], ranks: int) -> int:
             f"rule={rule!r} does not bound an expert's load from one rank, so equal splits could overflow; use splits "
             "by count, or a rule with pools of one rank and capacity bounds"
         )
-    return min(rule.num_experts // ranks * load, tokens)
+    return Split(min(rule.num_experts // ranks * load, tokens), tokens, rule.num_experts * load)
 
 
 def _require_same(micro_batch: tuple[int, int], group: dist.ProcessGroup, device: torch.device | None) -> None:

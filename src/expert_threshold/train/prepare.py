@@ -72,6 +72,8 @@ def prepare(
     device = parallel.device
     if config.threads is not None:
         torch.set_num_threads(config.threads)
+    # Weight gradients sum over all tokens, which cuBLAS splits, and would add the parts up in bfloat16.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     record = _record(model, data, optim, config, device)
     if resume:
         record = folder.config | record

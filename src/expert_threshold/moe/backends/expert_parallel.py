@@ -24,10 +24,14 @@ ABSENT = -math.inf
 
 
 class Split(NamedTuple):
-    """Equal splits in training: the rows that each rank sends to each other, and the tokens per rank they are for."""
+    """Equal splits in training, for a number of tokens per rank.
+
+    rows: what each rank sends to each other; pairs: the most token-expert pairs that an owner receives in them.
+    """
 
     rows: int
     tokens: int
+    pairs: int
 
 
 class OwnExperts(Experts):
@@ -51,7 +55,8 @@ class OwnExperts(Experts):
 
     def forward(self, x: Tensor, gates: Tensor, assignment: Tensor) -> Tensor:
         """Return the weighted sums of rows (rows, d_model); gates and assignment: (rows, own experts)."""
-        y: Tensor = self.backend(x, gates, assignment, self)
+        pairs = self.split.pairs if self.split is not None and self.training else None
+        y: Tensor = self.backend(x, gates, assignment, self, rows=pairs)
         return y
 
 
