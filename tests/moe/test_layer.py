@@ -404,7 +404,7 @@ def test_three_bfloat16_parts_are_a_float32_exactly() -> None:
 def test_on_a_gpu_scores_and_their_gradient_are_float32_and_narrow_rows_are_never_cast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Casting them and multiplying in float32 took 18 ms of a step of d20."""
+    """They were copied to float32 and multiplied there, without tensor cores."""
     x, weight, dscores = torch.randn(2, 50, 16).bfloat16(), torch.randn(4, 16), torch.randn(2, 50, 4)
 
     def products() -> tuple[Tensor, Tensor]:
