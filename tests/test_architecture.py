@@ -69,6 +69,7 @@ HOMES: dict[str, set[str]] = {
     "lm_eval": {"integrations/lm_eval.py"},
     "matplotlib": set(),
     "optuna": set(),
+    "pydantic": {"serve/completion.py", "serve/explorer.py", "serve/openapi.py"},
     "scipy": set(),
     "starlette": {"serve/explorer.py", "serve/server.py"},
     "tensorboard": set(),

@@ -15,10 +15,9 @@ from starlette.applications import Starlette
 from cases import small_model, small_tokenizer
 from expert_threshold.generate.engine import Engine, Writing
 from expert_threshold.model import GPT
-from expert_threshold.serve.completion import Limits
 from expert_threshold.serve.connections import bind, configure
 from expert_threshold.serve.server import Service, create_app
-from expert_threshold.serve.worker import Worker
+from expert_threshold.serve.worker import Limits, Worker
 
 PATIENCE = 60
 """Seconds until a test that waits for something fails; nothing here takes one."""

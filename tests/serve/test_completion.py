@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from cases import small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate.engine import Step
-from expert_threshold.serve.completion import IDLE, Answer, ApiError, Completion, Limits, Parser
+from expert_threshold.serve.completion import Answer, Completion, Parser
+from expert_threshold.serve.worker import ApiError, Limits
 
 CONTEXT = 64
 
@@ -71,10 +72,10 @@ def test_defaults_are_openais(parser: Parser) -> None:
 
 @pytest.mark.parametrize(("context", "limits"), [(CONTEXT, Limits(output_tokens=8)), (8, Limits())])
 def test_no_default_is_out_of_its_range(context: int, limits: Limits) -> None:
-    few = Parser(small_tokenizer(), context, ["small"], limits)
-    assert few.ranges["max_tokens"].default == few.ranges["max_tokens"].most == 8
-    for allowed in few.ranges.values():
-        assert allowed.default is None or allowed.least <= allowed.default <= allowed.most
+    few = Parser(small_tokenizer(), context, ["small"], limits, dial=4)
+    fields = few.model.model_json_schema()["properties"]
+    assert fields["max_tokens"]["default"] == fields["max_tokens"]["anyOf"][0]["maximum"] == 8
+    few.model(model="small", **{name: field["default"] for name, field in fields.items() if "default" in field})
 
 
 def test_options_reach_the_engine(parser: Parser) -> None:
@@ -270,8 +271,10 @@ def test_a_character_begun_by_the_prompt_starts_at_the_prompt_s_end(parser: Pars
 def test_what_is_not_supported_may_be_declined(parser: Parser) -> None:
     """As clients do that send every field they know."""
     options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}
-    idle = {name: value for name, (value, *_) in IDLE.items()}
-    assert parse(parser, prompt="a", stream=True, stream_options=options, **idle).include_usage
+    neutral: dict[str, Any] = dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0)
+    neutral |= {"logit_bias": {}, "suffix": "", "repetition_penalty": 1, "ignore_eos": False}
+    assert parse(parser, prompt="a", stream=True, stream_options=options, **neutral).include_usage
+    assert parse(parser, **dict.fromkeys(neutral)).requests
 
 
 def test_stop_strings_are_limited_by_their_characters_alone(parser: Parser) -> None:

@@ -31,9 +31,12 @@ from expert_threshold.generate.engine import Engine  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.moe import Router  # noqa: E402
 from expert_threshold.routing import ExpertChoice, Routing, Rule, observe  # noqa: E402
-from expert_threshold.serve.completion import Limits  # noqa: E402
 from expert_threshold.serve.connections import bind, url  # noqa: E402
-from expert_threshold.serve.worker import Worker, require_independent  # noqa: E402
+from expert_threshold.serve.worker import (  # noqa: E402
+    Limits,
+    Worker,
+    require_independent,
+)
 from served import PATIENCE, Served, hung, served, until  # noqa: E402
 
 PROMPT = "the cat sat"
@@ -679,8 +682,10 @@ def test_stopping_the_server_ends_its_thread_mid_generation() -> None:
 def test_the_openapi_document_matches_the_parser(server: Served) -> None:
     document = json.loads(ask(server, "/openapi.json").text)
     assert document["openapi"] == "3.1.0"
-    fields = document["components"]["schemas"]["Request"]["properties"]
-    for name, field in fields.items():
+    schemas = document["components"]["schemas"]
+    assert schemas["StreamOptions"]["additionalProperties"] is False
+    fields = schemas["CompletionRequest"]["properties"]
+    for name, (field, *_) in {name: field["anyOf"] for name, field in fields.items() if "anyOf" in field}.items():
         for edge in ("minimum", "maximum"):
             if name == "top_k" or edge not in field:
                 continue

@@ -18,8 +18,7 @@ from ..install import install
 from ..model import GPT
 from ..option import Bounds, Count
 from ..runs import RunFolder, load_model
-from ..serve.completion import Limits
-from ..serve.worker import Worker, require_independent
+from ..serve.worker import Limits, Worker, require_independent
 from ..train.checks import require_few
 from ..train.device import pick_device, pick_dtype
 from .options import COMPUTE, STEP, Command, Option, field_options, parse_all

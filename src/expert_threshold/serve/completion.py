@@ -3,6 +3,8 @@
 Unknown fields are rejected, as OpenAI does. OpenAI's fields that this server does not support (`best_of`,
 `logit_bias`, `presence_penalty`, …) are rejected unless they hold their neutral value. null means the default. Two
 fields are ours: `top_k`, and `rate`, routed experts per token in this request's texts.
+
+pydantic checks types and ranges, and describes them in /openapi.json; it comes with the extra `serve`.
 """
 
 from __future__ import annotations
@@ -10,56 +12,20 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
 from ..generate.engine import Request, Step, Text, ending
-from ..option import Count, Positive, option, require_valid
+from .worker import ApiError, Limits
 
 MAX_TOKENS = 16
 """max_tokens of a request that gives none, or the most it may ask for; OpenAI's default."""
 
 SEEDS = 2**63
-IDLE: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "suffix": ("",),
-    "repetition_penalty": (1,),
-    "min_p": (0,),
-    "ignore_eos": (False,),
-}
-"""Fields of OpenAI and vLLM that are not supported, with the neutral values that are accepted."""
-
-
-class ApiError(Exception):
-    """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
-
-    headers: pairs, since a header may come twice. retry: seconds after which the client should retry.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Iterable[tuple[str, str]] = (),
-        retry: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = (*headers, *([] if retry is None else [("Retry-After", str(retry))]))
-
-    @property
-    def body(self) -> dict[str, Any]:
-        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        kind = "server_error" if self.status >= 500 else kind
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def invalid(name: str, value: object, must: str, *, code: str | None = None) -> ApiError:
@@ -76,57 +42,76 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits on one request and on all of them together. Each is at least 1, seconds above 0.
-
-    None: only the context limits it.
-    """
-
-    body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
-    prompt_tokens: Count | None = option(None, "Tokens in a prompt. Defaults to the full context.")
-    output_tokens: Count | None = option(None, "Tokens to generate per text. Defaults to the full context.")
-    n: Count = option(8, "Texts per prompt, the field n.")
-    texts: Count = option(32, "Texts per request: its prompts times n.")
-    logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
-    stop_characters: Count = option(4096, "Characters in all stop strings of a request together.")
-    queue: Count = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
-    seconds: Positive = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
-    body_seconds: Positive = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
-    header_seconds: Positive = option(
-        10.0, "Seconds that a request's headers may take to arrive; then the connection is closed."
-    )
-    unfinished: Count = option(
-        64, "Connections per address without a complete request; beyond that the oldest is closed."
-    )
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a limit that lets nothing through."""
-        require_valid(Limits, vars(self))
+Fields = dict[str, tuple[Any, Any]]
+"""Name -> type and default of a field of a request, as pydantic takes them."""
 
 
-class Range(NamedTuple):
-    """The numbers that a field takes. default: the value of a field that is absent or null."""
-
-    kind: type[int] | type[float]
-    least: float
-    most: float
-    default: float | None = None
-
-
-def ranges(limits: Limits, context: int, dial: float | None) -> dict[str, Range]:
-    """Return the ranges of all fields that are numbers. dial: the largest rate; None where the rate is fixed."""
+def sampling_fields(limits: Limits, context: int, dial: float | None) -> Fields:
+    """Return the fields that sampling a text has. dial: the largest rate; None where the rate is fixed."""
     most = min(limits.output_tokens or context, context)
-    found = {
-        "n": Range(int, 1, limits.n, 1),
-        "max_tokens": Range(int, 0, most, min(MAX_TOKENS, most)),
-        "temperature": Range(float, 0, 2, 1),
-        "top_p": Range(float, 0, 1, 1),
-        "top_k": Range(int, 1, SEEDS - 1),
-        "seed": Range(int, -SEEDS, SEEDS - 1),
-        "logprobs": Range(int, 0, limits.logprobs),
+    return {
+        "max_tokens": (int | None, Field(min(MAX_TOKENS, most), ge=0, le=most)),
+        "temperature": (float | None, Field(1.0, ge=0, le=2)),
+        "top_k": (int | None, Field(None, ge=1, lt=SEEDS)),
+        "seed": (int | None, Field(None, ge=-SEEDS, lt=SEEDS)),
+        "rate": (None, None) if dial is None else (float | None, Field(None, ge=0, le=dial)),
     }
-    return found if dial is None else found | {"rate": Range(float, 0, dial)}
+
+
+def request_model(name: str, fields: Fields) -> type[BaseModel]:
+    """Return the model of a request: no other fields, no conversions."""
+    return create_model(name, __config__=ConfigDict(strict=True, extra="forbid"), **cast(Any, fields))
+
+
+def completion_model(limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
+    """Return the model of a completion request. It omits the limits on prompts and on stop strings together."""
+    flag, zero = (bool | None, None), (float | None, Field(None, ge=0, le=0))
+    stream_options = dict.fromkeys(("include_usage", "include_obfuscation", "continuous_usage_stats"), flag)
+    return request_model(
+        "CompletionRequest",
+        sampling_fields(limits, context, dial)
+        | {
+            "model": (str, ...),
+            "prompt": (str | list[str] | list[int] | list[list[int]] | None, None),
+            "n": (int | None, Field(1, ge=1, le=limits.n)),
+            "top_p": (float | None, Field(1.0, ge=0, le=1)),
+            "logprobs": (int | None, Field(None, ge=0, le=limits.logprobs)),
+            "stop": (str | list[str] | None, None),
+            "stream": flag,
+            "stream_options": (request_model("StreamOptions", stream_options) | None, None),
+            "echo": flag,
+            "user": (str | None, None),
+            # Fields of OpenAI and vLLM that are not supported, with the neutral values that are accepted.
+            "best_of": (int | None, None),
+            "presence_penalty": zero,
+            "frequency_penalty": zero,
+            "logit_bias": (dict[str, Any] | None, Field(None, max_length=0)),
+            "suffix": (str | None, Field(None, max_length=0)),
+            "repetition_penalty": (float | None, Field(None, ge=1, le=1)),
+            "min_p": zero,
+            "ignore_eos": flag,
+        },
+    )
+
+
+def validated(model: type[BaseModel], body: bytes) -> Any:
+    """Return the request in a body, with defaults in place of null. Raises ApiError 400, which names the field."""
+    fields = read_object(body)
+    defaults = [name for name, field in model.model_fields.items() if not field.is_required()]
+    try:
+        return model.model_validate({k: v for k, v in fields.items() if v is not None or k not in defaults})
+    except ValidationError as refused:
+        error = refused.errors(include_url=False)[0]
+    kind, place, must = error["type"], error["loc"], error["msg"].removeprefix("Input ")
+    param = ".".join(map(str, place[: 2 if place[:1] == ("stream_options",) else 1])) or str(error["input"])
+    if kind in ("missing", "extra_forbidden", "string_unicode"):  # the last is a name that is no text
+        raise ApiError(400, f"{shown(param)}: {must}", param=param[:60], code="unknown_field")
+    if param == "prompt":  # the error is about one of the types that it may have
+        must = "must be a string, a list of strings, a list of token ids, or a list of those"
+    if kind == "none_required":
+        must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
+        raise invalid(param, error["input"], must, code="unsupported")
+    raise invalid(param, error["input"], must, code="invalid_type" if kind.endswith("_type") else "out_of_range")
 
 
 class Completion(NamedTuple):
@@ -158,108 +143,70 @@ def _shift(seed: int | None, by: int) -> int | None:
 class Parser:
     """Parses request bodies. Whatever is wrong with a body raises an ApiError with a status below 500.
 
-    dial: as in `ranges`.
+    dial: as in `sampling_fields`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, context: int, models: Sequence[str], limits: Limits, dial: float | None = None
     ) -> None:
         self.tokenizer, self.context, self.models, self.limits = tokenizer, context, models, limits
-        self.ranges = ranges(limits, context, dial)
+        self.model = completion_model(limits, context, dial)
 
     def __call__(self, body: bytes) -> Completion:
-        fields = Fields(read_object(body))
-        limits = self.limits
-        model = self._model(fields)
-        prompts, opened = self._prompts(fields)
-        numbers = {name: fields.number(name, allowed) for name, allowed in self.ranges.items()}
-        n, max_tokens, top_p = numbers["n"], numbers["max_tokens"], numbers["top_p"]
-        if len(prompts) * n > limits.texts:
-            message = f"prompts × n = {len(prompts)} × {n} texts; a request may ask for at most {limits.texts}"
-            raise ApiError(400, message, param="n" if len(prompts) <= limits.texts else "prompt", code="too_many_texts")
+        fields = validated(self.model, body)
+        require_model(fields.model, self.models)
+        prompts, opened = self._prompts(fields.prompt)
+        if len(prompts) * fields.n > self.limits.texts:
+            message = (
+                f"prompts × n = {len(prompts)} × {fields.n} texts; a request may ask for at most {self.limits.texts}"
+            )
+            param = "n" if len(prompts) <= self.limits.texts else "prompt"
+            raise ApiError(400, message, param=param, code="too_many_texts")
+        self._require_room(prompts, fields.max_tokens)
         request = Request(
             prompt=(),
-            max_tokens=max_tokens,
-            temperature=numbers["temperature"] if top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
-            top_k=numbers["top_k"],
-            top_p=top_p or 1.0,
-            seed=_shift(numbers["seed"], 0),
-            stop=self._stop(fields),
-            tops=numbers["logprobs"] or 0,
-            echo=fields.flag("echo"),
-            rate=numbers.get("rate"),
+            max_tokens=fields.max_tokens,
+            temperature=fields.temperature if fields.top_p > 0 else 0.0,  # top_p=0 keeps only the likeliest token
+            top_k=fields.top_k,
+            top_p=fields.top_p or 1.0,
+            seed=_shift(fields.seed, 0),
+            stop=self._stop(fields.stop),
+            tops=fields.logprobs or 0,
+            echo=bool(fields.echo),
+            rate=fields.rate,
         )
-        stream = fields.flag("stream")
-        include_usage = self._include_usage(fields, stream)
-        if "rate" not in self.ranges and (rate := fields.take("rate")) is not None:
-            must = "is not supported by this model, which has no cutoffs or no sketch of its scores; leave it out"
-            raise invalid("rate", rate, must, code="unsupported")
-        for name, idle in (IDLE | {"best_of": (1, n)}).items():
-            value = fields.take(name)
-            neutral = value in idle and isinstance(value, bool) == isinstance(idle[0], bool)
-            if value is not None and not neutral:
-                raise invalid(
-                    name, value, f"is not supported; leave it out or give {json.dumps(idle[0])}", code="unsupported"
-                )
-        if not isinstance(fields.take("user"), str | None):
-            raise ApiError(400, "user must be a string", param="user", code="invalid_type")
-        fields.require_no_more()
-        self._require_room(prompts, max_tokens)
-        return Completion(model, prompts, opened, n, stream, include_usage, numbers["logprobs"], request)
+        options = fields.stream_options
+        unsupported = {"ignore_eos": fields.ignore_eos, "best_of": fields.best_of not in (None, 1, fields.n)}
+        if options is not None:
+            if not fields.stream:
+                raise invalid("stream_options", dict(options), "needs stream=true")
+            for name in ("include_obfuscation", "continuous_usage_stats"):
+                unsupported[f"stream_options.{name}"] = getattr(options, name)
+        for name in [name for name, given in unsupported.items() if given]:
+            raise ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported")
+        usage = options is not None and bool(options.include_usage)
+        return Completion(fields.model, prompts, opened, fields.n, bool(fields.stream), usage, fields.logprobs, request)
 
-    def _model(self, fields: Fields) -> str:
-        model = fields.take("model")
-        if not isinstance(model, str):
-            raise invalid("model", model, f"must be a string, such as {self.models[0]!r}", code="invalid_type")
-        require_model(model, self.models)
-        return model
-
-    def _prompts(self, fields: Fields) -> tuple[tuple[tuple[int, ...], ...], bool]:
+    def _prompts(self, value: Any) -> tuple[tuple[tuple[int, ...], ...], bool]:
         """Return the token ids of each prompt, and True if the prompts were texts."""
-        value = fields.take("prompt")
-        value = "" if value is None else value
-        if isinstance(value, str):
-            value = [value]
-        if not isinstance(value, list) or not value:
-            raise _not_a_prompt(value)
-        if all(type(item) is int for item in value):
-            value = [value]
-        if all(isinstance(item, str) for item in value):
-            return tuple((self.tokenizer.bos, *self.tokenizer.encode(text)) for text in value), True
-        for item in value:
-            if not isinstance(item, list) or not item or any(type(token) is not int for token in item):
-                raise _not_a_prompt(item)
-            for token in item:
+        texts: list[Any] = value if isinstance(value, list) else [value or ""]
+        if texts and all(isinstance(text, str) for text in texts):
+            return tuple((self.tokenizer.bos, *self.tokenizer.encode(text)) for text in texts), True
+        every: list[Any] = texts if texts and isinstance(texts[0], list) else [texts]
+        for prompt in every:
+            if not prompt:
+                raise invalid("prompt", value, "has an empty list", code="invalid_type")
+            for token in prompt:
                 if not 0 <= token < self.tokenizer.vocab_size:
                     raise invalid("prompt", token, f"is no token id; they are 0 to {self.tokenizer.vocab_size - 1}")
-        return tuple(map(tuple, value)), False
+        return tuple(map(tuple, every)), False
 
-    def _stop(self, fields: Fields) -> tuple[str, ...]:
-        value = fields.take("stop")
+    def _stop(self, value: str | list[str] | None) -> tuple[str, ...]:
         stops = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-            raise invalid("stop", value, "must be a string or a list of strings", code="invalid_type")
         if "" in stops or sum(map(len, stops)) > self.limits.stop_characters:
-            raise invalid(
-                "stop", value, f"must not be empty, nor have over {self.limits.stop_characters} characters in all"
-            )
+            must = f"must not be empty, nor have over {self.limits.stop_characters} characters in all"
+            raise invalid("stop", value, must)
         return tuple(stops)
-
-    def _include_usage(self, fields: Fields, stream: bool) -> bool:
-        value = fields.take("stream_options")
-        if value is None:
-            return False
-        if not isinstance(value, dict):
-            raise invalid("stream_options", value, "must be an object", code="invalid_type")
-        if not stream:
-            raise invalid("stream_options", value, "needs stream=true")
-        options = Fields(value, "stream_options.")
-        include_usage = options.flag("include_usage")
-        for name in ("include_obfuscation", "continuous_usage_stats"):
-            if options.flag(name):
-                raise invalid(f"stream_options.{name}", True, "is not supported; leave it out or give false")
-        options.require_no_more()
-        return include_usage
 
     def _require_room(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         longest = max(map(len, prompts))
@@ -302,44 +249,6 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not valid JSON")
-
-
-def _not_a_prompt(value: object) -> ApiError:
-    must = "must be a string, a list of strings, a list of token ids, or a list of those; none may be an empty list"
-    return invalid("prompt", value, must, code="invalid_type")
-
-
-class Fields:
-    """Takes the fields of an object one by one; absent and null mean the default."""
-
-    def __init__(self, fields: dict[str, Any], prefix: str = "") -> None:
-        self._left, self._prefix = dict(fields), prefix
-
-    def take(self, name: str) -> Any:
-        return self._left.pop(name, None)
-
-    def flag(self, name: str) -> bool:
-        value = self.take(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid(self._prefix + name, value, "must be true or false", code="invalid_type")
-        return bool(value)
-
-    def number(self, name: str, allowed: Range) -> Any:
-        """Return a number of the allowed kind and range, or the default."""
-        value = self.take(name)
-        if value is None:
-            return allowed.default
-        if isinstance(value, bool) or not isinstance(value, int | allowed.kind):
-            must = "must be a whole number" if allowed.kind is int else "must be a number"
-            raise invalid(name, value, must, code="invalid_type")
-        if not allowed.least <= value <= allowed.most:
-            raise invalid(name, value, f"must be from {allowed.least} to {allowed.most}", code="out_of_range")
-        return allowed.kind(value)
-
-    def require_no_more(self) -> None:
-        for name in self._left:
-            message = f"unknown field {shown(self._prefix + name)}"
-            raise ApiError(400, message, param=self._prefix + name[:60], code="unknown_field")
 
 
 class Answer:

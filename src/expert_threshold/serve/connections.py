@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .completion import Limits
+from .worker import Limits
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

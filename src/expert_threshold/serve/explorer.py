@@ -13,6 +13,7 @@ The responses reveal texts, so only this server's own pages may read them.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import math
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from pydantic import BaseModel, Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -30,9 +32,9 @@ from ..generate.engine import Request, Step, TokenRouting, largest_rate
 from ..glossary import as_html
 from ..model import GPT
 from ..moe import Router
-from .completion import SEEDS, ApiError, Fields, Limits, Range, read_object
+from .completion import SEEDS, read_object, request_model, sampling_fields, validated
 from .server import EventStream, answer, host_name, read_body, service, unknown_host
-from .worker import Work, Worker
+from .worker import ApiError, Limits, Work, Worker
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -148,39 +150,30 @@ def _number(value: float) -> float:
     return float(f"{min(max(value, -INFINITE), INFINITE):.6g}")
 
 
+@functools.cache
+def read_model(limits: Limits, context: int, dial: float | None) -> type[BaseModel]:
+    """Return the model of a body of /explorer/read."""
+    fields = sampling_fields(limits, context, dial)
+    fields["max_tokens"] = (int, Field(0, ge=0, le=limits.output_tokens or context))
+    fields["seed"] = (int | None, Field(None, ge=0, lt=SEEDS))
+    return request_model("ReadRequest", {"run": (str, ...), "text": (str, ...)} | fields)
+
+
 def parse(body: bytes, runs: Sequence[Explored], limits: Limits) -> tuple[Explored, Request]:
     """Parse a body of /explorer/read. Raises ApiError if it is invalid or exceeds the limits."""
-    fields = Fields(read_object(body))
-    name, text = fields.take("run"), fields.take("text")
+    name = read_object(body).get("run")
     run = next((run for run in runs if run.name == name), None)
     if run is None:
         raise ApiError(404, f"there is no run of that name; use {', '.join(run.name for run in runs)}", param="run")
-    if not isinstance(text, str):
-        raise ApiError(400, "text must be a string", param="text", code="invalid_type")
     context = run.model.config.context
-    prompt = (run.tokenizer.bos, *run.tokenizer.encode(text))
-    max_tokens = fields.number("max_tokens", Range(int, 0, limits.output_tokens or context, 0))
-    most = min(limits.prompt_tokens or context, context - min(max_tokens, 1))
+    fields = validated(read_model(limits, context, largest_rate(run.model)), body)
+    prompt = (run.tokenizer.bos, *run.tokenizer.encode(fields.text))
+    most = min(limits.prompt_tokens or context, context - min(fields.max_tokens, 1))
     if len(prompt) > most:
         message = f"the text has {len(prompt)} tokens, BOS included, and {run.name} takes {most}; shorten it"
         raise ApiError(400, message, param="text", code="context_length_exceeded")
-    request = Request(
-        prompt,
-        max_tokens,
-        temperature=fields.number("temperature", Range(float, 0, 2, 1)),
-        top_k=fields.number("top_k", Range(int, 1, SEEDS - 1)),
-        seed=fields.number("seed", Range(int, 0, SEEDS - 1)),
-        tops=TOPS,
-        echo=True,
-        record=True,
-        rate=fields.number("rate", Range(float, 0, INFINITE)),  # the model checks it
-    )
-    fields.require_no_more()
-    try:
-        run.model.check_rate(request.rate)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="rate") from None
-    return run, request
+    sampling = {"temperature": fields.temperature, "top_k": fields.top_k, "seed": fields.seed, "rate": fields.rate}
+    return run, Request(prompt, fields.max_tokens, tops=TOPS, echo=True, record=True, **sampling)
 
 
 def require_own_page(headers: Mapping[str, str], names: Collection[str], public: Collection[str] = ()) -> None:

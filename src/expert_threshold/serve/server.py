@@ -23,9 +23,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..generate.engine import Engine
-from .completion import Answer, ApiError, Limits, Parser, model_body, require_model, shown
+from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
-from .worker import Work, Worker
+from .worker import ApiError, Limits, Work, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
@@ -229,8 +229,7 @@ async def metrics(request: Request) -> Response:
 
 
 async def openapi(request: Request) -> Response:
-    here = service(request)
-    return answer(schema(here.name, here.limits, here.engine.context, here.tokenizer.vocab_size, here.engine.dial))
+    return answer(schema(service(request).parser.model))
 
 
 async def models(request: Request) -> Response:

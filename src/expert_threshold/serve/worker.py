@@ -1,4 +1,4 @@
-"""Runs the engine in a thread of its own and delivers its results."""
+"""Runs the engine in a thread of its own and delivers its results; the limits and errors of requests."""
 
 from __future__ import annotations
 
@@ -6,16 +6,73 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ..generate.engine import Engine, Request, Step, Writing
 from ..model import GPT
-from .completion import ApiError
+from ..option import Count, Positive, option, require_valid
 
 log = logging.getLogger("uvicorn.error")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits on one request and on all of them together. Each is at least 1, seconds above 0.
+
+    None: only the context limits it.
+    """
+
+    body_bytes: Count = option(64 * 1024, "Maximum size of a request body in bytes.")
+    prompt_tokens: Count | None = option(None, "Tokens in a prompt. Defaults to the full context.")
+    output_tokens: Count | None = option(None, "Tokens to generate per text. Defaults to the full context.")
+    n: Count = option(8, "Texts per prompt, the field n.")
+    texts: Count = option(32, "Texts per request: its prompts times n.")
+    logprobs: Count = option(20, "Likeliest tokens reported at each position, the field logprobs.")
+    stop_characters: Count = option(4096, "Characters in all stop strings of a request together.")
+    queue: Count = option(64, "Texts that may wait for a row of the batch; more are rejected with 429.")
+    seconds: Positive = option(300.0, "Seconds that a request may take, including its wait; then it ends with 503.")
+    body_seconds: Positive = option(10.0, "Seconds that a request's body may take to arrive; then it ends with 408.")
+    header_seconds: Positive = option(
+        10.0, "Seconds that a request's headers may take to arrive; then the connection is closed."
+    )
+    unfinished: Count = option(
+        64, "Connections per address without a complete request; beyond that the oldest is closed."
+    )
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a limit that lets nothing through."""
+        require_valid(Limits, vars(self))
+
+
+class ApiError(Exception):
+    """An error for the client: HTTP status, message, the field at fault, and a machine-readable code.
+
+    headers: pairs, since a header may come twice. retry: seconds after which the client should retry.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Iterable[tuple[str, str]] = (),
+        retry: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = (*headers, *([] if retry is None else [("Retry-After", str(retry))]))
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        kind = "server_error" if self.status >= 500 else kind
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class Update(NamedTuple):
