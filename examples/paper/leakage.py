@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import groupby, permutations
@@ -32,9 +32,10 @@ from expert_threshold.analysis.figures.axes import log_ticks, method_strokes, pa
 from expert_threshold.analysis.figures.style import ACCENT, INK, MUTED, SMALL, WIDE, strokes
 from expert_threshold.analysis.material import Material
 from expert_threshold.analysis.methods import Subject, pool_tokens
-from expert_threshold.analysis.page import Exhibit, attempt, exhibits, left_out, page, save_figure, table
-from expert_threshold.analysis.plain import Data, NotShownError, array, plain
-from expert_threshold.analysis.sentences import counted, listed, pool_size
+from expert_threshold.analysis.page import save_figure
+from expert_threshold.analysis.plain import Data, array
+from expert_threshold.analysis.results import markdown
+from expert_threshold.analysis.sentences import counted, pool_size
 from expert_threshold.cli.analyze import open_material
 from expert_threshold.model.trace import Trace
 from expert_threshold.train.log import Display
@@ -43,22 +44,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POOLS = tuple(2**power for power in range(8, 25, 2))
-"""Pool sizes in tokens for the closed form."""
-PRECISIONS = (16, 32)
-"""Bits of a cutoff in bfloat16 and float32."""
-EXAMPLE = (False, True, True, False, False, True, False, True)
-"""A choice to encode into a cutoff and decode back."""
-PROBED = tuple(2**power for power in range(6, 19, 2))
-"""Pool sizes in tokens for the probe."""
+POOLS = tuple(2**power for power in range(8, 25, 2))  # tokens, for the closed form
+PRECISIONS = (16, 32)  # bits of a cutoff in bfloat16 and float32
+EXAMPLE = (False, True, True, False, False, True, False, True)  # a choice to encode into a cutoff and decode back
+LARGEST = 4  # tokens of the pool that is searched exhaustively, which takes about a second
+PROBED = tuple(2**power for power in range(6, 19, 2))  # tokens, for the probe
+# Probed tokens, random pools drawn for each of them, and tokens of the trace that pools are drawn from.
 SAMPLES, DRAWS, TOKENS = 128, 512, 2**16
-"""Probed tokens, random pools drawn for each of them, and tokens of the trace that pools are drawn from."""
-
-
-LEAST = 1e-6
-"""Bits per token below which nothing is drawn."""
-LARGEST = 4
-"""Tokens of the pool that is searched exhaustively, which takes about a second."""
+LEAST = 1e-6  # bits per token below which nothing is drawn
 
 
 class MoELayers(NamedTuple):
@@ -81,7 +74,7 @@ def leakage(model: MoELayers, tokens: int) -> float:
 
 def limit(model: MoELayers) -> float:
     """Return G·E·h(1/E) bits per token and layer, which `leakage` approaches from below as the pool grows."""
-    return model.experts * binary_entropy(1 / model.expansion)
+    return model.experts * float(entropy(1 / model.expansion))
 
 
 def bound(model: MoELayers) -> float:
@@ -97,29 +90,15 @@ def finite_leakage(model: MoELayers, tokens: int, bits: int) -> float:
     return min(model.experts * bits / tokens, leakage(model, tokens))
 
 
-def binary_entropy(p: float) -> float:
+def entropy(p: Any) -> Any:
     """Return h(p) in bits."""
-    return 0.0 if p in (0, 1) else -(p * math.log2(p) + (1 - p) * math.log1p(-p) / math.log(2))
+    q = 1 - p
+    return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))
 
 
 def log2_choices(n: int, k: int) -> float:
-    """Return log2 C(n, k) for 0 ≤ k ≤ n with a relative error of about 1e-14 at any size.
-
-    Stirling's main terms are combined by hand, because differences of lgamma cancel.
-    """
-    if k in (0, n):
-        return 0.0
-    rest = n - k
-    main = k * math.log(n / k) - rest * math.log1p(-k / n)  # n · h(k / n)
-    nats = main + 0.5 * math.log(n / k / rest / (2 * math.pi))
-    return (nats + _stirling_rest(n) - _stirling_rest(k) - _stirling_rest(rest)) / math.log(2)
-
-
-def _stirling_rest(n: int) -> float:
-    """Return ln n! − ln(√(2πn)·(n/e)^n)."""
-    if n < 16:
-        return math.lgamma(n + 1) - (n + 0.5) * math.log(n) + n - 0.5 * math.log(2 * math.pi)
-    return (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / n**2) / n**2) / n**2) / n
+    """Return log2 C(n, k) for 0 ≤ k ≤ n."""
+    return (math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)) / math.log(2)
 
 
 Cutoffs = tuple[Fraction, Fraction]
@@ -178,82 +157,69 @@ def _labels(sequences: Sequence[tuple[tuple[int, ...], list[bool]]], token: int)
     return max(sum(_labels(group, token + 1) for group in taken.values()) for taken in groups.values())
 
 
-def closed_form(model: MoELayers) -> Data:
-    """Return bits per token by pool size: Eq. 7 exactly, its bound, its limit, and finite cutoffs."""
-    lower, upper = encode(EXAMPLE)
-    choice, scores, _ = decode((lower + upper) / 2, len(EXAMPLE))
-    assert tuple(choice) == EXAMPLE
-    return {
-        **model._asdict(),
-        "tokens": POOLS,
-        "exact": [leakage(model, tokens) for tokens in POOLS],
-        "limit": limit(model),
-        "bound": bound(model),
-        "per_expert": [log2_choices(tokens, tokens // model.expansion) for tokens in POOLS],
-        "if_superlinear": [model.layers * model.granularity * np.log2(tokens) for tokens in POOLS],
-        "finite": {bits: [finite_leakage(model, tokens, bits) for tokens in POOLS] for bits in PRECISIONS},
-        "example": {
-            "choice": EXAMPLE,
-            "cutoff": float((lower + upper) / 2),
-            "scores": [float(score) for score in scores],
-            "intervals": [[float(low), float(high)] for low, high in intervals(EXAMPLE)],
-        },
-    }
-
-
-def intervals(choice: Sequence[bool]) -> list[tuple[Fraction, Fraction]]:
-    """Return the cutoffs that remain before each token and after the last (paper, Algorithm 2)."""
-    return [encode(choice[:place]) for place in range(len(choice) + 1)]
-
-
-def draw_leakage_bounds(data: Data) -> Figure:
+def draw_leakage_bounds(model: MoELayers) -> Figure:
     """Draw bits per token over pool size, by Eq. 7 and with finite cutoffs, and the decoding of one choice."""
-    exact: dict[str, Any] = {"color": ACCENT, "marker": "o"}
-    lines: dict[str, tuple[str, dict[str, Any]]] = {
-        "exact": ("Eq. 7, exactly", exact),
-        "limit": ("its limit G·E·h(1/E)", {"color": ACCENT, "linestyle": (0, (1, 1.4))}),
-        "bound": ("bound G·log₂(E − 1)", {"color": INK, "linestyle": (0, (4, 1.6)), "linewidth": 1}),
-        "if_superlinear": ("if N·log₂ N", {"color": MUTED, "linewidth": 1}),
+    exact = [leakage(model, tokens) for tokens in POOLS]
+    superlinear = [model.layers * model.granularity * math.log2(tokens) for tokens in POOLS]
+    dotted: dict[str, Any] = {"color": ACCENT, "linestyle": (0, (1, 1.4))}
+    lines: dict[str, tuple[list[float], dict[str, Any]]] = {
+        "Eq. 7, exactly": (exact, {"color": ACCENT, "marker": "o"}),
+        "its limit G·E·h(1/E)": ([limit(model)] * len(POOLS), dotted),
+        "bound G·log₂(E − 1)": ([bound(model)] * len(POOLS), {"color": INK, "linestyle": (0, (4, 1.6))}),
+        "if N·log₂ N": (superlinear, {"color": MUTED, "linewidth": 1}),
     }
-    tokens = data["tokens"]
-    titles = [f"bits per token, {data['layers']} layers", "with cutoffs of finite precision"]
+    titles = [f"bits per token, {model.layers} layers", "with cutoffs of finite precision"]
     titles.append("token: choice, told by one cutoff")
-    figure, every = panels(WIDE, titles, 1.9, columns=3, share=False, key=dict(lines.values()))
-    for name, (_, stroke) in lines.items():
-        values = array(data[name]) if isinstance(data[name], list) else np.full(len(tokens), data[name])
-        every[0].plot(tokens, values, **stroke)
-    every[0].set_ylim(0, max(2.2 * data["limit"], 1.05 * data["if_superlinear"][2]))  # every named line is in view
-    for shift, (bits, values) in zip((-10, 6), data["finite"].items(), strict=True):
-        every[1].plot(tokens, array(values), color=ACCENT)
-        middle = len(tokens) // 2
+    key = {name: stroke for name, (_, stroke) in lines.items()}
+    figure, every = panels(WIDE, titles, 1.9, columns=3, share=False, key=key)
+    for values, stroke in lines.values():
+        every[0].plot(POOLS, values, **stroke)
+    every[0].set_ylim(0, max(2.2 * limit(model), 1.05 * superlinear[2]))  # every named line is in view
+    middle = len(POOLS) // 2
+    for shift, bits in zip((-10, 6), PRECISIONS, strict=True):
+        values = [finite_leakage(model, tokens, bits) for tokens in POOLS]
+        every[1].plot(POOLS, values, color=ACCENT)
         every[1].annotate(
-            f"{bits} bits", (tokens[middle], values[middle]), (shift, shift), textcoords="offset points",
+            f"{bits} bits", (POOLS[middle], values[middle]), (shift, shift), textcoords="offset points",
             color=MUTED, ha="left" if shift > 0 else "right", va="center", fontsize=SMALL,
         )  # fmt: skip
-    every[1].axhline(data["limit"], **lines["limit"][1])
+    every[1].axhline(limit(model), **dotted)
     every[1].set_yscale("log")
     log_ticks(every[1].yaxis, 7)
     for axes in every[:2]:
         axes.set_xscale("log", base=2)
-        axes.set_xticks(tokens[::2], [pool_size(tick) for tick in tokens[::2]])
+        axes.set_xticks(POOLS[::2], [pool_size(tick) for tick in POOLS[::2]])
         axes.set_xlabel("tokens in the pool", loc="right")
-    _binary_search(every[2], data["example"])
+    _binary_search(every[2], EXAMPLE)
     return figure
 
 
-def say_leakage_bounds(data: Data) -> str:
-    model = MoELayers(data["expansion"], data["granularity"], data["layers"])
-    last = data["tokens"][-1]
-    return (
-        f"{counted(model.layers, 'layer')} with {model.granularity} of {model.granularity * model.expansion} experts "
-        f"per token can leak {data['exact'][-1]:.1f} bits per token by Eq. 7 with pools of {last:,} tokens, and never "
-        f"more than {data['limit']:.1f}, so the bits of a pool grow linearly with its tokens; the paper's bound is "
-        f"{data['bound']:.1f}. Cutoffs of 32 bits can leak {data['finite']['32'][-1]:.2g} bits per token."
-    )
+def _binary_search(axes: Axes, example: Sequence[bool]) -> None:
+    """Draw the cutoffs that remain before each token, with its score; filled if it exceeds the cutoff."""
+    lower, upper = encode(example)
+    _, scores, _ = decode((lower + upper) / 2, len(example))
+    for row, (taken, score) in enumerate(zip(example, scores, strict=True)):
+        low, high = encode(example[:row])
+        axes.plot([low, high], [row, row], color=MUTED, linewidth=3, alpha=0.4, solid_capstyle="butt")
+        fill = ACCENT if taken else "none"
+        axes.plot(score, row, "o", color=ACCENT, markersize=5, markerfacecolor=fill)
+    axes.axvline((lower + upper) / 2, color=INK, linewidth=0.8, linestyle=(0, (2, 1.5)))
+    axes.set_yticks(range(len(example)), [f"{row + 1}: {int(taken)}" for row, taken in enumerate(example)])
+    axes.set_ylim(len(example) - 0.5, -0.5)
+    axes.grid(False)
+    axes.set_xlabel("score, cutoff", loc="right")
 
 
-def leakage_probe(material: Material) -> Data:
-    """Compute the bits per token that an assignment leaks in training, over all layers and experts, by pool size.
+class Bits(NamedTuple):
+    """Bits per token; see `leakage_probe`."""
+
+    pool: float
+    future: float
+    next: float
+
+
+def leakage_probe(material: Material) -> list[Data]:
+    """Return by method the bits per token that an assignment leaks in training, over all layers and experts, by pool.
 
     A token's score depends on its past only; its assignment may depend on more. `future`: information about later
     tokens of its sequence, I(z_t; r_{>t} | r_{≤t}); `next`: about the next token alone; `pool`: about everything but
@@ -261,38 +227,23 @@ def leakage_probe(material: Material) -> Data:
     the ends of random windows of the trace, other sequences are random windows. A rule that trains by its cutoffs
     depends on them by its bounds alone; one of token scope does not depend on them.
     """
-    methods: list[dict[str, Any]] = []
-    left_out = {}
+    methods: list[Data] = []
     for subject in material.each("leakage", material.routed):
-        own = pool_tokens(subject.run)
-        if subject.rule.scope(training=True) == "token":
-            methods.append({**subject.tag, "own": None, "tokens": [], **{name: [] for name in Bits._fields}})
-            continue
-        if subject.bounds is None and (subject.rule.looks_ahead or not subject.run.has_cutoffs):
-            left_out[subject.method] = "its rule does not say how many tokens of a pool an expert takes"
-            continue
-        trace = material.trace(subject)
-        sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
-        bits = _probe(trace, subject, sizes)
+        own, sizes, bits = pool_tokens(subject.run), list[int](), list[Bits]()
+        bounded = subject.bounds is not None or (subject.run.has_cutoffs and not subject.rule.looks_ahead)
+        if subject.rule.scope(training=True) != "token" and bounded:
+            trace = material.trace(subject)
+            sizes = sorted({size for size in (*PROBED, own) if size is not None and _fits(size, trace, subject)})
+            bits = _probe(trace, subject, sizes)
         columns = {name: [getattr(each, name) for each in bits] for name in Bits._fields}
         methods.append({**subject.tag, "own": own, "tokens": sizes, **columns})
-    if not any(entry["tokens"] for entry in methods):
-        silent = [entry["method"] for entry in methods if entry["own"] is None]
-        if silent and len(silent) == len(methods):
-            raise NotShownError(f"in {listed(silent)} an assignment depends on nothing but its own token")
-        raise NotShownError("no pool can be formed from these traces; give more --tokens")
-    return {
-        "left_out": left_out,
-        "methods": methods,
-        "layers": len(material.focus.layers),
-        "experts": material.focus.run.rule["num_experts"],
-    }
+    return methods
 
 
-def draw_leakage_probe(data: Data) -> Figure:
+def draw_leakage_probe(probed: Sequence[Data]) -> Figure:
     """Draw the bits that an assignment in training leaks over pool size; a large dot is the pool trained with."""
     titles = {"pool": "of the rest of the pool", "future": "of its own future", "next": "of the next token"}
-    methods = [entry for entry in data["methods"] if any((array(entry[name]) > LEAST).any() for name in titles)]
+    methods = [entry for entry in probed if any((array(entry[name]) > LEAST).any() for name in titles)]
     key = dict(method_strokes(methods))
     if any(entry["own"] in entry["tokens"] for entry in methods):
         key["pool in training"] = {"color": MUTED, "linestyle": "none", "marker": "o", "markersize": 6}
@@ -315,45 +266,17 @@ def draw_leakage_probe(data: Data) -> Figure:
     return figure
 
 
-def _binary_search(axes: Axes, example: Data) -> None:
-    """Draw the cutoffs that remain before each token, with its score; filled if it exceeds the cutoff."""
-    rows = range(len(example["choice"]))
-    for row in rows:
-        low, high = example["intervals"][row]
-        axes.plot([low, high], [row, row], color=MUTED, linewidth=3, alpha=0.4, solid_capstyle="butt")
-        fill = ACCENT if example["choice"][row] else "none"
-        axes.plot(example["scores"][row], row, "o", color=ACCENT, markersize=5, markerfacecolor=fill)
-    axes.axvline(example["cutoff"], color=INK, linewidth=0.8, linestyle=(0, (2, 1.5)))
-    axes.set_yticks(rows, [f"{row + 1}: {int(example['choice'][row])}" for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.grid(False)
-    axes.set_xlabel("score, cutoff", loc="right")
-
-
-def say_leakage_probe(data: Data) -> str:
-    told = [entry for entry in data["methods"] if entry["own"] in entry["tokens"]]
-    parts = []
-    for entry in told:
-        place = entry["tokens"].index(entry["own"])
-        future, following = entry["future"][place], entry["next"][place]
-        pool = f"pools of {pool_size(entry['own'])} tokens"
-        parts.append(f"{future:.2g} and {following:.2g} in {entry['method']} ({pool})")
-    silent = [entry["method"] for entry in data["methods"] if entry["own"] is None and not entry["tokens"]]
-    text = (
-        "In training the assignment of a token leaks these bits about its whole future and about the next token: "
-        f"{listed(parts)}"
-        if parts
-        else "No run's own pool fits into its trace"
+def say_leakage_probe(entry: Data) -> str:
+    """Return a line on a method's own pool."""
+    method, own = entry["method"], entry["own"]
+    if own not in entry["tokens"]:
+        depends = "by its own token alone" if own is None else "with pools that its trace is too short for"
+        return f"{method}: not measured; it is trained {depends}"
+    future, following = (entry[name][entry["tokens"].index(own)] for name in ("future", "next"))
+    return (
+        f"{method}: in training, with pools of {pool_size(own)} tokens, the assignment of a token leaks {future:.2g} "
+        f"bits about its whole future, {following:.2g} about the next token"
     )
-    return f"{text}; none in {listed(silent)}." if silent else f"{text}."
-
-
-class Bits(NamedTuple):
-    """Bits per token; see `leakage_probe`."""
-
-    pool: float
-    future: float
-    next: float
 
 
 def _fits(size: int, trace: Trace, subject: Subject) -> bool:
@@ -428,80 +351,47 @@ def _bits(room: int, elsewhere: np.ndarray, follows: np.ndarray, later: np.ndarr
         return np.searchsorted(elsewhere, room - greater, side="left") / len(elsewhere)
 
     by_future = taken(follows + later)
-    all_of_it = _entropy(by_future.mean())
+    all_of_it = entropy(by_future.mean())
     shares = [1 - follows.mean(), follows.mean()]
     by_next = [taken(later + step).mean() for step in (0, 1)]
-    of_next = _entropy(np.dot(shares, by_next)) - np.dot(shares, _entropy(np.array(by_next)))
-    return np.array([all_of_it, all_of_it - _entropy(by_future).mean(), max(float(of_next), 0.0)])
-
-
-def _entropy(p: Any) -> Any:
-    """Return h(p) in bits."""
-    q = 1 - p
-    return -(p * np.log2(np.maximum(p, 1e-300)) + q * np.log2(np.maximum(q, 1e-300)))
-
-
-def bounds_rows(data: Data) -> tuple[list[str], list[list[str]]]:
-    """Return the table of Eq. 7 over pool sizes."""
-    head = ["tokens in the pool", "log₂ C(N, N/E)", "per token", "bits per token, all layers"]
-    head += [f"{bits}-bit cutoffs" for bits in PRECISIONS]
-    rows = []
-    for place, tokens in enumerate(data["tokens"]):
-        bits = data["per_expert"][place]
-        finite = [f"{data['finite'][str(each)][place]:.3g}" for each in PRECISIONS]
-        rows.append([f"{tokens:,}", f"{bits:,.1f}", f"{bits / tokens:.5f}", f"{data['exact'][place]:.3f}", *finite])
-    return head, rows
-
-
-def search_rows() -> tuple[list[str], list[list[str]]]:
-    """Return the table of the least advice found by exhaustive search, beside C(N, k) (paper, lower bound)."""
-    pools = [(tokens, k) for tokens in range(2, LARGEST + 1) for k in range(1, tokens)]
-    return ["tokens", "k", "labels needed", "C(N, k)"], [
-        [str(n), str(k), str(least_advice(n, k, 2**n - 1)), str(math.comb(n, k))] for n, k in pools
-    ]
-
-
-def draw(out: Path, name: str, title: str, data: Data) -> Exhibit:
-    """Draw and save a figure of this script."""
-    figure = save_figure(lambda: globals()[f"draw_{name}"](data), out / name)
-    return Exhibit(title, globals()[f"say_{name}"](data), figure)
+    of_next = entropy(np.dot(shares, by_next)) - np.dot(shares, entropy(np.array(by_next)))
+    return np.array([all_of_it, all_of_it - entropy(by_future).mean(), max(float(of_next), 0.0)])
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the page and the figures, and print what they say."""
+    """Write the figures, and print tables and what runs leak."""
     parser = ArgumentParser(description="Draw how much expert choice can reveal about the future; of runs, how much.")
     parser.add_argument("run", nargs="*", help="runs in whose traces to measure it")
     for name, default in (("num-experts", 16), ("experts-per-token", 2), ("layers", 9), ("tokens", 32768)):
-        parser.add_argument(f"--{name}", type=count, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, default=Path("runs/leakage"))
     given = parser.parse_args(arguments)
-    expansion, rest = divmod(given.num_experts, given.experts_per_token)
-    if rest or not 2 <= expansion <= POOLS[-2]:
-        parser.error("--num-experts must be a multiple of --experts-per-token, and 2 to 4,194,304 times as many")
+    per_token = given.experts_per_token
+    expansion, rest = divmod(given.num_experts, max(per_token, 1))
+    if min(per_token, given.layers, given.tokens) < 1 or rest or expansion < 2:
+        parser.error("numbers must be positive, and --num-experts a multiple of --experts-per-token")
     given.out.mkdir(parents=True, exist_ok=True)
-    data = plain(closed_form(MoELayers(expansion, given.experts_per_token, given.layers)))
-    entries = [draw(given.out, "leakage_bounds", "Bounds on leakage", data)]
+    model = MoELayers(expansion, per_token, given.layers)
+    save_figure(lambda: draw_leakage_bounds(model), given.out / "leakage_bounds")
+    head = ["tokens in the pool", "log₂ C(N, N/E)", "bits per token", *(f"{bits}-bit cutoffs" for bits in PRECISIONS)]
+    rows = [
+        [f"{n:,}", f"{log2_choices(n, n // model.expansion):,.1f}", f"{leakage(model, n):.3f}"]
+        + [f"{finite_leakage(model, n, bits):.3g}" for bits in PRECISIONS]
+        for n in POOLS
+    ]
+    print(f"{counted(model.layers, 'layer')} with {per_token} of {given.num_experts} experts per token\n")
+    print(markdown(head, rows))
+    print(f"never more than {limit(model):.1f} bits per token; the paper's bound is {bound(model):.1f}\n")
+    pools = [(n, k) for n in range(2, LARGEST + 1) for k in range(1, n)]
+    found = [[str(n), str(k), str(least_advice(n, k, 2**n - 1)), str(math.comb(n, k))] for n, k in pools]
+    print(markdown(["tokens", "k", "labels needed, by exhaustive search", "C(N, k)"], found))
     if given.run:
         with Display(Console(stderr=True), name="leakage") as display:
             options = {"run": given.run, "data": None, "tokens": given.tokens, "device": "auto", "dtype": "auto"}
-            material = open_material(options, given.out, display)
-            title = "Leakage in training"
-            entries.append(
-                attempt(title, lambda: draw(given.out, "leakage_probe", title, plain(leakage_probe(material))))
-            )
-    for entry in entries:
-        print(entry.sentence if isinstance(entry, Exhibit) else f"{entry.title}: {entry.reason}")
-    tables = [table(*bounds_rows(data), "Bounds by pool"), table(*search_rows(), "Exhaustive search")]
-    body = ["<h1>Leakage of expert choice</h1>", exhibits("Leakage", entries), left_out(entries), *tables]
-    (given.out / "leakage.html").write_text(page("Leakage of expert choice", body), encoding="utf-8")
-    print(f"page: {given.out / 'leakage.html'}")
-
-
-def count(text: str) -> int:
-    """Return a positive whole number."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a whole number of at least 1, not {text}")
-    return int(text)
+            probed = leakage_probe(open_material(options, given.out, display))
+        print("\n".join(map(say_leakage_probe, probed)))
+        if any(entry["tokens"] for entry in probed):
+            save_figure(lambda: draw_leakage_probe(probed), given.out / "leakage_probe")
 
 
 if __name__ == "__main__":
