@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,13 +13,8 @@ import torch
 from bare import CPU, time_in_turn
 
 from expert_threshold.cli import main as et
-from expert_threshold.cli.run_options import parse_run, resolve_run
-from expert_threshold.config import SECTIONS
-from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
-from expert_threshold.train.checks import FREE_ON_RESUME
 
-OF_MACHINE = FREE_ON_RESUME - {"compile", "eval_tokens"} | {"dtype"}
 device.keep_freed_memory()
 
 
@@ -49,17 +43,6 @@ def call(*arguments: object) -> None:
     code = et([str(argument) for argument in arguments])
     if code:
         sys.exit(code)
-
-
-def require_same(out: Path, arguments: Sequence[object]) -> None:
-    """Raise ValueError if the run in `out` has other options than `et train ARGUMENTS` has, its machine's aside."""
-    folder = RunFolder.open(out)
-    now = json.loads(json.dumps(resolve_run(parse_run("et train", "", [], [*map(str, arguments)])).to_dict()))
-    for section in SECTIONS:
-        before = folder.section(section)
-        for name, value in now[section].items():
-            if value != before.get(name) and name not in OF_MACHINE:
-                raise ValueError(f"{name}={value!r} differs from {before.get(name)!r} of {out}; name another --out")
 
 
 def run(main: Callable[[], int | None], interrupted: str = "interrupted") -> NoReturn:

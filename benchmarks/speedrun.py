@@ -1,21 +1,18 @@
-"""Loss by tokens and by seconds: nanochat's dense model and ours, trained on the same batches.
+"""Loss by tokens and by seconds: nanochat's dense model trained on the same batches as runs of ours.
 
-    python benchmarks/speedrun.py --out FOLDER [--nanochat CHECKOUT] [--steps 300] [--seeds 3] [--data embedded]
-        [--ours "NAME: OPTIONS OF et train" …] [--no-compile] [--threads N]
-    python benchmarks/speedrun.py --redraw --out FOLDER
+    et compare quickstart --rules dense,expert_threshold --seeds 3 --steps 300 --eval-every 20 --eval-tokens 100000 \\
+        --context 256 --batch-size 16 --compile on --sample-every none --out runs/ours
+    python benchmarks/speedrun.py runs/ours [FOLDER OF et compare …] --nanochat CHECKOUT --out FOLDER
 
-Every contestant of ours is a run of `et train quickstart --context 256 --batch-size 16 --compile on`, to which --ours
-adds options; without --ours there are dense and expert threshold.
-A contestant that names its own --steps learns as much as it can in these, on the first of the same batches: a whole
-schedule is the fair way to reach a loss early.
 nanochat (github.com/karpathy/nanochat) is imported from the checkout. It has the same depth, widths, vocabulary and
-context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch.
-Under one seed all contestants see the same tokens in the same order and validate causally on the same text.
+context, and its own optimizer, schedules, initialisation and default rates, which are not scaled by the batch. It takes
+as many steps as the longest run of ours; shorter runs, in folders of their own, show how early a whole schedule reaches
+its last loss. Under one seed all see the same tokens in the same order and validate causally on the same text.
 Seconds are those of optimizer steps alone. Compiling is left out: of nanochat's, the first two steps count as much as
 the median; of ours, the first interval between validations counts as much as the median of the others.
 
-Contestants train one after the other, so nothing else should run. Finished runs are kept, and the same command
-continues. Writes speedrun.json, speedrun.md and speedrun.png into --out.
+Runs train one after the other, so nothing else should run. nanochat's finished runs are kept, and the same command
+continues. Writes speedrun.json, speedrun.md and two figures into --out.
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ import argparse
 import json
 import math
 import os
-import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,16 +31,18 @@ from typing import Any
 
 import torch
 from bare import origin
-from common import call, compute_dtype, machine, over_seeds, positive, require_same, run
+from common import compute_dtype, machine, over_seeds, positive, run
 from rich.console import Console
 from rich.progress import Progress
 
+from expert_threshold.analysis.figures.learning import draw_losses, seconds_axis
+from expert_threshold.analysis.page import save_figure
+from expert_threshold.analysis.results import names_with_sizes, sizes
 from expert_threshold.analysis.sentences import counted
-from expert_threshold.data import Loader, Tokens, open_source, pack, windows
-from expert_threshold.files import corrupted_file_error
+from expert_threshold.compare.running import ComparedRun, read_runs
+from expert_threshold.data import DataConfig, Loader, Tokens, open_source, pack, windows
 from expert_threshold.runs import RunFolder
 
-OURS = ["dense: --rule dense", "expert threshold: --rule expert_threshold"]
 NANOCHAT = "nanochat"
 # nanochat's defaults at 92d63d4 (scripts/base_train.py, July 2026).
 RATES = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5, "weight_decay": 0.28}
@@ -56,39 +53,13 @@ COMPILED_STEPS = 2  # steps during which torch.compile works; their seconds are 
 Curve = list[tuple[int, float, float]]  # tokens, seconds of training, validation loss
 
 
-def train_ours(arguments: argparse.Namespace, options: list[str], seed: int, out: Path) -> None:
-    """Train one contestant of ours as a user would; one that was stopped anew, since it would compile once more.
-
-    Raises ValueError if a finished one has other options.
-    """
-    every = max(1, arguments.steps // arguments.points)
-    threads = [] if arguments.threads is None else ["--threads", arguments.threads]
-    own = fixed_options(arguments) | {"--steps": arguments.steps}
-    fixed = [word for name, value in own.items() if name not in options for word in (name, value)]
-    fixed += ["--data", arguments.data, "--seed", seed, "--eval-every", every]
-    fixed += ["--log-every", every, "--eval-tokens", arguments.eval_tokens, "--sample-every", "none", *threads]
-    if (out / "report.html").exists():
-        require_same(out, ["quickstart", *fixed, *options])
-        return
-    shutil.rmtree(out, ignore_errors=True)
-    call("train", "quickstart", *fixed, *options, "--out", out)
-
-
-def fixed_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the options of `et train quickstart` that our contestants have unless they name others."""
-    return {"--context": 256, "--batch-size": 16, "--compile": "off" if arguments.no_compile else "on"}
-
-
-def curve_of(out: Path) -> Curve:
-    """Return the validations of a run of ours."""
-    folder = RunFolder.open(out)
-    records = folder.metrics.read()
-    seconds = {record["step"]: record["seconds"] for record in records if record["split"] == "train"}
-    tokens = tokens_per_step(folder)
-    compiling = seconds_of_compiler(seconds) if folder.config["compiled"] else 0.0
-    return [
-        (r["step"] * tokens, seconds[r["step"]] - compiling, r["loss"]) for r in records if r["split"] == "validation"
-    ]
+def curve_of(compared: ComparedRun) -> Curve:
+    """Return the validations of a finished run of ours."""
+    assert compared.result is not None
+    seconds = {r["step"]: r["seconds"] for r in compared.run.metrics.read() if r["split"] == "train"}
+    compiling = seconds_of_compiler(seconds) if compared.config["compiled"] else 0.0
+    points = zip(compared.result.curve, compared.result.clock, strict=True)
+    return [(tokens, clock - compiling, loss) for (tokens, loss), clock in points if loss is not None]
 
 
 def seconds_of_compiler(seconds: dict[int, float]) -> float:
@@ -108,32 +79,34 @@ def tokens_per_step(folder: RunFolder) -> int:
     return tokens
 
 
-def train_nanochat(arguments: argparse.Namespace, ours: RunFolder, seed: int) -> Curve:
+def train_nanochat(ours: RunFolder) -> Curve:
     """Train nanochat on the batches of a run of ours and return its validations."""
+    seed, steps = ours.config["train"]["seed"], ours.config["train"]["steps"]
     model = nanochat_model(ours.config["model"], seed)
     optimizer = model.setup_optimizer(**RATES)
-    forward = model if arguments.no_compile else torch.compile(model, dynamic=False)
-    options, corpus, tokenizer = ours.config["train"], open_source(arguments.data), ours.tokenizer()
+    forward = torch.compile(model, dynamic=False) if ours.config["compiled"] else model
+    options, corpus, tokenizer = ours.config["train"], open_source(**ours.config["data"]), ours.tokenizer()
     context = ours.config["model"]["context"]
     loader = Loader(pack(corpus, tokenizer, "train"), options["batch_size"], context, seed)
-    text = pack(corpus, tokenizer, "validation", max_tokens=arguments.eval_tokens + context)
+    text = pack(corpus, tokenizer, "validation", max_tokens=options["eval_tokens"] and options["eval_tokens"] + context)
+    most = options["eval_tokens"] or len(text)
     every = options["eval_every"]
     curve: Curve = []
     seconds: list[float] = []
     with Progress(console=Console(stderr=True)) as progress:
-        for step in progress.track(range(arguments.steps), description=f"{NANOCHAT}, seed {seed}"):
+        for step in progress.track(range(steps), description=f"{NANOCHAT}, seed {seed}"):
             start = time.perf_counter()
             for _ in range(options["accumulation"]):
                 batch = next(loader)
                 (forward(batch.tokens, batch.targets) / options["accumulation"]).backward()
-            schedule(optimizer, step, arguments.steps)
+            schedule(optimizer, step, steps)
             optimizer.step()
             model.zero_grad(set_to_none=True)
             seconds.append(time.perf_counter() - start)
-            if (step + 1) % every == 0 or step + 1 == arguments.steps:
+            if (step + 1) % every == 0 or step + 1 == steps:
                 middle = statistics.median(seconds)
                 spent = sum(middle if i < COMPILED_STEPS else value for i, value in enumerate(seconds))
-                loss = validation_loss(model, text, context, options["batch_size"], arguments.eval_tokens)
+                loss = validation_loss(model, text, context, options["batch_size"], most)
                 curve.append(((step + 1) * tokens_per_step(ours), spent, loss))
     return curve
 
@@ -224,7 +197,7 @@ def to_markdown(result: dict[str, Any]) -> str:
     here = result["machine"]
     spread = lambda found: f" ± {found['spread']:.3f}" if result["seeds"] > 1 else ""  # noqa: E731
     lines = [
-        f"{result['steps']} steps, {result['tokens']:,} tokens of {result['data']}, "
+        f"{result['tokens']:,} tokens of {result['data']}, "
         f"{counted(result['seeds'], 'seed')}, {result['dtype']}; "
         f"{here['cpu']}, {counted(here['threads'], 'thread')}, torch {here['torch']}, "
         f"{result['date']}, commit {str(result['commit'])[:8]}",
@@ -242,9 +215,7 @@ def to_markdown(result: dict[str, Any]) -> str:
             f"{row['seconds']:,.0f}",
             *("–" if alone else "not reached" if share is None else f"{share:.2f}" for share in shares),
         ]
-        tokens = result["runs"][name][0][-1][0]
-        length = "" if tokens == result["tokens"] else f" ({tokens * result['steps'] // result['tokens']:,} steps)"
-        lines.append(f"| {name}{length} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
         "Loss in nats per token, ± its standard deviation over seeds; differences are at equal tokens. Shares are of "
@@ -253,178 +224,94 @@ def to_markdown(result: dict[str, Any]) -> str:
         "compilers are left out.",
         "",
     ]
-    if result["left_out"]:
-        lines += [f"Left out: {result['left_out']}.", ""]
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Draw the losses by tokens and by seconds: the mean of the seeds as a line, each seed as a thin one."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
-    for colour, (name, curves) in enumerate(result["runs"].items()):
-        for axes, axis, unit in ((left, 0, 1e6), (right, 1, 60)):
-            means = [[statistics.mean(values) for values in zip(*at, strict=True)] for at in zip(*curves, strict=True)]
-            for points, stroke in (
-                *((curve, {"alpha": 0.3, "linewidth": 0.8}) for curve in curves),
-                (means, {"label": name}),
-            ):
-                axes.plot([p[axis] / unit for p in points], [p[2] for p in points], color=f"C{colour}", **stroke)
-    losses = sorted(point[2] for curves in result["runs"].values() for curve in curves for point in curve)
-    left.set_ylim(losses[0] - 0.1, losses[int(0.9 * (len(losses) - 1))])  # the first validations would flatten the rest
-    left.set_xlabel("million tokens")
-    right.set_xlabel("minutes of training")
-    left.set_ylabel("validation loss (nats per token)")
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=160)
+def draw(result: dict[str, Any], out: Path) -> None:
+    """Draw the losses by tokens and by seconds, means over seeds."""
+    for name, axis, scale in (("tokens", 0, {}), ("seconds", 1, {"scale": seconds_axis})):
+        methods = []
+        for contestant, curves in result["runs"].items():
+            points = [
+                [statistics.mean(point[axis] for point in at), statistics.mean(point[2] for point in at)]
+                for at in zip(*curves, strict=True)
+            ]
+            methods.append({"method": contestant, "kind": contestant, "points": points})
+        save_figure(lambda methods=methods, scale=scale: draw_losses({"methods": methods}, **scale), out / name)  # type: ignore[misc]
 
 
-def write(out: Path, result: dict[str, Any]) -> None:
-    (out / "speedrun.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (out / "speedrun.md").write_text(to_markdown(result), encoding="utf-8")
-    draw(result, out / "speedrun.png")
-
-
-def prepare_nanochat(checkout: Path | None, dtype: torch.dtype) -> str:
-    """Make nanochat importable; returns why it is left out, or an empty string."""
-    if checkout is None:
-        return "nanochat, since no --nanochat names its checkout"
+def prepare_nanochat(checkout: Path, dtype: torch.dtype) -> None:
+    """Make nanochat importable. Raises ValueError if it is not there."""
     if not (checkout / "nanochat" / "gpt.py").is_file():
         raise ValueError(
             f"--nanochat {checkout} has no nanochat/gpt.py; name a checkout of github.com/karpathy/nanochat"
         )
     os.environ["NANOCHAT_DTYPE"] = str(dtype).removeprefix("torch.")
     sys.path.append(str(checkout))
-    return ""
 
 
-def commit_of(checkout: Path | None) -> str | None:
-    if checkout is None:
-        return None
+def commit_of(checkout: Path) -> str | None:
     command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
 
 
-def begin(arguments: argparse.Namespace, contestants: dict[str, list[str]], dtype: torch.dtype) -> None:
-    """Write what decides the runs into the folder. Raises ValueError if it holds runs of another kind."""
-    names = ("steps", "data", "points", "eval_tokens", "threads", "no_compile")
-    now = {name: getattr(arguments, name) for name in names} | {"dtype": str(dtype), "contestants": contestants}
-    now["fixed"] = fixed_options(arguments)
-    path = arguments.out / "options.json"
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else now
-    for name, value in now.items():
-        if value != before.get(name):
-            raise ValueError(
-                f"{name}={value!r} differs from {before.get(name)!r} in {arguments.out}; name another --out"
-            )
-    path.write_text(json.dumps(now), encoding="utf-8")
-
-
 def require_alike(folders: list[RunFolder]) -> None:
-    """Raise ValueError if contestants do not see the same tokens in the same batches."""
-    options = [folder.config["model"] | folder.config["train"] for folder in folders]
-    names = ("context", "vocab_size", "batch_size", "accumulation", "seed")
-    seen = [tuple(option[name] for name in names) for option in options]
-    if len(set(seen)) > 1:
-        raise ValueError(f"contestants differ in context, vocabulary, batch or seed: {seen}; give them the same")
-    if len({folder.config["corpus"]["hash"] for folder in folders}) > 1:
-        raise ValueError("contestants differ in their text; give it by --data")
-
-
-def folder_of(name: str) -> str:
-    """Return the folder of a contestant's runs."""
-    return name.replace(" ", "_")
-
-
-def parse_contestants(entries: list[str]) -> dict[str, list[str]]:
-    """Return each contestant's options. Raises ValueError for an entry that cannot be read or have a folder alone."""
-    contestants: dict[str, list[str]] = {}
-    for entry in entries:
-        name, colon, options = (part.strip() for part in entry.partition(":"))
-        if not colon:
-            raise ValueError(f"--ours {entry!r} needs a name and options, as in {OURS[0]!r}")
-        if folder_of(name) in {"", NANOCHAT, *map(folder_of, contestants)} or set(name) & set("/\\."):
-            raise ValueError(f"--ours {entry!r}: {name!r} cannot name a folder of its own; give another name")
-        try:
-            contestants[name] = shlex.split(options)
-        except ValueError as error:
-            raise ValueError(f"--ours {entry!r}: {error}") from None
-    return contestants
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--nanochat", type=Path, help="a checkout of nanochat; left out without one")
-    parser.add_argument("--ours", action="append", help="a contestant, 'NAME: OPTIONS OF et train'; may be repeated")
-    parser.add_argument("--data", default="embedded")
-    parser.add_argument("--steps", type=positive, default=300)
-    parser.add_argument("--seeds", type=positive, default=3)
-    parser.add_argument("--points", type=positive, default=15, help="validations of a run")
-    parser.add_argument("--eval-tokens", type=positive, default=100_000)
-    parser.add_argument("--threads", type=positive)
-    parser.add_argument("--no-compile", action="store_true", help="run all models without torch.compile")
-    parser.add_argument("--redraw", action="store_true", help="make speedrun.md and speedrun.png anew")
-    return parser.parse_args()
+    """Raise ValueError if runs do not see the same tokens in the same batches."""
+    options = [folder.config["model"] | folder.config["train"] | folder.config["corpus"] for folder in folders]
+    names = ("context", "vocab_size", "batch_size", "accumulation", "hash")
+    seen = {tuple(option[name] for name in names) for option in options}
+    if len(seen) > 1:
+        raise ValueError(f"runs differ in context, vocabulary, batch or text: {sorted(seen)}; give them the same")
 
 
 def main() -> None:
-    arguments = parse()
-    if arguments.redraw:
-        try:
-            text = (arguments.out / "speedrun.json").read_text(encoding="utf-8")
-        except OSError:
-            raise ValueError(f"{arguments.out} has no speedrun.json to redraw; run without --redraw first") from None
-        with corrupted_file_error(arguments.out / "speedrun.json", "run without --redraw"):
-            write(arguments.out, json.loads(text))
-        return
-    contestants = parse_contestants(arguments.ours or OURS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ours", nargs="+", type=Path, help="folders of et compare")
+    parser.add_argument("--nanochat", type=Path, required=True, help="a checkout of nanochat")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--threads", type=positive)
+    arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
+    compared = [run for folder in arguments.ours for run in read_runs(folder) if run.result is not None]
+    if not compared:
+        raise ValueError(f"{arguments.ours[0]}: has no finished run in METHOD/seed_N; name a folder of et compare")
+    require_alike([each.run for each in compared])
     dtype = compute_dtype("auto")
-    left_out = prepare_nanochat(arguments.nanochat, dtype)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    begin(arguments, contestants, dtype)
-
-    runs: dict[str, list[Curve]] = {name: [] for name in contestants}
-    for seed in range(arguments.seeds):
-        folders = []
-        for name, options in contestants.items():
-            out = arguments.out / "runs" / folder_of(name) / f"seed_{seed}"
-            train_ours(arguments, options, seed, out)
-            runs[name].append(curve_of(out))
-            folders.append(RunFolder.open(out))
-        require_alike(folders)
-        if not left_out:
-            path = arguments.out / "runs" / NANOCHAT / f"seed_{seed}.json"
-            if not path.exists():
-                curve = train_nanochat(arguments, folders[0], seed)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(curve), encoding="utf-8")
-            runs.setdefault(NANOCHAT, []).append(json.loads(path.read_text(encoding="utf-8")))
-
+    prepare_nanochat(arguments.nanochat, dtype)
+    names, _ = names_with_sizes([(each.method, sizes(each.config)) for each in compared])
+    runs: dict[str, list[Curve]] = {}
+    longest: dict[int, RunFolder] = {}
+    for name, each in zip(names, compared, strict=True):
+        runs.setdefault(name, []).append(curve_of(each))
+        first = longest.setdefault(each.seed, each.run)
+        if each.config["train"]["steps"] > first.config["train"]["steps"]:
+            longest[each.seed] = each.run
+    for seed, ours in sorted(longest.items()):
+        path = arguments.out / NANOCHAT / f"seed_{seed}.json"
+        if not path.exists():
+            curve = train_nanochat(ours)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(curve), encoding="utf-8")
+        runs.setdefault(NANOCHAT, []).append(json.loads(path.read_text(encoding="utf-8")))
+    ours = longest[min(longest)]
     result = {
-        "steps": arguments.steps,
-        "tokens": arguments.steps * tokens_per_step(folders[0]),
-        "data": arguments.data,
-        "seeds": arguments.seeds,
+        "tokens": ours.config["train"]["steps"] * tokens_per_step(ours),
+        "data": Path(DataConfig(**ours.config["data"]).source).name,
+        "seeds": len(longest),
         "dtype": str(dtype).removeprefix("torch."),
-        "compiled": not arguments.no_compile,
-        "options": {name: shlex.join(options) for name, options in contestants.items()},
+        "compiled": ours.config["compiled"],
+        "commands": [each.config["command"] for each in compared],
         "nanochat": commit_of(arguments.nanochat),
-        "left_out": left_out,
         **origin(),
         "machine": machine(),
         "contestants": summarise(runs),
         "runs": runs,
     }
-    write(arguments.out, result)
-    print((arguments.out / "speedrun.md").read_text(encoding="utf-8"))
+    (arguments.out / "speedrun.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (arguments.out / "speedrun.md").write_text(to_markdown(result), encoding="utf-8")
+    draw(result, arguments.out)
+    print(to_markdown(result))
 
 
 if __name__ == "__main__":

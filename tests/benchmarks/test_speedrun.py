@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(FOLDER))
 
 from benchmarks import speedrun  # noqa: E402  it imports its neighbours by their bare names
+from expert_threshold.cli import main as et  # noqa: E402
 
 FALLING: speedrun.Curve = [(100, 1.0, 5.0), (200, 2.0, 4.0), (300, 3.0, 4.0), (400, 5.0, 3.0)]
 
@@ -33,19 +34,6 @@ def test_the_compilers_seconds_are_those_beyond_the_median_step() -> None:
     assert speedrun.seconds_of_compiler({10: 9.0, 20: 19.0, 30: 29.0}) == 0
     assert speedrun.seconds_of_compiler({60: 40.0, 120: 50.0}) == 30
     assert speedrun.seconds_of_compiler({60: 40.0}) == 0
-
-
-@pytest.mark.parametrize("named", [[], ["--compile", "off", "--context", "32"]])
-def test_contestants_have_nanochats_batches_and_compiler_unless_they_name_others(
-    named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["speedrun", "--out", str(tmp_path), "--steps", "30"])
-    called: list[str] = []
-    monkeypatch.setattr(speedrun, "call", lambda *words: called.extend(map(str, words)))
-    speedrun.train_ours(speedrun.parse(), named, 0, tmp_path / "run")
-    given = dict(zip(called[2::2], called[3::2], strict=True))
-    expected = {"--context": "256", "--batch-size": "16", "--compile": "on", "--steps": "30"}
-    assert given.items() >= (expected | dict(zip(named[::2], named[1::2], strict=True))).items()
 
 
 def test_shares_are_of_what_nanochat_needs_and_absent_where_a_seed_never_gets_there() -> None:
@@ -81,60 +69,56 @@ def test_nanochats_schedules_rise_hold_and_fall() -> None:
     assert found[999] == pytest.approx([2 * (1 / 650 + 649 / 650 * 0.05), 0.9 + 0.07 / 650, 0.0], abs=1e-5)
 
 
-def test_without_nanochat_it_is_left_out_with_a_reason(
+NANOCHAT = """
+import torch
+
+class GPTConfig:
+    def __init__(self, **sizes):
+        self.__dict__ |= sizes
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head = torch.nn.Embedding(config.vocab_size, config.vocab_size)
+
+    def init_weights(self):
+        torch.nn.init.zeros_(self.head.weight)
+
+    def setup_optimizer(self, matrix_lr, **_):
+        return torch.optim.SGD([{"params": [self.head.weight], "lr": 9, "initial_lr": 9, "kind": "adamw"}])
+
+    def forward(self, tokens, targets, loss_reduction="mean"):
+        logits = self.head(tokens).flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, targets.flatten(), reduction=loss_reduction, ignore_index=-1)
+"""
+
+
+def test_a_stand_in_for_nanochat_trains_on_the_batches_of_a_comparison(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("\n".join(f"line {i} of a short text about nothing much" for i in range(3000)))
-    small = "--batch-size 2 --context 32 --layers 1 --d-model 32 --heads 2 --kv-heads 2 --vocab-size 300 --rule dense"
-    arguments = f"--steps 4 --points 2 --seeds 1 --eval-tokens 100 --no-compile --data {text}".split()
-    ours = ["--ours", f"ours: {small}", "--ours", f"short: {small} --steps 2"]
-    command = ["speedrun", "--out", str(tmp_path / "out"), *arguments, *ours]
-    monkeypatch.setattr(sys, "argv", command)
+    (tmp_path / "checkout" / "nanochat").mkdir(parents=True)
+    (tmp_path / "checkout" / "nanochat" / "gpt.py").write_text(NANOCHAT)
+    sizes = {"layers": 1, "d-model": 32, "heads": 2, "kv-heads": 2, "vocab-size": 300, "context": 32, "batch-size": 2}
+    small = ["tiny", *(word for name, size in sizes.items() for word in (f"--{name}", str(size)))]
+    fixed = ["--rules", "dense", "--data", str(text), "--eval-every", "2", "--eval-tokens", "100", "--threads", "1"]
+    for steps in ("4", "2"):
+        assert et(["compare", *small, *fixed, "--steps", steps, "--out", str(tmp_path / steps)]) == 0
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    command = ["speedrun", str(tmp_path / "4"), str(tmp_path / "2"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", [*command, "--nanochat", str(tmp_path / "checkout")])
     speedrun.main()
     result = json.loads((tmp_path / "out" / "speedrun.json").read_text())
-    assert "nanochat" in result["left_out"]
-    assert [point[0] for point in result["runs"]["ours"][0]] == [2 * 64, 4 * 64]
-    assert [point[0] for point in result["runs"]["short"][0]] == [2 * 64]
-    assert (result["steps"], result["tokens"]) == (4, 4 * 64)
-    result["runs"]["nanochat"] = result["runs"]["ours"]
-    result["contestants"] = speedrun.summarise(result["runs"])
-    table = speedrun.to_markdown(result).splitlines()
-    assert any(line.startswith("| short (2 steps) |") and "| – |" in line and "not reached" in line for line in table)
-    assert (tmp_path / "out" / "speedrun.png").exists()
+    lengths = {name: [point[0] for point in curves[0]] for name, curves in result["runs"].items()}
+    assert lengths == {"dense": [128, 256], "dense (2 steps)": [128], "nanochat": [128, 256]}
+    losses = [point[2] for point in result["runs"]["nanochat"][0]]
+    assert losses[1] < losses[0]
+    assert (tmp_path / "out" / "seconds.png").exists()
+    monkeypatch.setattr(speedrun, "train_nanochat", None)
     capsys.readouterr()
     speedrun.main()  # continues, which trains nothing
-    assert "4 steps" in capsys.readouterr().out
-    run = tmp_path / "out" / "runs" / "ours" / "seed_0" / "config.json"
-    config = run.read_text()
-    run.write_text(config.replace('"skip_lr": 0.15', '"skip_lr": 0.5'))
-    with pytest.raises(ValueError, match=r"skip_lr=0\.15 differs from 0\.5 of"):
+    assert "256 tokens" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--nanochat", "nowhere"])
+    with pytest.raises(ValueError, match=r"has no nanochat/gpt.py"):
         speedrun.main()
-    run.write_text(config)
-    (tmp_path / "out" / "speedrun.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", [*command, "--redraw"])
-    with pytest.raises(ValueError, match=r"speedrun.json: damaged \(no 'machine'\); run without --redraw"):
-        speedrun.main()
-    monkeypatch.setattr(sys, "argv", [*command, "--steps", "8"])
-    with pytest.raises(ValueError, match="steps=8 differs from 4"):
-        speedrun.main()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--nanochat", "nowhere"], "has no nanochat/gpt.py"),
-        (["--ours", "no options"], "needs a name and options"),
-        (["--ours", "a b: --lr 1", "--ours", "a_b: --lr 2"], "'a_b' cannot name a folder of its own"),
-        (["--ours", "nanochat: --rule dense"], "'nanochat' cannot name a folder of its own"),
-        (["--ours", "../up: --rule dense"], "cannot name a folder of its own"),
-        (["--ours", ": --rule dense"], "'' cannot name a folder of its own"),
-        (["--ours", "x: --context 'oops"], '--ours "x: --context \'oops": No closing quotation'),
-        (["--redraw"], "has no speedrun.json"),
-    ],
-)
-def test_bad_input_is_told(options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["speedrun", "--out", str(tmp_path / "out"), *options])
-    with pytest.raises(ValueError, match=message):
-        speedrun.main()
-    assert not (tmp_path / "out").exists()
