@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 from expert_threshold.kernels import cpu, off
 from expert_threshold.kernels.activation import ActivationName
 from expert_threshold.kernels.segments import segments
-from expert_threshold.moe import BACKENDS, Experts, FeedForward
-from expert_threshold.moe.backends import BY_NAME, FEW, auto, backend_named
+from expert_threshold.moe import BACKENDS, Experts, FeedForward, backends
+from expert_threshold.moe.backends import BY_NAME, FEW, Backend, auto, backend_named
 from expert_threshold.moe.backends.grouped import Plan, form_groups, most_slots, pack, sum_rows
 from expert_threshold.moe.backends.static import PADDING_PER_BAG, is_native, sum_by_token
 from expert_threshold.moe.experts import HIDDEN_PER_BLOCK, _FeedForwardFunction, plain
@@ -246,6 +246,58 @@ def test_auto_is_static_on_a_gpu_where_the_products_of_all_experts_are_one_kerne
     with FakeTensorMode():
         x = torch.empty(tokens, 8, dtype=dtype, device="cuda")
     assert auto.chosen(x, Experts(EXPERTS, 8, 16), rows).name == expected
+
+
+class Recorded(Backend):
+    """The reference, off by a factor, or failing."""
+
+    def __init__(self, name: str, factor: float | None) -> None:
+        self.name, self.factor = name, factor  # type: ignore[misc]
+
+    def routed_sum(self, x: Tensor, gates: Tensor, assignment: Tensor, experts: Experts, rows: int | None) -> Tensor:
+        if self.factor is None:
+            raise RuntimeError("does not compile")
+        return BACKENDS["reference"].routed_sum(x, gates, assignment, experts, rows) * self.factor
+
+
+@pytest.mark.parametrize(
+    ("factors", "milliseconds", "expected"),
+    [
+        ((1.0, 1.0), (2.0, 1.0), "b"),
+        ((1.0, 1.0), (1.0, 2.0), "a"),
+        ((1.0, 1.5), (2.0,), "a"),  # fast and wrong
+        ((1.0, None), (2.0,), "a"),
+        ((None, 1.0), (2.0,), "b"),
+        ((None, None), (), "a"),
+    ],
+)
+def test_on_a_gpu_auto_is_the_backend_measured_fastest_there_among_those_that_agree(
+    factors: tuple[float | None, ...], milliseconds: tuple[float, ...], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, factor in zip("ab", factors, strict=True):
+        monkeypatch.setitem(BACKENDS, name, Recorded(name, factor))
+    monkeypatch.setattr(backends, "_milliseconds", mock.Mock(side_effect=milliseconds))
+    before = torch.get_rng_state()
+    measured = backends._measured.__wrapped__
+    found = measured(("a", "b"), torch.device("cpu"), torch.bfloat16, (EXPERTS, 8, 16), "relu2", tokens=64)
+    assert found == expected
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what the compiler does itself
+def test_measuring_happens_while_a_graph_is_traced_and_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(backends, "_measured", lambda *_: measured.append(float(torch.ones(3).sum())) or "static")
+
+    def call(x: Tensor) -> Tensor:
+        return x + len(backends.fastest(("static", "triton"), 0, x.dtype, (4, 8, 16), "relu2"))
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager", dynamic=False)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 1.0 + len("static")))
+    assert measured == [3.0]
 
 
 def test_kernels_that_cannot_compute_say_why() -> None:

@@ -100,7 +100,7 @@ class GPTConfig:
     )
     dispatch: DispatchName = option(
         "auto",
-        "Backend of the experts; auto is static in bfloat16 on a Hopper GPU, cpu if there are kernels for the "
+        "Backend of the experts; auto is measured in training on a GPU, cpu if there are kernels for the "
         "processor, else grouped.",
     )
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...install import install
+from ...kernels.activation import ActivationName
 from ...kernels.cpu import TILE, available, reason
 from ...kernels.cpu.blocks import FEWEST_ROWS, OVERRIDES, override
 from ..experts import Experts, FeedForward, plain, up_project
@@ -17,6 +21,9 @@ from .grouped import grouped_sum
 from .static import is_native, static_sum
 
 FEW = 16  # tokens for which packing costs more than it saves
+MEASURED_FROM = 4096  # tokens; below, no choice is worth the seconds that measuring takes
+SAME = 0.03
+"""Largest difference, of a tensor's norm, between backends that both round a few times to bfloat16."""
 
 
 class Backend:
@@ -118,7 +125,7 @@ class Static(Backend):
 
     Without a bound on loads it still waits once, as `grouped` does, but launches one kernel per product instead of one
     per group of experts. A compiled graph would then need rows for every possible pair, and a few tokens hit few
-    experts, so `auto` leaves both to others. None of this was measured.
+    experts, so `auto` leaves both to others.
     """
 
     name = "static"
@@ -175,10 +182,7 @@ class Cpu(Backend):
 
 
 class Triton(Backend):
-    """Calls the kernels of `kernels/gpu` (extra `triton`), imported on first use; chosen only by name.
-
-    Nothing waits for the device.
-    """
+    """Calls the kernels of `kernels/gpu` (extra `triton`), imported on first use; nothing waits for the device."""
 
     name = "triton"
 
@@ -213,16 +217,87 @@ class ExpertParallel(Backend):
 
 
 class Auto(Backend):
-    """Delegates every call to the most specialised backend that pays off for it."""
+    """Delegates every call to the most specialised backend that pays off for it; in training on a GPU, to the faster of
+    that one and `triton`, measured there.
+    """
 
     name = "auto"
 
     def chosen(self, x: Tensor, experts: Experts, rows: int | None) -> Backend:
-        return _most_specialised(x, experts, rows)
+        backend = _most_specialised(x, experts, rows)
+        if not (x.is_cuda and torch.is_grad_enabled() and len(x) >= MEASURED_FROM):
+            return backend
+        names, (num_experts, d_model, d_expert) = (backend.name, "triton"), experts.down.shape
+        shape = num_experts, d_model, d_expert
+        return BACKENDS[fastest(names, x.device.index, x.dtype, shape, experts.activation.name)]
 
 
 def _most_specialised(x: Tensor, experts: Experts, rows: int | None) -> Backend:
     return next(backend for backend in reversed(BACKENDS.values()) if backend.pays(x, experts, rows))
+
+
+def fastest(
+    names: tuple[str, ...],
+    device: int,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    activation: ActivationName,
+) -> str:
+    """Return the backend whose forward and backward are fastest for a layer of this shape (experts, d_model, d_expert)
+    on this GPU; measured once in a process. The first of the names, while a CUDA graph is captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return names[0]
+    with unset_fake_temporarily():
+        return _measured(names, torch.device("cuda", device), dtype, shape, activation)
+
+
+fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator imports all of dynamo
+
+
+@functools.cache
+def _measured(
+    names: tuple[str, ...],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
+    activation: ActivationName,
+    tokens: int = 2**14,
+) -> str:
+    """Time the backends on random rows, one expert a token; those that fail or differ from the first one are out."""
+    # Random numbers are the run's.
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device, torch.enable_grad():
+        torch.manual_seed(0)
+        experts = Experts(*shape, activation).to(dtype)
+        for weight in experts.parameters():
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        x, upstream = torch.randn(2, tokens, shape[1]).to(dtype)
+        assigned = torch.rand(tokens, shape[0]) < 1 / shape[0]
+        gates = torch.rand(tokens, shape[0])
+        leaves = [x.requires_grad_(), gates.requires_grad_(), *experts.parameters()]
+        rows = tokens + tokens // 2  # the presets' bound
+
+        def call(name: str) -> tuple[Tensor, ...]:
+            y = BACKENDS[name](x, gates, assigned, experts, rows=rows)
+            return y.detach(), *torch.autograd.grad(y, leaves, upstream)
+
+        times: dict[str, float] = {}
+        expected: tuple[Tensor, ...] | None = None
+        for name in names:
+            try:
+                found = call(name)
+                expected = found if expected is None else expected
+                if all((a - b).norm() <= SAME * b.norm() for a, b in zip(found, expected, strict=True)):
+                    times[name] = _milliseconds(functools.partial(call, name))
+            except (RuntimeError, ValueError):  # Triton is absent, memory is short, a kernel does not compile
+                continue
+    return min(times, key=times.__getitem__, default=names[0])
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    from triton.testing import do_bench
+
+    return float(do_bench(call, return_mode="median"))
 
 
 auto, reference = Auto(), Reference()
