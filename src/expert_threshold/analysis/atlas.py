@@ -16,7 +16,20 @@ from .figures.study import Study
 from .figures.style import style
 from .material import Material
 from .methods import Subject, legend, options
-from .page import Exhibit, LeftOut, attempt, exhibits, left_out, links, options_that_differ, page, save_figure, table
+from .page import (
+    Exhibit,
+    LeftOut,
+    attempt,
+    exhibits,
+    left_out,
+    links,
+    options_that_differ,
+    page,
+    save_figure,
+    section,
+    table,
+    text,
+)
 from .plain import Data, plain
 from .results import HEADERS, NOTES, cells, read_result, summarise
 from .sentences import counted, listed, short
@@ -38,7 +51,7 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
         entries.setdefault(study.section, []).append(entry)
         how = entry.sentence if isinstance(entry, Exhibit) else f"{entry.verb}: {entry.reason}"
         say(f"figure {number}/{len(studies)} {study.name}: {how}")
-    every = [entry for section in entries.values() for entry in section]
+    every = [entry for found in entries.values() for entry in found]
     failed = [entry.reason for entry in every if isinstance(entry, LeftOut) and entry.failed]
     if failed and not any(isinstance(entry, Exhibit) for entry in every):
         raise ValueError(failed[0])
@@ -49,9 +62,9 @@ def write_atlas(material: Material, out: Path, studies: Sequence[Study], say: Ca
 
 def save(study: Study, computed: Data, out: Path, partly: list[LeftOut]) -> Exhibit:
     """Draw and save a figure with its data. Methods that it leaves out are added to `partly`, with reasons."""
-    text = to_json(plain(computed), indent=1)
-    data = json.loads(text)  # draw from the same rounded numbers as the file
-    replace_file(out / f"{study.name}.json", (text + "\n").encode())
+    content = to_json(plain(computed), indent=1)
+    data = json.loads(content)  # draw from the same rounded numbers as the file
+    replace_file(out / f"{study.name}.json", (content + "\n").encode())
     sentence = study.say(data)
     figure = save_figure(partial(study.draw, data), out / study.name)
     reasons: dict[str, list[str]] = {}
@@ -71,9 +84,9 @@ def render(
         f"Analysis of {', '.join(methods)}",
         [
             f"<header><h1>{escape(_title(material))}</h1>{_incomplete(material)}"
-            f'<p class="muted">{escape(legend(material.subjects))}</p></header>',
+            f"{text(legend(material.subjects), muted=True)}</header>",
             as_html(),
-            *(exhibits(section, found) for section, found in entries.items()),
+            *(exhibits(title, found) for title, found in entries.items()),
             _results(material),
             _runs(material.subjects, out),
             options_that_differ({method: options(subjects[0].run) for method, subjects in material.methods.items()}),
@@ -92,7 +105,7 @@ def _incomplete(material: Material) -> str:
     lines = [f"{counted(len(left_out), 'run')} left out: {'; '.join(f'{p}: {w}' for p, w in left_out.items())}."]
     lines += [f"Shown as far as they went: {'; '.join(f'{path}: {how}' for path, how in unfinished.items())}."]
     shown = [line for line, runs in zip(lines, (left_out, unfinished), strict=True) if runs]
-    return "".join(f"<p>{escape(line)}</p>" for line in shown)
+    return "".join(map(text, shown))
 
 
 def _results(material: Material) -> str:
@@ -107,7 +120,7 @@ def _results(material: Material) -> str:
         return ""
     rows = cells(summarise(results), lambda text: text)
     notes = NOTES + (f" Without a final validation, so not in this table: {listed(without)}." if without else "")
-    return f'<section><h2>Results</h2>{table(HEADERS, rows, "Results")}<p class="muted">{escape(notes)}</p></section>'
+    return section("Results", table(HEADERS, rows, "Results"), text(notes, muted=True))
 
 
 def _runs(subjects: Sequence[Subject], out: Path) -> str:
@@ -129,4 +142,4 @@ def _runs(subjects: Sequence[Subject], out: Path) -> str:
             )
         )
     reports = {f"{s.method}, seed {s.run.config['train']['seed']}": s.folder.report for s in subjects}
-    return f"<section><h2>Runs</h2>{table(head, rows, 'Runs')}{links(reports, out)}</section>"
+    return section("Runs", table(head, rows, "Runs"), links(reports, out))

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import traceback
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -120,25 +119,44 @@ def page(title: str, body: Iterable[str]) -> str:
 """
 
 
-def exhibits(section: str, entries: Iterable[Exhibit | LeftOut]) -> str:
+def section(title: str, *parts: str) -> str:
+    """Return a section of the page; empty if all of its parts are."""
+    content = "\n".join(filter(None, parts))
+    return f"<section><h2>{escape(title)}</h2>\n{content}</section>\n" if content else ""
+
+
+def text(sentence: str, *, muted: bool = False) -> str:
+    """Return a paragraph."""
+    return f"<p{' class=muted' if muted else ''}>{escape(sentence)}</p>"
+
+
+def facts(entries: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names and what they have."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in entries)}</dl>"
+
+
+def folded(summary: str, content: str) -> str:
+    """Return content that is shown at a click."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def exhibits(title: str, entries: Iterable[Exhibit | LeftOut]) -> str:
     """Return a section of figures side by side, with a line for each one that failed; empty if there are none."""
-    shown = [entry for entry in entries if isinstance(entry, Exhibit) or entry.failed]
-    if not shown:
-        return ""
     figures = "\n".join(
-        _figure(f"{section} {entry.title}", entry)
+        _figure(f"{title} {entry.title}", entry)
         if isinstance(entry, Exhibit)
         else f"<figure><h3>{escape(entry.title)}</h3><p>This figure failed: {escape(entry.reason)}.</p></figure>"
-        for entry in shown
+        for entry in entries
+        if isinstance(entry, Exhibit) or entry.failed
     )
-    return f'<section><h2>{escape(section)}</h2>\n<div class="figures">\n{figures}\n</div></section>'
+    return section(title, f'<div class="figures">\n{figures}\n</div>' if figures else "")
 
 
 def left_out(entries: Iterable[Exhibit | LeftOut]) -> str:
     """Return the section of omitted figures with reasons, empty if there are none."""
     missing = [entry for entry in entries if isinstance(entry, LeftOut) and not entry.failed]
     lines = "".join(f"<li>{escape(entry.title)}: {escape(entry.reason)}.</li>" for entry in missing)
-    return f"<section><h2>Left out</h2><ul>{lines}</ul></section>" if lines else ""
+    return section("Left out", f"<ul>{lines}</ul>" if lines else "")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "Table") -> str:
@@ -160,7 +178,7 @@ def options_that_differ(options: Mapping[str, Mapping[str, Any]]) -> str:
     values = {name: [str(each.get(name, "–")) for each in options.values()] for name in names}
     rows = [[name, *each] for name, each in values.items() if len(set(each)) > 1]
     title = "Options that differ"
-    return f"<section><h2>{title}</h2>{table(['option', *options], rows, title)}</section>" if rows else ""
+    return section(title, table(["option", *options], rows, title) if rows else "")
 
 
 def _breakable(text: str) -> str:
@@ -262,41 +280,27 @@ def svg(figure: Figure, prefix: str, alt: str) -> str:
             part.set_gid(name)
     with style():
         figure.savefig(file, format="svg")
-    root = ElementTree.fromstring(file.getvalue())
-    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', file.getvalue()))
-    for element in list(root.iter()):
-        element.tag = _local(element.tag)
-        element.text, element.tail = (element.text or "").strip() or None, None
-        attributes = {_local(name): value for name, value in element.attrib.items()}
-        element.attrib.clear()
-        if attributes.get("id") in CLASSES:
-            element.attrib["class"] = attributes["id"]
-        element.attrib.update({n: _for_page(n, v, prefix) for n, v in attributes.items() if n != "id" or v in used})
-        for child in list(element):
-            if _local(child.tag) in ("metadata", "style"):
-                element.remove(child)
-    root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": alt}
-    root.set("preserveAspectRatio", "xMinYMin")  # in print, which limits the height
-    return ElementTree.tostring(root, encoding="unicode")
+    drawn = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", file.getvalue(), flags=re.DOTALL)
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', drawn))
+    box = re.search(r'viewBox="[^"]*"', drawn)
+    assert box is not None
+    inside = re.sub("<[^>]+>", lambda tag: _for_page(tag[0], used, prefix), drawn[drawn.index(">", box.end()) + 1 :])
+    shown = re.sub(r">\s*([^<]*?)\s*<", r">\1<", f">{inside}".strip())
+    # In print, which limits the height, a chart keeps to the left.
+    return f'<svg {box[0]} preserveAspectRatio="xMinYMin" role="img" aria-label="{escape(alt)}"{shown}'
 
 
 CLASSES = ("axes", "xaxis", "yaxis", "leader")
 """The parts of a figure that the page's script finds by class."""
 
 
-def _for_page(name: str, value: str, prefix: str) -> str:
-    if name == "id":
-        return f"{prefix}-{value}"
-    value = re.sub(r"url\(#", f"url(#{prefix}-", value)
-    if name == "href" and value.startswith("#"):
-        return f"#{prefix}-{value[1:]}"
-    if name == "style":
-        family = "; font-family: monospace" if "Mono" in value else ""  # otherwise the page's
-        value = re.sub(r"font: ([\d.]+px)[^;]*", rf"font-size: \1{family}", value)
-        value = re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", value)
-    return value
+def _for_page(tag: str, used: set[str], prefix: str) -> str:
+    def named(found: re.Match[str]) -> str:
+        name = found[1]
+        return f' class="{name}"' if name in CLASSES else f' id="{prefix}-{name}"' if name in used else ""
 
-
-def _local(name: str) -> str:
-    """Return the name without its namespace, which HTML implies."""
-    return name.rpartition("}")[2]
+    family = "; font-family: monospace" if "Mono" in tag else ""  # otherwise the page's
+    tag = re.sub(r' id="([^"]*)"', named, tag.replace("xlink:href", "href"))
+    tag = re.sub(r'(url\(|href=")#', rf"\1#{prefix}-", tag)
+    tag = re.sub(r"font: ([\d.]+px)(?:&\w+;|[^;\"])*", rf"font-size: \1{family}", tag)
+    return re.sub(r"#[0-9a-f]{6}", lambda found: f"var(--{NAMES[found[0]]})", tag)

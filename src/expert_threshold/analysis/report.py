@@ -13,7 +13,7 @@ from ..glossary import as_html
 from ..model import PRESETS, parameter_counts
 from ..runs import RunFolder
 from .figures.training import learning, routing
-from .page import LeftOut, exhibits, left_out, page, table, text_block
+from .page import LeftOut, exhibits, facts, folded, left_out, page, section, table, text, text_block
 from .records import finite, series
 from .run import Run, read_run
 from .sentences import counted, fixed, short
@@ -36,6 +36,7 @@ def report(run: Run, say: Callable[[str], None]) -> str:
     for entry in every:
         if isinstance(entry, LeftOut) and entry.failed:
             say(f"warning: the figure {entry.title} of the report failed: {entry.reason}")
+    config = json.dumps(run.config, indent=2, ensure_ascii=False)
     return page(
         f"{run.name}: {run.rule_name}",
         [
@@ -46,7 +47,7 @@ def report(run: Run, say: Callable[[str], None]) -> str:
             samples(run),
             left_out(every),
             validations(run),
-            configuration(run),
+            section("Configuration", folded("config.json", text_block(config))),
         ],
     )
 
@@ -59,10 +60,9 @@ def header(run: Run) -> str:
     inside = (run.path.parent.parent / "compare.json").is_file()
     comparison = '<nav><a href="../../compare.html">The comparison of this run</a></nav>' if inside else ""
     numbers = "".join(f"<li><b>{escape(value)}</b>{escape(what)}</li>" for value, what in _numbers(run))
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in _facts(run, parameters))
     return (
-        f'<header><h1>{escape(title)}</h1><p class="muted">Run {escape(run.name)}</p>\n'
-        f'<ul class="numbers">{numbers}</ul>\n<dl>{facts}</dl>{comparison}</header>'
+        f"<header><h1>{escape(title)}</h1>{text(f'Run {run.name}', muted=True)}\n"
+        f'<ul class="numbers">{numbers}</ul>\n{facts(_facts(run, parameters))}{comparison}</header>'
     )
 
 
@@ -116,26 +116,20 @@ def warnings(run: Run) -> str:
     ]
     if dead:
         lines.append(f"Received no tokens between two lines of metrics: {_some(dead, 'expert')}.")
-    if not lines:
-        return ""
-    return f"<section><h2>Warnings</h2>{''.join(f'<p>{escape(line)}</p>' for line in lines)}</section>"
+    return section("Warnings", *map(text, lines))
 
 
 def samples(run: Run) -> str:
     """Return the last sample, with earlier ones collapsed."""
     if not run.samples:
         return ""
-    *earlier, (name, text) = run.samples
-    folded = "".join(
-        f"<details><summary>{escape(name)}</summary>{text_block(text)}</details>" for name, text in reversed(earlier)
-    )
-    return f"<section><h2>Samples</h2><p>After {escape(name)}:</p>{text_block(text)}{folded}</section>"
+    *earlier, (name, last) = run.samples
+    before = (folded(name, text_block(sample)) for name, sample in reversed(earlier))
+    return section("Samples", text(f"After {name}:"), text_block(last), *before)
 
 
 def validations(run: Run) -> str:
     """Return a table with a row for each validation."""
-    if not run.validation:
-        return ""
     head = ("step", "tokens trained on", "loss", "bits per byte", "mean fanout", "load spread, worst layer")
     rows = []
     for record in run.validation:
@@ -152,15 +146,7 @@ def validations(run: Run) -> str:
                 fixed(max(spreads, default=None), 2),
             )
         )
-    return f"<section><h2>Validation</h2>{table(head, rows, 'Validation')}</section>"
-
-
-def configuration(run: Run) -> str:
-    """Return all of config.json, collapsed."""
-    text = json.dumps(run.config, indent=2, ensure_ascii=False)
-    return (
-        f"<section><h2>Configuration</h2><details><summary>config.json</summary>{text_block(text)}</details></section>"
-    )
+    return section("Validation", table(head, rows, "Validation") if rows else "")
 
 
 def duration(seconds: float) -> str:

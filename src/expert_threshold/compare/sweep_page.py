@@ -8,12 +8,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..analysis.page import Exhibit, LeftOut, exhibit, exhibits, page, table
+from ..analysis.page import Exhibit, LeftOut, exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
 from .fit import NEAR_LOSS, TOLERANCE
 from .sweep_figures import draw_curves, draw_options, draw_trials
 
+BEST = (
+    "Losses in nats per token of validation. In parentheses: the range within which the fitted loss stays within "
+    f"{TOLERANCE} of its optimum, the other options at theirs."
+)
 STATES = ("finished", "pruned", "diverged", "refused")
 
 
@@ -23,19 +27,15 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     train, model = options["train"], options["model"]
     tokens = train["batch_size"] * train["accumulation"] * model["context"]
     title = f"Sweep: {' with '.join(result['start'].values())}"
-    facts = {
+    entries = {
         "Model": f"{model['layers']} layers of width {model['d_model']}, vocabulary {model['vocab_size']:,}",
         "Trials": f"{train['steps']:,} steps of {tokens:,} tokens; {counted(result['seeds'], 'seed')} each",
         "Space": result["space"],
         "Corpus": Path(options["data"]["source"]).name,
     }
     body = [
-        f"<header><h1>{escape(title)}</h1>\n<dl>",
-        *(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items()),
-        "</dl></header>",
-        f"<section><h2>Best options</h2>{table(*best_options(studies), 'Best options')}<p>Losses in nats per token of "
-        f"validation. In parentheses: the range within which the fitted loss stays within {TOLERANCE} of its optimum, "
-        "the other options at theirs.</p></section>",
+        f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
+        section("Best options", table(*best_options(studies), "Best options"), text(BEST)),
         *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
         *(trials(name, study) for name, study in studies.items()),
     ]
@@ -112,10 +112,9 @@ def trials(name: str, study: Mapping[str, Any]) -> str:
         ]
         for trial in study["trials"]
     ]
-    return (
-        f"<section><h2>Trials of {escape(name)}</h2><details><summary>{counted(len(rows), 'trial')}</summary>"
-        f"{table(['trial', 'loss', *options, 'seconds', 'reason'], rows, f'Trials of {name}')}</details></section>"
-    )
+    title = f"Trials of {name}"
+    shown = table(["trial", "loss", *options, "seconds", "reason"], rows, title)
+    return section(title, folded(counted(len(rows), "trial"), shown))
 
 
 def show_value(value: Any) -> str:

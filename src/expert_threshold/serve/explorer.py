@@ -34,7 +34,7 @@ from ..model import GPT
 from ..moe import Router
 from .completion import SEEDS, read_object, request_model, sampling_fields, validated
 from .server import EventStream, answer, host_name, read_body, service, unknown_host
-from .worker import ApiError, Limits, Work, Worker
+from .worker import ApiError, Job, Limits, Worker
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -205,10 +205,10 @@ def _is_address(name: str) -> bool:
     return True
 
 
-async def events(run: Explored, work: Work) -> AsyncGenerator[dict[str, Any]]:
+async def events(run: Explored, job: Job) -> AsyncGenerator[dict[str, Any]]:
     """Yield the events of a work with one text, as they come."""
-    yield {"run": describe(run, work.requests[0].rate)}
-    async for update in work:
+    yield {"run": describe(run, job.requests[0].rate)}
+    async for update in job:
         tokens = [token_record(run, step, written=False) for step in update.prompt]
         tokens += [token_record(run, step, written=True) for step in update.steps]
         yield {"tokens": tokens}
@@ -254,8 +254,8 @@ def routes(
         require_own_page(request.headers, names, public)
         here = service(request)
         run, asked = parse(await read_body(request, here.limits), runs, here.limits)
-        work = (run.worker or here.worker).submit([asked])
-        return EventStream(work, events(run, work), here.limits, done='{"done": true}', headers=HEADERS)
+        job = (run.worker or here.worker).submit([asked])
+        return EventStream(job, events(run, job), here.limits, done='{"done": true}', headers=HEADERS)
 
     return [
         Route("/", page),

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..generate.engine import Engine
 from .completion import Answer, Parser, model_body, require_model, shown
 from .openapi import schema
-from .worker import ApiError, Limits, Work, Worker
+from .worker import ApiError, Job, Limits, Worker
 
 T = TypeVar("T")
 log = logging.getLogger("uvicorn.error")
@@ -78,7 +78,7 @@ def create_app(
     app.router.redirect_slashes = False  # or /health/ would be answered with a URL made of the Host header
     here = Service(worker, name, limits, workers)
     paths = {route.endpoint: route.path_format for route in app.routes if isinstance(route, Route)}
-    app.add_middleware(_Gate, api_key=api_key, hosts=hosts, metrics=here.metrics, paths=paths)
+    app.add_middleware(_Gate, api_key=api_key, hosts=hosts, requests=here.requests, paths=paths)
     app.state.service = here
     return app
 
@@ -92,48 +92,12 @@ class Service:
         self.engine, self.tokenizer = worker.engine, worker.engine.tokenizer
         self.created = int(time.time())
         self.parser = Parser(self.tokenizer, self.engine.context, [name], limits, self.engine.dial)
-        self.metrics = Metrics(worker)
+        self.requests: Counter[tuple[str, int]] = Counter()  # answered, by path and status
 
 
 def service(request: Request) -> Service:
     found: Service = request.app.state.service
     return found
-
-
-class Metrics:
-    """Metrics in Prometheus's text format."""
-
-    def __init__(self, worker: Worker) -> None:
-        self.requests: Counter[tuple[str, int]] = Counter()  # by path and status
-        self._worker = worker
-
-    def text(self) -> str:
-        worker, counts = self._worker, self._worker.engine.counts
-        requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(self.requests.items())}
-        fanout = counts.assignments / counts.routed if counts.routed else 0.0
-        metrics = [
-            _metric("requests_total", "Requests answered.", requests),
-            _metric("prompt_tokens_total", "Prompt tokens read.", counts.read),
-            _metric("completion_tokens_total", "Tokens generated.", counts.written),
-            _metric("slots", "Texts that can be generated at once.", worker.slots),
-            _metric("texts_running", "Texts being generated.", worker.running),
-            _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
-            _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
-            _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
-            _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
-        ]
-        return "".join(metrics)
-
-
-def _metric(name: str, text: str, value: float | Mapping[str, float]) -> str:
-    """Format one metric, a counter if its name says total. value: a number, or a number for each set of labels."""
-    kind = "counter" if name.endswith("_total") else "gauge"
-    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
-    if isinstance(value, Mapping):
-        lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]
-    else:
-        lines.append(f"et_{name} {value}")
-    return "\n".join(lines) + "\n"
 
 
 class _Gate:
@@ -146,10 +110,10 @@ class _Gate:
         app: ASGIApp,
         api_key: str | None,
         hosts: Sequence[str] | None,
-        metrics: Metrics,
+        requests: Counter[tuple[str, int]],
         paths: Mapping[Any, str],
     ) -> None:
-        self.app, self.metrics, self.paths = app, metrics, paths
+        self.app, self.requests, self.paths = app, requests, paths
         self.hosts = None if hosts is None else [host.lower() for host in hosts]
         self.key = None if api_key is None else api_key.encode()
 
@@ -165,7 +129,7 @@ class _Gate:
             if message["type"] == "http.response.start":
                 started = True
                 path = self.paths.get(scope.get("endpoint"), "other")
-                self.metrics.requests[path, message["status"]] += 1
+                self.requests[path, message["status"]] += 1
             await send(message)
 
         error = self._refusal(Request(scope))
@@ -225,7 +189,34 @@ async def health(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    return Response(service(request).metrics.text(), media_type="text/plain; version=0.0.4")
+    """Return metrics in Prometheus's text format."""
+    here = service(request)
+    worker, counts = here.worker, here.engine.counts
+    requests = {f'path="{path}",status="{status}"': n for (path, status), n in sorted(here.requests.items())}
+    fanout = counts.assignments / counts.routed if counts.routed else 0.0
+    lines = [
+        _metric("requests_total", "Requests answered.", requests),
+        _metric("prompt_tokens_total", "Prompt tokens read.", counts.read),
+        _metric("completion_tokens_total", "Tokens generated.", counts.written),
+        _metric("slots", "Texts that can be generated at once.", worker.slots),
+        _metric("texts_running", "Texts being generated.", worker.running),
+        _metric("texts_waiting", "Texts waiting for a slot.", worker.waiting),
+        _metric("routed_tokens_total", "Tokens routed, counted once per MoE layer.", counts.routed),
+        _metric("assignments_total", "Token-expert pairs of the routed tokens.", counts.assignments),
+        _metric("experts_per_token", "Experts per token and layer, on average so far.", fanout),
+    ]
+    return Response("".join(lines), media_type="text/plain; version=0.0.4")
+
+
+def _metric(name: str, text: str, value: float | Mapping[str, float]) -> str:
+    """Format one metric, a counter if its name says total. value: a number, or a number for each set of labels."""
+    kind = "counter" if name.endswith("_total") else "gauge"
+    lines = [f"# HELP et_{name} {text}", f"# TYPE et_{name} {kind}"]
+    if isinstance(value, Mapping):
+        lines += [f"et_{name}{{{labels}}} {number}" for labels, number in value.items()]
+    else:
+        lines.append(f"et_{name} {value}")
+    return "\n".join(lines) + "\n"
 
 
 async def openapi(request: Request) -> Response:
@@ -247,29 +238,29 @@ async def completions(request: Request) -> Response:
     here = service(request)
     asked = here.parser(await read_body(request, here.limits))
     texts = Answer(asked, here.tokenizer)
-    work = here.worker.submit(asked.requests)
+    job = here.worker.submit(asked.requests)
     if asked.stream:
-        return EventStream(work, _chunks(work, texts), here.limits)
-    with work:
-        return answer(await while_connected(request.receive, _whole(work, texts, here.limits)))
+        return EventStream(job, _chunks(job, texts), here.limits)
+    with job:
+        return answer(await while_connected(request.receive, _whole(job, texts, here.limits)))
 
 
-async def _whole(work: Work, texts: Answer, limits: Limits) -> dict[str, Any]:
+async def _whole(job: Job, texts: Answer, limits: Limits) -> dict[str, Any]:
     """Return the response once all texts are finished."""
     try:
         async with asyncio.timeout(limits.seconds):
-            async for _ in work:
+            async for _ in job:
                 pass
     except TimeoutError:
         raise _out_of_time(limits) from None
-    pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, work.writings, strict=True)]
+    pieces = [c.piece(w.prompt, w.steps, True) for c, w in zip(texts.choices, job.writings, strict=True)]
     return texts.body(pieces) | {"usage": texts.usage()}
 
 
-async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
+async def _chunks(job: Job, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
     """Yield the response in chunks."""
     usage = {"usage": None} if texts.asked.include_usage else {}
-    async for update in work:
+    async for update in job:
         piece = texts.choices[update.text].piece(update.prompt, update.steps, update.finished)
         if piece["text"] or piece["finish_reason"] or (piece["logprobs"] or {}).get("tokens"):
             yield texts.body([piece]) | usage
@@ -280,12 +271,12 @@ async def _chunks(work: Work, texts: Answer) -> AsyncGenerator[dict[str, Any]]:
 class EventStream(Response):
     """Server-sent events, each a JSON object, then `done`; errors after the response has started are sent as events.
 
-    The work ends when the client disconnects or the time is up, which also covers a client that does not read.
+    The job ends when the client disconnects or the time is up, which also covers a client that does not read.
     """
 
     def __init__(
         self,
-        work: Work,
+        job: Job,
         events: AsyncGenerator[dict[str, Any]],
         limits: Limits,
         *,
@@ -295,11 +286,11 @@ class EventStream(Response):
         now = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}  # nginx would hold events back otherwise
         super().__init__(media_type="text/event-stream", headers=now | dict(headers or {}))
         del self.headers["content-length"]
-        self._work, self._events, self._limits, self._done = work, events, limits, done
+        self._job, self._events, self._limits, self._done = job, events, limits, done
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._work, contextlib.suppress(ClientDisconnect):
+        with self._job, contextlib.suppress(ClientDisconnect):
             try:
                 await while_connected(receive, self._send(send))
             except asyncio.CancelledError:
@@ -367,9 +358,9 @@ async def read_body(request: Request, limits: Limits) -> bytes:
     return bytes(body)
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the work's result; cancels it if the client disconnects. Call this after the body has been read."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnect(receive))
+async def while_connected(receive: Receive, result: Coroutine[Any, Any, T]) -> T:
+    """Return the result; cancel it if the client disconnects. Call this after the body has been read."""
+    task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

@@ -76,7 +76,7 @@ class ApiError(Exception):
 
 
 class Update(NamedTuple):
-    """The progress of one of a work's texts since its last update: steps of its echoed prompt, and steps generated.
+    """The progress of one of a job's texts since its last update: steps of its echoed prompt, and steps generated.
 
     error: the reason why it finished too early, or None.
     """
@@ -88,7 +88,7 @@ class Update(NamedTuple):
     error: str | None
 
 
-class Work:
+class Job:
     """Texts in progress, in the order of the requests. Iterate over their updates; leaving `with` cancels them all.
 
     Belongs to the event loop, except for `writings`, which belongs to the worker's thread.
@@ -101,7 +101,7 @@ class Work:
         self.unfinished = len(requests)
         self._worker = worker
 
-    def __enter__(self) -> Work:
+    def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -132,14 +132,14 @@ class Worker:
         self.slots = engine.decoder.rows
         self.unfinished = 0  # texts
         self.failed = False
-        self._works: set[Work] = set()
+        self._jobs: set[Job] = set()
         self._queue_limit, self._threads = queue_limit, threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sent: dict[Writing, tuple[Work, int, int, int]] = {}  # index in the work; steps of prompt and text sent
+        self._sent: dict[Writing, tuple[Job, int, int, int]] = {}  # index in the job; steps of prompt and text sent
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call this from the event loop that works belong to."""
+        """Start the thread. Call this from the event loop that jobs belong to."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -157,7 +157,7 @@ class Worker:
     def running(self) -> int:
         return min(self.unfinished, self.slots)
 
-    def submit(self, requests: Sequence[Request]) -> Work:
+    def submit(self, requests: Sequence[Request]) -> Job:
         """Queue texts. Raises ApiError if too many wait, and ValueError as `Engine.check` does."""
         for request in requests:
             self.engine.check(request)
@@ -166,16 +166,16 @@ class Worker:
         if self.unfinished + len(requests) > self.slots + self._queue_limit:
             message = f"the queue is full, with {self.waiting} of {self._queue_limit} texts waiting; retry later"
             raise ApiError(429, message, code="queue_full", retry=1)
-        work = Work(self, requests)
-        self._works.add(work)
+        job = Job(self, requests)
+        self._jobs.add(job)
         self.unfinished += len(requests)
-        self._commands.put(lambda: self._add(work))
-        return work
+        self._commands.put(lambda: self._add(job))
+        return job
 
-    def leave(self, work: Work) -> None:
-        self._works.discard(work)
-        if work.unfinished:
-            self._commands.put(lambda: self._cancel(work))
+    def leave(self, job: Job) -> None:
+        self._jobs.discard(job)
+        if job.unfinished:
+            self._commands.put(lambda: self._cancel(job))
 
     # The thread.
 
@@ -198,14 +198,14 @@ class Worker:
             command()
         return True
 
-    def _add(self, work: Work) -> None:
-        for index, request in enumerate(work.requests):
+    def _add(self, job: Job) -> None:
+        for index, request in enumerate(job.requests):
             writing = self.engine.add(request)
-            work.writings.append(writing)
-            self._sent[writing] = (work, index, 0, 0)
+            job.writings.append(writing)
+            self._sent[writing] = (job, index, 0, 0)
 
-    def _cancel(self, work: Work) -> None:
-        left = [writing for writing in work.writings if not writing.finished]
+    def _cancel(self, job: Job) -> None:
+        left = [writing for writing in job.writings if not writing.finished]
         for writing in left:
             self.engine.cancel(writing)
         self._publish(left)
@@ -213,26 +213,26 @@ class Worker:
     def _publish(self, moved: Sequence[Writing]) -> None:
         news = []
         for writing in moved:
-            work, index, read, written = self._sent[writing]
+            job, index, read, written = self._sent[writing]
             prompt, steps = tuple(writing.prompt[read:]), tuple(writing.steps[written:])
-            news.append((work, Update(index, prompt, steps, writing.finished, writing.error)))
-            self._sent[writing] = (work, index, len(writing.prompt), len(writing.steps))
+            news.append((job, Update(index, prompt, steps, writing.finished, writing.error)))
+            self._sent[writing] = (job, index, len(writing.prompt), len(writing.steps))
             if writing.finished:
                 del self._sent[writing]
         self._loop.call_soon_threadsafe(self._deliver, news)
 
     # In the event loop.
 
-    def _deliver(self, news: Sequence[tuple[Work, Update]]) -> None:
-        for work, update in news:
-            work.updates.put_nowait(update)
-            work.unfinished -= update.finished
+    def _deliver(self, news: Sequence[tuple[Job, Update]]) -> None:
+        for job, update in news:
+            job.updates.put_nowait(update)
+            job.unfinished -= update.finished
             self.unfinished -= update.finished
 
     def _fail(self) -> None:
         self.failed = True
-        for work in self._works:
-            work.updates.put_nowait(None)
+        for job in self._jobs:
+            job.updates.put_nowait(None)
 
 
 @torch.no_grad()
