@@ -335,11 +335,11 @@ def _answers_about_inference_are_true(rule: Rule) -> None:
 def _calibration_sets_the_thresholds_that_pools_measure(rule: Rule) -> None:
     if type(rule).calibrated is Rule.calibrated:
         return
-    pooled, state = rule.by_pools(rule.experts_per_token), trained(rule)
-    _require(pooled.num_scores == rule.num_scores, "by_pools has another number of scores")
+    pooled, state = rule.calibration_rule(rule.experts_per_token), trained(rule)
+    _require(pooled.num_scores == rule.num_scores, "calibration_rule has another number of scores")
     routings = [each.route(make_scores(rule), state, training=True) for each in (rule, pooled)]
     plain = rule.sigmoid_gates or rule.softmax_gates
-    _require(not plain or torch.equal(routings[0].gates, routings[1].gates), "by_pools has other gates")
+    _require(not plain or torch.equal(routings[0].gates, routings[1].gates), "calibration_rule has other gates")
     measured = routings[1].observation
     found = rule.thresholds(rule.calibrated(state, measured))
     _require(found is not None and close(found, measured.batch_cutoff), "calibrated does not set the measured cutoffs")

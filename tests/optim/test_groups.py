@@ -24,8 +24,16 @@ from expert_threshold.optim import (
     make_optimizers,
     moves_matrices,
 )
-from expert_threshold.optim.groups import GROUPS, OPTIMIZERS, Kind, Row
-from expert_threshold.optim.schedules import SCHEDULES, momentum_at, warmup, weight_decay_at
+from expert_threshold.optim.groups import (
+    GROUPS,
+    OPTIMIZERS,
+    SCHEDULES,
+    GroupSpec,
+    OptimizerSpec,
+    momentum_at,
+    warmup,
+    weight_decay_at,
+)
 
 SHAPES = {
     "embed.weight": (12, 8),
@@ -166,7 +174,7 @@ def test_learning_rates_at_the_papers_points() -> None:
 def test_the_releases_schedule_is_constant_then_falls_to_zero_over_the_last_fifth() -> None:
     schedule = SCHEDULES["warmup_stable_decay"]
     places = (0, 400, 800, 900, 1000)
-    assert [schedule(place, 1000, 0.0, RELEASE.cooldown) for place in places] == pytest.approx([1, 1, 1, 0.5, 0])
+    assert [schedule(progress, 1000, 0.0, RELEASE.cooldown) for progress in places] == pytest.approx([1, 1, 1, 0.5, 0])
 
 
 def test_momentum_rises_in_a_straight_line_over_300_steps() -> None:
@@ -181,11 +189,13 @@ def test_nanochats_momentum_rises_over_400_steps_and_falls_with_the_learning_rat
     """Its training script has these values for 2,000 steps with a cooldown over the last 1,300."""
     momenta = [momentum_at(step, step, 2000, NANOCHAT) for step in (0, 200, 400, 700, 1350, 2000)]
     assert momenta == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
-    assert momentum_at(400, 1350, 2000, NANOCHAT) == pytest.approx(0.935), "the fall is by the place, not by the step"
+    assert momentum_at(400, 1350, 2000, NANOCHAT) == pytest.approx(0.935), (
+        "the fall is by the progress, not by the step"
+    )
 
 
 def test_the_weight_decay_is_constant_or_follows_half_a_cosine_to_zero() -> None:
-    decays = [weight_decay_at(place, 1000, NANOCHAT) for place in (0, 250, 500, 1000)]
+    decays = [weight_decay_at(progress, 1000, NANOCHAT) for progress in (0, 250, 500, 1000)]
     assert decays == pytest.approx([0.28, 0.14 * (1 + 0.5**0.5), 0.14, 0.0])
     assert weight_decay_at(900, 1000, OptimConfig(weight_decay=0.1)) == 0.1
     assert weight_decay_at(900, 1000, OptimConfig()) == 0
@@ -205,7 +215,7 @@ def test_every_schedule_starts_at_the_peak_never_rises_and_ends_at_its_end(
     step = data.draw(st.integers(0, steps - 1))
     assert schedule(0, steps, end, cooldown) == pytest.approx(1)
     assert schedule(steps, steps, end, cooldown) == pytest.approx(end)
-    after, before = (schedule(place, steps, end, cooldown) for place in (step + 1, step))
+    after, before = (schedule(progress, steps, end, cooldown) for progress in (step + 1, step))
     assert end - 1e-9 <= after <= before + 1e-9
 
 
@@ -406,15 +416,15 @@ class Signs(torch.optim.Optimizer):
 
 def test_a_new_optimizer_is_a_row_of_each_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains by the schedule, is shared out by numbers, and resumes from its own state."""
-    kind = Kind(
+    kind = OptimizerSpec(
         lambda params, config: Signs(params),
         whole_matrices=False,
         scaled=lambda config: False,
         warmup_steps=lambda config: 2,
-        options=lambda step, place, steps, config: {"momentum": 0.5 + step / 100},
+        options=lambda step, progress, steps, config: {"momentum": 0.5 + step / 100},
     )
     monkeypatch.setitem(OPTIMIZERS, "signs", kind)
-    row = Row(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
+    row = GroupSpec(lambda name, parameter: parameter.ndim > 2, lambda config: "signs", lambda config: 0.5)
     monkeypatch.setitem(GROUPS, "experts", row)
     through, first, second = model(), model(), model(seed=1)
     straight, half, resumed = (optimizers(named, SHORT, 192) for named in (through, first, second))

@@ -33,7 +33,7 @@ from expert_threshold.routing import (
     rule_name,
     rule_to_dict,
 )
-from expert_threshold.routing.pools import batch_sketch
+from expert_threshold.routing.cutoffs import batch_sketch
 from expert_threshold.testing import BATCH, PROPERTIES, TIME, check_ranks, make_scores, trained
 
 EXPERTS = 6

@@ -200,12 +200,12 @@ def test_a_state_continues_where_its_units_are_the_same() -> None:
         return TokenChoice(4, 2, balance="loss_free", **options)
 
     gates = rule(over="gates")
-    assert rule().continues(rule(gate="softmax", null_scores=2))  # over scores, whatever the gates
-    assert gates.continues(rule(over="gates", gate="sigmoid_normalised"))  # of the same sigmoids
-    assert not gates.continues(rule())
-    assert not gates.continues(rule(over="gates", gate="softmax"))
+    assert rule().can_start_from(rule(gate="softmax", null_scores=2))  # over scores, whatever the gates
+    assert gates.can_start_from(rule(over="gates", gate="sigmoid_normalised"))  # of the same sigmoids
+    assert not gates.can_start_from(rule())
+    assert not gates.can_start_from(rule(over="gates", gate="softmax"))
     softmax = rule(over="gates", gate="softmax")
-    assert softmax.continues(rule(over="gates", gate="softmax_chosen"))
-    assert not softmax.continues(rule(over="gates", gate="softmax", null_scores=2))
-    assert ExpertThreshold(4).continues(ExpertChoice(4))
-    assert not ExpertThreshold(4).continues(QuantileBalancing(4))
+    assert softmax.can_start_from(rule(over="gates", gate="softmax_chosen"))
+    assert not softmax.can_start_from(rule(over="gates", gate="softmax", null_scores=2))
+    assert ExpertThreshold(4).can_start_from(ExpertChoice(4))
+    assert not ExpertThreshold(4).can_start_from(QuantileBalancing(4))

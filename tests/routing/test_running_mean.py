@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from expert_threshold.routing import CutoffState, ExpertChoice, ExpertThreshold, cutoff, dial
-from expert_threshold.routing.pools import begin_run
+from expert_threshold.routing.cutoffs import begin_run
 from expert_threshold.testing import same
 
 EXPERTS = 3

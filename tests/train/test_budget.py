@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expert_threshold.optim.schedules import linear
+from expert_threshold.optim.groups import linear
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import loop
 from expert_threshold.train.budget import REVISED_AT, SHARE_OF_STEPS, Between, Budget

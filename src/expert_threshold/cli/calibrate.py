@@ -53,7 +53,7 @@ def run(arguments: Sequence[str]) -> None:
     given = parse(Command("et calibrate", DESCRIPTION, {"calibrate": OPTIONS}), arguments)
     options = {option.name: option.default for option in OPTIONS} | given
     source = RunFolder.open(options["run"])
-    for method in ("calibrated", "by_pools"):
+    for method in ("calibrated", "calibration_rule"):
         require_cutoffs(source, method)
     require_free(options["to"])
     device = pick_device(options["device"])

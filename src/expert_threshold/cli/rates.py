@@ -36,7 +36,7 @@ def read_rates(text: str) -> list[float | None]:
 
 
 def require_cutoffs(folder: RunFolder, method: str, flag: str = "") -> None:
-    """Raise ValueError unless the run's rule has a method of its own of this name: `calibrated`, `by_pools`, `at_rate`.
+    """Raise ValueError unless the run's rule overrides `method`: `calibrated`, `calibration_rule` or `at_rate`.
 
     flag: opens the message.
     """

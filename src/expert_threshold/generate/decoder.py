@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from ..model import GPT
-from ..moe import Past
+from ..moe import RoutingHistory
 from .kernel import Decoded, kernel_of
 
 PREFILL = 256
@@ -36,7 +36,7 @@ class Decoder:
         if self.kernel is not None:
             self.kernel.begin(row, pasts)
 
-    def _pasts_at(self, rate: float | None) -> dict[int, Past]:
+    def _pasts_at(self, rate: float | None) -> dict[int, RoutingHistory]:
         return {layer: moe.router.past(rate) for layer, moe in self.model.moe_layers()}
 
     def close(self, row: int, *, wipe: bool = False) -> None:

@@ -16,7 +16,7 @@ from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_crea
 from ..model import GPT, Cache, Output
 from ..model.attention import rotary
 from ..model.gpt import Block
-from ..moe import Past, Router
+from ..moe import Router, RoutingHistory
 
 SHARED = 2**19
 """Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
@@ -117,7 +117,7 @@ class Kernel:
         for block, *scalars in zip(model.blocks, residual, skip, strict=True):
             self._add(block, *scalars)
 
-    def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+    def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
         """Begin an empty sequence in a row; arguments as in `Cache.begin`."""
         for layer, thresholds in self._thresholds.items():
             past = pasts[layer].thresholds

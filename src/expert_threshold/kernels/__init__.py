@@ -1,6 +1,7 @@
 """Kernels in C++ (`cpu`) and Triton (`gpu`), behind Python functions and operators.
 
-It holds the switch for the C++ kernels, which are on by default; each kernel's `applies` decides whether it can run.
+Here are the switch of the C++ kernels, which are on by default, and what layers and kernels share that choose the dtype
+of their products themselves or write their own derivatives.
 """
 
 from __future__ import annotations
@@ -8,6 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
 
 VARIABLE = "EXPERT_THRESHOLD_NATIVE"
 _off = False
@@ -32,3 +38,33 @@ def off() -> Iterator[None]:
         yield
     finally:
         _off = before
+
+
+def no_autocast(x: Tensor) -> torch.autocast:
+    """Return a context that switches autocast off on the device of x."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype in which `nn.Linear` would multiply it; without autocast x itself."""
+    casts = x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
+
+
+class _NoBackward:
+    """Takes the place of a function's context where no backward follows."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+def apply(function: type[Function], *arguments: Any) -> Any:
+    """Return function.apply(*arguments); without gradients its forward alone, which costs less for a few rows."""
+    if torch.is_grad_enabled():
+        return function.apply(*arguments)
+    return function.forward(_NoBackward(), *arguments)
+
+
+def refuse_second_derivative() -> None:
+    """Raise RuntimeError under create_graph=True, where the hand-written backward that calls this would be wrong."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("this layer has no second derivative; call backward without create_graph=True")

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..kernels.autograd import apply, refuse_second_derivative
+from ..kernels import apply, refuse_second_derivative
 from ..kernels.cpu.blocks import override
-from ..moe import Linear, Past, plain
+from ..moe import Linear, RoutingHistory, plain
 from .presets import VALUE_GATE_CHANNELS
 
 
@@ -43,7 +43,7 @@ class Cache:
         self.last = torch.zeros(rows, smeared, dtype=dtype, device=device)
         self.lengths = [0] * rows
         self.rows: Sequence[int] = range(rows)
-        self._pasts: list[dict[int, Past]] = [{} for _ in range(rows)]  # by layer
+        self._pasts: list[dict[int, RoutingHistory]] = [{} for _ in range(rows)]  # by layer
 
     @property
     def capacity(self) -> int:
@@ -61,7 +61,7 @@ class Cache:
         selected.rows = rows
         return selected
 
-    def begin(self, row: int, pasts: Mapping[int, Past]) -> None:
+    def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
         """Begin an empty sequence in a row. pasts: `Router.past` of each MoE layer."""
         self.lengths[row] = 0
         self.last[row] = 0
@@ -80,9 +80,9 @@ class Cache:
         other._pasts = [dict(self._pasts[row]) for row in rows]
         return other
 
-    def pasts(self, layer: int) -> list[Past]:
+    def pasts(self, layer: int) -> list[RoutingHistory]:
         """Return what the selected rows' next tokens are routed by in a layer."""
-        pasts = [(row, self._pasts[row].get(layer, Past())) for row in self.rows]
+        pasts = [(row, self._pasts[row].get(layer, RoutingHistory())) for row in self.rows]
         # A forward that failed may have appended scores of tokens that were never counted.
         return [p if p.scores is None else p._replace(scores=p.scores[: self.lengths[row]]) for row, p in pasts]
 
@@ -98,7 +98,7 @@ class Cache:
             self.lengths[row] += time
 
 
-class Span:
+class CacheSlice:
     """The places in a cache where one forward appends `time` tokens to each selected row.
 
     positions: (rows, time) in the sequences; end: the length of the longest of them afterwards.
@@ -425,7 +425,7 @@ class Attention(nn.Module):
         return weights
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, layer: int, tokens: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, span: CacheSlice | None, layer: int, tokens: Tensor | None = None
     ) -> Tensor:
         """Return the attention of x (batch, time, d_model), appended to a cache if there is a span; cos, sin: its
         rotary table; tokens: (batch, time) int64, which value embeddings need.

@@ -31,7 +31,7 @@ def calibrate(
     rule = model.config.rule
     assert rule is not None
     rate = rule.experts_per_token if experts_per_token is None else experts_per_token
-    pooled = rule.by_pools(rate)
+    pooled = rule.calibration_rule(rate)
     routers = [moe.router for _, moe in model.moe_layers()]
     was_training, rules = model.training, [router.rule for router in routers]
     observations: tuple[Observation, ...] | None = None

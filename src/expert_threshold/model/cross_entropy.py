@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels import gpu
-from ..kernels.autograd import refuse_second_derivative
+from ..kernels import gpu, refuse_second_derivative
 from ..kernels.cpu.blocks import override
 
 # Logits per chunk, few enough for a CPU's cache, enough to fill a GPU: in float32 in three copies, or in the kernel's

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..kernels.autocast import no_autocast
+from ..kernels import no_autocast
 from ..moe import (
     ActivationName,
     DispatchName,
     ExpertThreshold,
     FeedForward,
+    FollowerHook,
     GateNorm,
     Linear,
     MoE,
@@ -31,7 +32,7 @@ from ..moe import (
     rule_to_dict,
 )
 from ..option import Bounds, Count, NotNegative, Whole, option, require_valid
-from .attention import Attention, Cache, Span, norm, rotary
+from .attention import Attention, Cache, CacheSlice, norm, rotary
 from .cross_entropy import cross_entropy, linear_cross_entropy, softcap_logits
 from .presets import PRESETS, SMEAR_GATE_CHANNELS
 
@@ -203,7 +204,7 @@ class Block(nn.Module):
             )
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, span: Span | None, tokens: Tensor
+        self, x: Tensor, cos: Tensor, sin: Tensor, span: CacheSlice | None, tokens: Tensor
     ) -> tuple[Tensor, Routing | None]:
         x = x + self.attention(norm(x), cos, sin, span, self.layer, tokens)
         if self.moe is None:
@@ -337,7 +338,7 @@ class GPT(nn.Module):
 
     def _forward(self, tokens: Tensor, targets: Tensor | None, cache: Cache | None, record: bool, last: bool) -> Output:
         time, limit = tokens.shape[1], self.config.context
-        span: Span | None = None
+        span: CacheSlice | None = None
         if cache is not None:
             if torch.is_grad_enabled():
                 raise ValueError("cache holds no gradients; call the model under torch.no_grad() or without a cache")
@@ -345,7 +346,7 @@ class GPT(nn.Module):
                 raise ValueError("cache is for inference, and the model is in training mode; call model.eval()")
             if len(tokens) != len(cache.rows):
                 raise ValueError(f"batch of {len(tokens)} sequences for {len(cache.rows)} rows of the cache")
-            span, limit = Span(cache, time), min(limit, cache.capacity)
+            span, limit = CacheSlice(cache, time), min(limit, cache.capacity)
         end = time if span is None else span.end
         if end > limit:
             raise ValueError(f"sequence of {end} tokens is longer than the context of {limit}; shorten it")
@@ -393,7 +394,7 @@ class GPT(nn.Module):
         head_dim = self.config.d_model // self.config.heads
         return rotary(positions, head_dim, self.config.rotary_base, self.config.qk_scale)
 
-    def _smeared(self, x: Tensor, span: Span | None) -> Tensor:
+    def _smeared(self, x: Tensor, span: CacheSlice | None) -> Tensor:
         """Return x_t + λ σ(gate(x_t)) x_{t−1} where the model has smear; x: (batch, time, d_model)."""
         if self.smear_gate is None:
             return x
@@ -440,7 +441,7 @@ class GPT(nn.Module):
         """True if adapters or hooks decide what the model computes, not its weights alone."""
         ours = __name__.partition(".")[0]
         return any(
-            hooked(module)
+            hooked(module, except_by=FollowerHook)
             or not (type(module) in (nn.ModuleList, nn.Embedding) or type(module).__module__.startswith(f"{ours}."))
             for module in self.modules()
         )

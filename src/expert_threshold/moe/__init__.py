@@ -1,4 +1,14 @@
-"""The Mixture-of-Experts layer and its backends, with the parts of the routing rules that its users need."""
+"""The Mixture-of-Experts layer and its backends, with the parts of the routing rules that its users need.
+
+Dimensions, by the words that docstrings use:
+
+    batch, time    of x (batch, time, d_model); backends see tokens = batch · time
+    d_model        width of a token
+    d_expert       hidden width of an expert; twice that before the nonlinearity of swiglu
+    experts        routed experts; weights are (experts, out, in)
+    pairs          of a token and one of its experts, ordered by expert, then token: as many as the fanouts' sum
+    rows, slots    places in a buffer for pairs, at least as many; what is left over is padding
+"""
 
 from ..kernels.activation import ActivationName
 from ..routing import (
@@ -14,10 +24,10 @@ from ..routing import (
     summed_over_ranks,
 )
 from .backends import BACKENDS, DispatchName
-from .experts import Experts, FeedForward, Linear, plain
-from .follow import Follower, follow, hooked
+from .experts import Experts, FeedForward, Linear, hooked, plain
+from .follow import Follower, FollowerHook, follow
 from .layer import GateNorm, MoE, require_rule
-from .router import Past, Router
+from .router import Router, RoutingHistory
 
 __all__ = [
     "BACKENDS",
@@ -28,13 +38,14 @@ __all__ = [
     "Experts",
     "FeedForward",
     "Follower",
+    "FollowerHook",
     "GateNorm",
     "Linear",
     "MoE",
     "Observation",
-    "Past",
     "Router",
     "Routing",
+    "RoutingHistory",
     "Rule",
     "all_finite",
     "follow",

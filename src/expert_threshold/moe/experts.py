@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels import apply, as_autocast, no_autocast, refuse_second_derivative
 from ..kernels.activation import Activation, ActivationName, activation_named
-from ..kernels.autocast import as_autocast, no_autocast
-from ..kernels.autograd import apply, refuse_second_derivative
 from ..kernels.cpu.blocks import override
-from .follow import hooked
 
 
 def up_project(x: Tensor, matrices: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
@@ -88,6 +86,14 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+def hooked(module: nn.Module, *, except_by: type | None = None) -> bool:
+    """Return True if hooks, but for those of one class, or an override may make a call differ from `forward`."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return "forward" in module.__dict__ or any(
+        not isinstance(hook, except_by or ()) for of in hooks for hook in of.values()
+    )
 
 
 def plain(*modules: nn.Module) -> bool:

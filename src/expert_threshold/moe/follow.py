@@ -34,7 +34,7 @@ class _Watched(torch.autograd.Function):
         return dgates, dgates.new_full((), ctx.scale) if ctx.needs_input_grad[1] else None, None, None
 
 
-class _Hook:
+class FollowerHook:
     """Passes a router's forward to its follower; its copies, in copies of the model, do nothing."""
 
     def __init__(self, follower: Follower | None = None, call: Callable[..., Any] | None = None) -> None:
@@ -45,14 +45,8 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return None if self._call is None else self._call(*args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
-def hooked(module: nn.Module) -> bool:
-    """Return True if hooks, except followers', or an override may make a call differ from the class's `forward`."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return "forward" in module.__dict__ or any(not isinstance(hook, _Hook) for of in hooks for hook in of.values())
+    def __reduce__(self) -> tuple[type[FollowerHook], tuple[()]]:
+        return FollowerHook, ()
 
 
 class Follower:
@@ -89,7 +83,7 @@ class Follower:
             raise ValueError(f"model {name} has no Mixture-of-Experts layer to follow; build it with MoE(...)")
         for router in self._names:
             for hook in [*router._forward_hooks.values()]:
-                if isinstance(hook, _Hook) and hook.follower is not None:  # two would update a rule twice a step
+                if isinstance(hook, FollowerHook) and hook.follower is not None:  # two would update a rule twice a step
                     hook.follower.remove()
         self._groups = {router: router.group for router in self._names}
         self._handles: list[RemovableHandle] = [
@@ -97,8 +91,8 @@ class Follower:
             self._optimizer.register_step_post_hook(self._update),
         ]
         for router in self._names:
-            self._handles.append(router.register_forward_pre_hook(_Hook(self, self._join)))
-            self._handles.append(router.register_forward_hook(_Hook(self, self._gather)))
+            self._handles.append(router.register_forward_pre_hook(FollowerHook(self, self._join)))
+            self._handles.append(router.register_forward_hook(FollowerHook(self, self._gather)))
 
     @property
     def group(self) -> dist.ProcessGroup | None:

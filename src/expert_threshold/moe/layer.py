@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..kernels import as_autocast, no_autocast
 from ..kernels.activation import ActivationName
-from ..kernels.autocast import as_autocast, no_autocast
 from ..option import Count, NotNegative, Whole, require_kind
 from ..routing import Observation, Routing, Rule
 from .backends import DispatchName, backend_named
 from .experts import Experts, FeedForward
-from .router import Past, Router
+from .router import Router, RoutingHistory
 
 GateNorm = Literal["fanout"]
 
@@ -66,7 +66,7 @@ class MoE(nn.Module):
     def forward(
         self,
         x: Tensor,
-        pasts: Sequence[Past] | None = None,
+        pasts: Sequence[RoutingHistory] | None = None,
         *,
         mask: Tensor | None = None,
         record: bool = False,

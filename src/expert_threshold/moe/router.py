@@ -12,8 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.autocast import no_autocast
-from ..kernels.autograd import apply, refuse_second_derivative
+from ..kernels import apply, no_autocast, refuse_second_derivative
 from ..routing import Observation, Routing, Rule, all_finite, observe
 from ..routing.gates import weights_of
 
@@ -58,7 +57,7 @@ class _Scores(torch.autograd.Function):
         return dscores.to(x.dtype) @ weight.to(x.dtype), dweight.to(weight.dtype)
 
 
-class Past(NamedTuple):
+class RoutingHistory(NamedTuple):
     """The part of a sequence's past by which its next tokens are routed in inference.
 
     state: the rule's state for this sequence, None is the router's own. thresholds: (experts,), given if routing is
@@ -97,7 +96,7 @@ class Router(nn.Module):
             nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
             self.reset_state()
 
-    def forward(self, x: Tensor, pasts: Sequence[Past] | None = None, mask: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, pasts: Sequence[RoutingHistory] | None = None, mask: Tensor | None = None) -> Routing:
         """Return the routing of x (batch, time, d_model); the state changes only in `update`.
 
         pasts: in inference, the past of each sequence that x continues. mask: (batch, time), True for tokens that
@@ -141,19 +140,19 @@ class Router(nn.Module):
             passthrough=None if parts[0].passthrough is None else whole("passthrough"),
         )
 
-    def past(self, rate: float | None = None) -> Past:
+    def past(self, rate: float | None = None) -> RoutingHistory:
         """Return the past of an empty sequence that is routed at `rate`; None is the router's own rate.
 
         Raises ValueError as `at_rate` does.
         """
         state = None if rate is None else self.at_rate(rate)
         of_scores = self.rule.sigmoid_gates or self.rule.softmax_gates
-        return Past(state, self.thresholds(rate) if of_scores else None)
+        return RoutingHistory(state, self.thresholds(rate) if of_scores else None)
 
-    def infer(self, scores: Tensor, pasts: Sequence[Past] | None) -> Routing:
+    def infer(self, scores: Tensor, pasts: Sequence[RoutingHistory] | None) -> Routing:
         """Return the inference routing of scores (batch, time, num_scores)."""
         if not pasts or all(field is None for past in pasts for field in past):
-            return self._route_after(scores, Past())
+            return self._route_after(scores, RoutingHistory())
         thresholds = [past.thresholds for past in pasts if past.thresholds is not None]
         if len(thresholds) == len(pasts):
             experts = self.rule.num_experts
@@ -171,7 +170,7 @@ class Router(nn.Module):
             passthrough=torch.cat(passed) if passed else None,
         )
 
-    def _route_after(self, scores: Tensor, past: Past) -> Routing:
+    def _route_after(self, scores: Tensor, past: RoutingHistory) -> Routing:
         state = self.at_rate(self.rate) if past.state is None else past.state
         if past.scores is None:
             return self.rule.route(scores, state, training=False)

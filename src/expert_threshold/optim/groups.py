@@ -6,6 +6,7 @@ parameters to it.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -16,7 +17,58 @@ from torch import Tensor, nn
 from .adamw import AdamW
 from .config import OptimConfig
 from .muon import Muon
-from .schedules import falling, momentum_at, warmup, weight_decay_at
+
+# Learning rates, momentum and weight decay, by the step and by the schedule's progress.
+
+
+def linear(progress: float, steps: int, end: float, cooldown: float = 1.0) -> float:
+    """Return the fraction of the peak at `progress` of `steps`: a straight line from 1 to `end`, without cooldown."""
+    return 1 + (end - 1) * progress / steps
+
+
+def warmup_stable_decay(progress: float, steps: int, end: float, cooldown: float = 0.2) -> float:
+    """Return the fraction of the peak at `progress` of `steps`: 1, then a straight line to `end` over the cooldown.
+
+    cooldown: its share of the steps.
+    """
+    return end + (1 - end) * min(1.0, 1 / cooldown * (steps - progress) / steps)
+
+
+SCHEDULES: dict[str, Callable[[float, int, float, float], float]] = {
+    "linear": linear,
+    "warmup_stable_decay": warmup_stable_decay,
+}
+
+
+def falling(progress: float, steps: int, end: float, config: OptimConfig) -> float:
+    """Return the fraction of the peak at `progress` of `steps`, by the configured schedule, from 1 to `end`."""
+    return SCHEDULES[config.schedule](progress, steps, end, config.cooldown)
+
+
+def warmup(step: int, warmup_steps: int) -> float:
+    """Return (step + 1) / warmup_steps, at most 1; the first step is not zero."""
+    return min(1.0, (step + 1) / max(1, warmup_steps))
+
+
+def momentum_at(step: int, progress: float, steps: int, config: OptimConfig) -> float:
+    """Return Muon's momentum: linear from momentum_start at step 0 to momentum at step momentum_warmup_steps.
+
+    With momentum_end, it then goes there in proportion as the learning rates fall.
+    """
+    risen = min(1.0, step / config.momentum_warmup_steps) if config.momentum_warmup_steps else 1.0
+    momentum = (1 - risen) * config.momentum_start + risen * config.momentum
+    if config.momentum_end is None:
+        return momentum
+    left = falling(progress, steps, 0.0, config)
+    return left * momentum + (1 - left) * config.momentum_end
+
+
+def weight_decay_at(progress: float, steps: int, config: OptimConfig) -> float:
+    """Return the weight decay at `progress` of `steps`: constant, or half a cosine from its value to 0."""
+    if config.weight_decay_schedule == "constant":
+        return config.weight_decay
+    return config.weight_decay * (1 + math.cos(math.pi * progress / steps)) / 2
+
 
 NS_DTYPES: dict[str, torch.dtype | None] = {"auto": None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -38,26 +90,26 @@ class Optimizer(Protocol):
         """
 
 
-class Kind(NamedTuple):
+class OptimizerSpec(NamedTuple):
     """An optimizer and how a run uses it."""
 
     make: Callable[[list[dict[str, Any]], OptimConfig], Optimizer]  # of groups of named parameters
     whole_matrices: bool  # an update needs full matrices; otherwise it is elementwise
     scaled: Callable[[OptimConfig], bool]  # True if λ scales its learning rates
     warmup_steps: Callable[[OptimConfig], int]  # of its learning rates
-    # (step, place on the schedule, total steps, config) → options of its parameter groups.
+    # (step, progress of the schedule, total steps, config) → options of its parameter groups.
     options: Callable[[int, float, int, OptimConfig], dict[str, Any]]
 
 
-OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are communicated while slow ones compute
-    "adamw": Kind(
+OPTIMIZERS: dict[str, OptimizerSpec] = {  # fast ones step first: their updates are communicated while slow ones compute
+    "adamw": OptimizerSpec(
         lambda params, config: AdamW(params, betas=config.betas, eps=config.eps),
         whole_matrices=False,
         scaled=lambda config: True,
         warmup_steps=lambda config: config.adamw_warmup_steps,
-        options=lambda step, place, steps, config: {},
+        options=lambda step, progress, steps, config: {},
     ),
-    "muon": Kind(
+    "muon": OptimizerSpec(
         lambda params, config: Muon(
             [part for group in params for part in _in_turns(group, config.expert_period)],
             ns_steps=config.ns_steps,
@@ -72,10 +124,10 @@ OPTIMIZERS: dict[str, Kind] = {  # fast ones step first: their updates are commu
         whole_matrices=True,
         scaled=lambda config: config.scale_muon,
         warmup_steps=lambda config: config.muon_warmup_steps,
-        options=lambda step, place, steps, config: {
-            "momentum": momentum_at(step, place, steps, config),
+        options=lambda step, progress, steps, config: {
+            "momentum": momentum_at(step, progress, steps, config),
             "turn": step,
-            "weight_decay": weight_decay_at(place, steps, config),
+            "weight_decay": weight_decay_at(progress, steps, config),
         },
     ),
 }
@@ -96,7 +148,7 @@ def _in_turns(group: dict[str, Any], period: int) -> Iterator[dict[str, Any]]:
         yield {**group, "params": named, **({} if phase is None else {"period": period, "phase": phase})}
 
 
-class Row(NamedTuple):
+class GroupSpec(NamedTuple):
     """A group of parameters, chosen by name and shape, and the options that a configuration gives it."""
 
     takes: Callable[[str, Tensor], bool]
@@ -106,52 +158,54 @@ class Row(NamedTuple):
     scaled: bool = True  # by λ, if the optimizer's rates are; scalars do not depend on the width
 
 
-GROUPS: dict[str, Row] = {  # a parameter belongs to the last group that takes it
-    "matrix": Row(lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr),
-    "expert": Row(
+GROUPS: dict[str, GroupSpec] = {  # a parameter belongs to the last group that takes it
+    "matrix": GroupSpec(
+        lambda name, parameter: parameter.ndim >= 2, lambda config: "muon", lambda config: config.matrix_lr
+    ),
+    "expert": GroupSpec(
         lambda name, parameter: "experts" in name.split("."),
         lambda config: "muon",
         lambda config: config.matrix_lr if config.expert_lr is None else config.expert_lr,
     ),
-    "embed": Row(
+    "embed": GroupSpec(
         lambda name, parameter: "embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr,
         lambda config: _adamw(config.embed_betas or config.betas, config.embed_weight_decay),
     ),
-    "value_embed": Row(
+    "value_embed": GroupSpec(
         lambda name, parameter: "value_embed" in name.split("."),
         lambda config: "adamw",
         lambda config: config.embed_lr / 2 if config.value_embed_lr is None else config.value_embed_lr,
         lambda config: _adamw(config.embed_betas or config.betas, config.value_embed_weight_decay),
     ),
-    "head": Row(
+    "head": GroupSpec(
         lambda name, parameter: "head" in name.split("."),
         lambda config: "adamw",
         lambda config: config.head_lr,
         lambda config: _adamw(config.head_betas or config.betas, config.head_weight_decay),
     ),
-    "residual": Row(
+    "residual": GroupSpec(
         lambda name, parameter: name == "residual_scalars",
         lambda config: "adamw",
         lambda config: config.residual_lr,
         lambda config: _adamw(config.betas, config.residual_weight_decay),
         scaled=False,
     ),
-    "skip": Row(
+    "skip": GroupSpec(
         lambda name, parameter: name == "skip_scalars",
         lambda config: "adamw",
         lambda config: config.skip_lr,
         lambda config: _adamw(config.skip_betas or config.betas),
         scaled=False,
     ),
-    "smear": Row(
+    "smear": GroupSpec(
         lambda name, parameter: name in ("smear_gate.weight", "smear_scalar", "backout_scalar"),
         lambda config: "adamw",
         lambda config: config.smear_lr,
         scaled=False,
     ),
-    "router": Row(
+    "router": GroupSpec(
         lambda name, parameter: "router" in name.split("."),
         lambda config: config.router_optimizer,
         lambda config: config.matrix_lr if config.router_lr is None else config.router_lr,
@@ -191,14 +245,14 @@ class Optimizers:
         """Every parameter, group by group."""
         return [parameter for group in self.groups.values() for parameter in group.parameters.values()]
 
-    def learning_rates(self, step: int, steps: int, place: float | None = None) -> dict[str, float]:
+    def learning_rates(self, step: int, steps: int, progress: float | None = None) -> dict[str, float]:
         """Return the learning rate of each group at `step` of `steps`, before Muon scales it by a matrix's shape.
 
-        place: the place on the schedule of `steps` steps, if it is not `step` itself.
+        progress: how far the schedule of `steps` steps has come, if that is not `step` itself.
         """
-        place = step if place is None else place
-        assert 0 <= place <= steps
-        factor = falling(place, steps, self.config.min_lr_ratio, self.config)
+        progress = step if progress is None else progress
+        assert 0 <= progress <= steps
+        factor = falling(progress, steps, self.config.min_lr_ratio, self.config)
         return {
             name: group.peak * factor * warmup(step, OPTIMIZERS[group.kind].warmup_steps(self.config))
             for name, group in self.groups.items()
@@ -210,19 +264,19 @@ class Optimizers:
         steps: int,
         grad_norm: Tensor | None = None,
         moved: Callable[[Collection[str]], None] = lambda names: None,
-        place: float | None = None,
+        progress: float | None = None,
     ) -> None:
         """Clip gradients if `clip` is set, then update every parameter that has one, at `step` of `steps`.
 
         grad_norm: the norm of all ranks' gradients; None in a single process. moved: called with the names of
-        parameters as soon as they are updated. place: as in `learning_rates`.
+        parameters as soon as they are updated. progress: as in `learning_rates`.
         """
         if self.config.clip is not None:
             norm = self.grad_norm() if grad_norm is None else grad_norm
             nn.utils.clip_grads_with_norm_(self.parameters, self.config.clip, norm)
-        learning_rates = self.learning_rates(step, steps, place)
+        learning_rates = self.learning_rates(step, steps, progress)
         for kind, row in OPTIMIZERS.items():
-            options = row.options(step, step if place is None else place, steps, self.config)
+            options = row.options(step, step if progress is None else progress, steps, self.config)
             for name, group in self.groups.items():
                 for optimizer in group.optimizers if group.kind == kind else ():
                     for param_group in optimizer.param_groups:

@@ -1,12 +1,21 @@
-"""Routing rules: pure functions of a score matrix."""
+"""Routing rules: pure functions of a score matrix.
+
+Dimensions, by the words that docstrings use:
+
+    batch, time    sequences of a micro-batch, and tokens of a sequence; tokens = batch · time
+    experts        routed experts; in formulas E, and i is one of them
+    num_scores     width of the scores: experts first, then null slots or null scores, if the rule has any
+    pools          groups of tokens that compete with each other: (pools, tokens of one pool, experts)
+    k, ks          tokens that one expert takes from a pool, or experts that one token takes; cuts (ks, pools, experts)
+    levels         quantiles in a sketch of an expert's scores
+"""
 
 from ..option import Bounds, Count, Decay, NotNegative, Positive, Share, Whole, option
-from .by_cutoff import PAPER_STEPS, ByCutoff, scaled_decay
+from .cutoffs import PAPER_STEPS, ByCutoff, CutoffState, Pool, bounds, cutoff, dial, scaled_decay
 from .expert_choice import ExpertChoice
 from .expert_threshold import ExpertThreshold
 from .null_slots import NullSlots, NullSlotState
 from .observation import Observation, Routing, all_finite, observe, scores_not_finite, summed_over_ranks
-from .pools import CutoffState, Pool, bounds, cutoff, dial
 from .quantile_balancing import PriceState, QuantileBalancing
 from .registry import (
     DENSE,

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, Decay, Whole, option
-from .by_cutoff import ByCutoff
-from .gates import NULL_SCORES, PlainGate
-from .observation import Observation, Routing
-from .pools import (
+from .cutoffs import (
+    ByCutoff,
     CutoffState,
     Pool,
     bounds,
@@ -22,6 +20,8 @@ from .pools import (
     route_by_cutoff,
     update_cutoff,
 )
+from .gates import NULL_SCORES, PlainGate
+from .observation import Observation, Routing
 from .rule import Rule
 from .selection import kth_largest
 
@@ -52,7 +52,7 @@ class ExpertChoice(ByCutoff):
         gates = self.gates_of(scores)
         if not training:
             return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(self.of_experts(scores), self.pool, group)
+        pools = form_pools(self.without_nulls(scores), self.pool, group)
         k, _, _ = bounds(pools.tokens, self.experts_per_token, self.num_experts, slack=0)
         (kth,) = kth_largest(pools.scores, [k], pools.group)
         return route_by_cut(scores, gates, pools, kth, k=k, kth=kth, cutoff=c)
@@ -71,7 +71,7 @@ class ExpertChoice(ByCutoff):
     def label_of(self, pool: int | None) -> str:
         return f"EC {pool_label(self.pool if pool is None else pool)}{self.label_of_gates()}"
 
-    def by_pools(self, experts_per_token: float) -> Rule:
+    def calibration_rule(self, experts_per_token: float) -> Rule:
         return replace(self, experts_per_token=experts_per_token, pool="batch")
 
     @classmethod

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, Decay, NotNegative, Whole, option
-from .by_cutoff import PAPER_DECAY, PAPER_STEPS, PAPER_WARMUP_STEPS, ByCutoff, scaled_decay
-from .gates import NULL_SCORES, PlainGate
-from .observation import Observation, Routing
-from .pools import (
+from .cutoffs import (
+    PAPER_DECAY,
+    PAPER_STEPS,
+    PAPER_WARMUP_STEPS,
+    ByCutoff,
     CutoffState,
     Pool,
     bounds,
@@ -24,8 +25,11 @@ from .pools import (
     form_pools,
     route_by_cut,
     route_by_cutoff,
+    scaled_decay,
     update_cutoff,
 )
+from .gates import NULL_SCORES, PlainGate
+from .observation import Observation, Routing
 from .rule import Rule, Scope, Window
 from .selection import clamp, kth_largest
 
@@ -79,7 +83,7 @@ class ExpertThreshold(ByCutoff):
         gates = self.gates_of(scores)
         if not training:
             return route_by_cutoff(scores, gates, c, self.experts_per_token)
-        pools = form_pools(self.of_experts(scores), self.pool, group)
+        pools = form_pools(self.without_nulls(scores), self.pool, group)
         k, k_min, k_max = bounds(pools.tokens, self.experts_per_token, self.num_experts, self.capacity_slack)
         kth, at_least, at_most = kth_largest(pools.scores, [k, k_min, k_max], pools.group)
         warmup = state.step < self.warmup_steps  # a tensor, so that the end of warmup changes no code path
@@ -117,7 +121,7 @@ class ExpertThreshold(ByCutoff):
     def window(self, sequence: int, batch: int, step: int) -> Window:
         return super().window(sequence, batch, step)._replace(remembered=round(step / (1 - self.decay)))
 
-    def by_pools(self, experts_per_token: float) -> Rule:
+    def calibration_rule(self, experts_per_token: float) -> Rule:
         """Return this rule in endless warmup."""
         return replace(self, experts_per_token=experts_per_token, pool="batch", warmup_steps=sys.maxsize)
 

@@ -54,7 +54,7 @@ class Gated(Rule):
     def softmax_gates(self) -> bool:
         return self.gate == "softmax" and self.gate_scale == 1
 
-    def of_experts(self, values: Tensor) -> Tensor:
+    def without_nulls(self, values: Tensor) -> Tensor:
         """Return the experts' part of values (batch, time, num_scores)."""
         width = self.num_experts + self.null_scores
         assert values.shape[-1] == width, f"{values.shape[-1]} scores of a token, not {width}"
@@ -70,7 +70,8 @@ class Gated(Rule):
         unspecified.
         """
         if self.gate in ("sigmoid", "softmax"):
-            gates = self.of_experts(weights_of(self.gate, scores)).contiguous()  # FSDP2 warns of outputs that are views
+            # Copied where null scores are left out: FSDP2 warns of outputs that are views.
+            gates = self.without_nulls(weights_of(self.gate, scores)).contiguous()
         else:
             assert assignment is not None, f"gate={self.gate!r} is normalised over the assignment"
             gates = _log_weights(self.gate, scores).masked_fill(~assignment, float("-inf")).softmax(-1)
@@ -100,11 +101,11 @@ class Valued(Gated):
     def values_of(self, scores: Tensor) -> Tensor:
         """Return the experts' values (batch, time, experts), without gradient; scores: (batch, time, num_scores)."""
         detached = scores.detach()
-        return self.of_experts(detached if self.over == "scores" else weights_of(self.gate, detached))
+        return self.without_nulls(detached if self.over == "scores" else weights_of(self.gate, detached))
 
-    def continues(self, other: Rule) -> bool:
+    def can_start_from(self, other: Rule) -> bool:
         """Return True if both rules keep the same kind of state in the same units."""
-        return super().continues(other) and isinstance(other, Valued) and self._values == other._values
+        return super().can_start_from(other) and isinstance(other, Valued) and self._values == other._values
 
     @property
     def _values(self) -> tuple[object, ...]:

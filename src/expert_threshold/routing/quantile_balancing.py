@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, Decay, Positive, Whole, option
+from .cutoffs import form_pools
 from .gates import NULL_SCORES, Gate, Over, Valued
 from .observation import Observation, Routing, observe
-from .pools import form_pools
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 

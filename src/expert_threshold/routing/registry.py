@@ -143,7 +143,7 @@ def require_options(record: Mapping[str, Any]) -> None:
             raise ValueError(f"{option}: rule {name} has no such option; {remedy}")
     if name != DENSE:
         rule = RULES[name]
-        require_valid(rule, {option: rule.stored(option, value) for option, value in options.items()})
+        require_valid(rule, {option: rule.converted(option, value) for option, value in options.items()})
 
 
 def rule_from_dict(record: Mapping[str, Any]) -> Rule | None:

@@ -42,7 +42,7 @@ class Rule(ABC):
         """Raise ValueError for an option that its type does not allow; a rule that checks more calls this first."""
         kinds = kinds_of(type(self))
         for field in fields(self):  # type: ignore[arg-type]  # a subclass is a dataclass
-            object.__setattr__(self, field.name, self.stored(field.name, getattr(self, field.name)))
+            object.__setattr__(self, field.name, self.converted(field.name, getattr(self, field.name)))
         require_kind("num_experts", self.num_experts, Count)
         require_kind("experts_per_token", self.experts_per_token, kinds["experts_per_token"])
         if not 0 < self.experts_per_token <= self.num_experts:
@@ -52,7 +52,7 @@ class Rule(ABC):
         require_valid(type(self), {field.name: getattr(self, field.name) for field in fields(self)})  # type: ignore[arg-type]
 
     @classmethod
-    def stored(cls, name: str, value: Any) -> Any:
+    def converted(cls, name: str, value: Any) -> Any:
         """Return the value of an option as the rule has it.
 
         Whole floats become integers where the type is int: the same option of another rule may be any number, so a
@@ -191,19 +191,19 @@ class Rule(ABC):
             "as expert_threshold or expert_choice"
         )
 
-    def by_pools(self, experts_per_token: float) -> Rule:
+    def calibration_rule(self, experts_per_token: float) -> Rule:
         """Return the rule that measures cutoffs in calibration: expert choice over each micro-batch, with this rule's
         gates and state.
 
         Raises ValueError if the rule has no thresholds.
         """
         raise ValueError(
-            f"{self.label} has no method by_pools, by which cutoffs are measured; name a run whose rule has it, such "
-            "as expert_threshold or expert_choice"
+            f"{self.label} has no method calibration_rule, by which cutoffs are measured; name a run whose rule has "
+            "it, such as expert_threshold or expert_choice"
         )
 
     def calibrated(self, state: Any, observation: Observation) -> Any:
-        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by `by_pools`.
+        """Return the state whose thresholds are the mean batch cutoffs of `observation`, made by `calibration_rule`.
 
         Raises ValueError if the rule has no thresholds.
         """
@@ -212,13 +212,13 @@ class Rule(ABC):
             "or expert_choice"
         )
 
-    def continues(self, other: Rule) -> bool:
+    def can_start_from(self, other: Rule) -> bool:
         """Return True if a new run may start from the other rule's state, of the same kind and in the same units."""
         return type(self.init()) is type(other.init())
 
     def begin_run(self, state: Any, experts_per_token: float) -> Any:
         """Return the state in which a new run starts from another's, whose rule had `experts_per_token` and which this
-        rule `continues`: learned values are kept, step counts reset.
+        rule `can_start_from`: learned values are kept, step counts reset.
         """
         return state
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..option import Count, Positive, Whole, option
+from .cutoffs import as_ratio
 from .gates import NULL_SCORES, Gate, Gated, weights_of
 from .observation import Observation, Routing, observe
-from .pools import as_ratio
 from .rule import Rule, Scope, Window
 from .selection import kth_largest, take
 
@@ -85,7 +85,7 @@ class SeqTopK(Gated):
 
     def _values(self, scores: Tensor) -> Tensor:
         """Return s (batch, time, experts), by which pairs are ordered; −∞ beyond the max_per_token best of a token."""
-        values = self.of_experts(weights_of(self.gate, scores) if self.gate == "softmax" else scores)
+        values = self.without_nulls(weights_of(self.gate, scores) if self.gate == "softmax" else scores)
         if self.max_per_token is None:
             return values
         of_token = values.reshape(-1, self.num_experts, 1)

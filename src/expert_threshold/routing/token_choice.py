@@ -97,7 +97,7 @@ class TokenChoice(Valued):
         loss = None
         if training and self.balance in ("aux", "global_aux"):
             load = over_ranks(observation.load, group if self.balance == "global_aux" else None)
-            loss = auxiliary_loss(shares_of(self.gate, self.of_experts(scores)), load, strength=self.aux_strength)
+            loss = auxiliary_loss(shares_of(self.gate, self.without_nulls(scores)), load, strength=self.aux_strength)
         return Routing(scores=scores, gates=gates, assignment=assignment, observation=observation, loss=loss)
 
     def _in_best_groups(self, biased: Tensor) -> Tensor:

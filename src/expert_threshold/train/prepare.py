@@ -388,7 +388,7 @@ def _fitted(weights: Mapping[str, Tensor], gpt: GPT, rule: Rule | None) -> dict[
     model's rule does not continue it or its shape differs.
     """
     fitted, mine = dict(weights), gpt.config.rule
-    foreign = mine is None or rule is None or not mine.continues(rule)
+    foreign = mine is None or rule is None or not mine.can_start_from(rule)
     for layer, moe in gpt.moe_layers():
         router, name = moe.router, f"blocks.{layer}.moe.router."
         theirs, own = weights[name + "weight"], router.weight.detach()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd
 
-from ..autograd import refuse_second_derivative
+from .. import refuse_second_derivative
 from ..operator import operator
 from . import TILE, available
 

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import refuse_second_derivative
 from ..activation import activation_named
-from ..autograd import refuse_second_derivative
 from ..segments import Segments, gate_of_rows, segments
 from .tiles import measured_tiles
 

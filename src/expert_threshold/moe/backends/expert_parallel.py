@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...kernels.autograd import refuse_second_derivative
+from ...kernels import refuse_second_derivative
 from ..experts import Experts
 from .grouped import sum_rows
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels import refuse_second_derivative
 from ...kernels.activation import Activation, activation_named
-from ...kernels.autograd import refuse_second_derivative
 from ..experts import HIDDEN_PER_BLOCK, Experts, up_project
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels import refuse_second_derivative
 from ...kernels.activation import Activation
-from ...kernels.autograd import refuse_second_derivative
 from ...kernels.segments import Segments, gate_of_rows, segments
 from ..experts import Experts
 
