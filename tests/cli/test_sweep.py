@@ -7,11 +7,9 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,7 +19,7 @@ from expert_threshold.cli.compare import best_options, configure
 from expert_threshold.cli.run_options import RULE, resolve_run
 from expert_threshold.cli.sweep import read_space, tunable
 from expert_threshold.compare import sweep
-from expert_threshold.compare.fit import Scale, Trial, best_of, fit_parabolas
+from expert_threshold.compare.sweep import Trial, best_of
 from expert_threshold.install import install
 from expert_threshold.runs import RunFolder
 from expert_threshold.train import device
@@ -175,8 +173,6 @@ def test_a_finished_sweep_is_shown_again_and_trains_nothing(
     command: Options, copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = record_of(copy)
-    with edit(copy / "sweep.json") as stale:
-        stale["studies"]["dense"]["fitted"]["residual"] = 1.0  # as a version that fits otherwise had written it
     monkeypatch.setattr(sweep, "train", None)
     assert et(*command, "--out", copy) == 0
     assert record_of(copy) == before
@@ -477,108 +473,6 @@ def trial(number: int, loss: float | None, **options: Any) -> Trial:
     return Trial(number, "finished" if loss is not None else "pruned", options, loss, [], 1.0, None, False)
 
 
-def planted(count: int = 60, noise: float = 0.0) -> list[Trial]:
-    """Losses 3 + 0.05 (log a/0.02)² + 0.2 (b − 0.5)², far trials worse than any parabola."""
-    random = np.random.default_rng(0)
-    trials = []
-    for number in range(count):
-        a, b = float(np.exp(random.uniform(np.log(0.002), np.log(0.2)))), float(random.uniform(0, 1))
-        loss = 3 + 0.05 * math.log(a / 0.02) ** 2 + 0.2 * (b - 0.5) ** 2 + noise * float(random.standard_normal())
-        trials.append(trial(number, loss if abs(math.log(a / 0.02)) < 1.5 else loss + 1, a=a, b=b))
-    return trials
-
-
-SCALES = {"a": Scale(0.002, 0.2, log=True), "b": Scale(0, 1, log=False)}
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.001])
-def test_the_flatness_of_a_planted_parabola_is_found(noise: float) -> None:
-    fit = fit_parabolas(planted(noise=noise), SCALES)
-    a, b = fit.parabolas["a"], fit.parabolas["b"]
-    assert a is not None
-    assert b is not None
-    assert a.optimum == pytest.approx(0.02, rel=1e-6 + 30 * noise)
-    assert b.optimum == pytest.approx(0.5, rel=1e-6 + 30 * noise)
-    reach = math.sqrt(0.005 / 0.05)
-    assert math.log(a.high / a.optimum) == pytest.approx(reach, rel=1e-6 + 50 * noise)
-    assert math.log(a.optimum / a.low) == pytest.approx(reach, rel=1e-6 + 50 * noise)
-    assert b.high - b.optimum == pytest.approx(math.sqrt(0.005 / 0.2), rel=1e-6 + 50 * noise)
-    assert a.loss == pytest.approx(3, abs=1e-9 + 2 * noise)
-
-
-def test_the_flat_range_stays_inside_the_searched_one() -> None:
-    narrow = {"a": Scale(0.018, 0.025, log=True), "b": SCALES["b"]}
-    a = fit_parabolas([each for each in planted(2000) if 0.018 <= each.options["a"] <= 0.025], narrow).parabolas["a"]
-    assert a is not None
-    assert (a.low, a.high) == (0.018, 0.025)
-
-
-def test_few_trials_need_a_curvature_of_more_standard_errors() -> None:
-    """Noise around a line: with 2 degrees of freedom a curvature passes two of its standard errors in 9 % of cases."""
-    random = np.random.default_rng(0)
-    claimed = 0
-    for _ in range(400):
-        losses = 3 + 0.01 * random.standard_normal(5)
-        trials = [trial(n, loss, b=n / 4) for n, loss in enumerate(losses.tolist())]
-        claimed += fit_parabolas(trials, {"b": Scale(-1e9, 1e9, log=False)}).parabolas["b"] is not None
-    assert claimed <= 20  # 2.5 % of 400 are expected
-
-
-def test_no_optimum_is_claimed_where_the_trials_show_none() -> None:
-    def of(losses: Mapping[float, float]) -> Any:
-        return fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())], {"a": SCALES["a"]})
-
-    rates = [0.002 * 1.3**n for n in range(16)]
-    assert of({a: 3 - 0.05 * math.log(a / 0.002) ** 2 for a in rates}).parabolas["a"] is None  # bent the other way
-    assert of({a: 3 + 0.05 * math.log(a / 0.9) ** 2 for a in rates}).parabolas["a"] is None  # beyond the range
-    flat = dict(zip(rates, np.random.default_rng(1).normal(3, 0.01, 16).tolist(), strict=True))
-    assert of(flat).parabolas["a"] is None  # noise
-    assert of(dict.fromkeys(rates[:4], 3.0)) == ({"a": None}, 0, None)  # too few
-    assert fit_parabolas([], {}).trials == 0
-
-
-def test_no_loss_is_promised_that_lies_outside_the_searched_range() -> None:
-    """The least of a parabola whose optimum lies beyond the range counted as reached."""
-    scales = {name: Scale(0, 1, log=False) for name in "ab"}
-    places = np.random.default_rng(0).random((24, 2)).tolist()
-    trials = [trial(n, 3 + 0.05 * (a - 1.6) ** 2 + 0.1 * (b - 0.5) ** 2, a=a, b=b) for n, (a, b) in enumerate(places)]
-    found = fit_parabolas(trials, scales).parabolas
-    assert found["a"] is None
-    assert found["b"] is not None
-    assert found["b"].loss == pytest.approx(3 + 0.05 * 0.6**2)
-
-
-def test_a_trial_that_failed_does_not_bend_the_parabola() -> None:
-    """Where trials were few, losses far above entered the fit, and it promised a loss below any that was measured."""
-    trials = [
-        trial(n, 3 + 0.05 * math.log(a / 0.02) ** 2, a=a) for n, a in enumerate((0.008, 0.012, 0.018, 0.03, 0.05))
-    ]
-    found = fit_parabolas([*trials, trial(5, 5.0, a=0.15)], {"a": SCALES["a"]})
-    assert found == fit_parabolas(trials, {"a": SCALES["a"]})
-    assert found.trials == 5
-    assert found.parabolas["a"] is not None
-    assert found.parabolas["a"].optimum == pytest.approx(0.02)
-
-
-def test_an_option_that_hardly_changes_the_loss_is_equally_good_in_its_whole_range() -> None:
-    """The ends of the flat range lay beyond the largest number, and the sweep ended with a traceback."""
-    values = {math.exp(place): 3 + 1e-12 * place**2 for place in np.linspace(-3, 3, 12)}
-    scales = {"a": Scale(math.exp(-3), math.exp(3), log=True)}
-    found = fit_parabolas([trial(n, loss, a=a) for n, (a, loss) in enumerate(values.items())], scales).parabolas["a"]
-    assert found is not None
-    assert (found.low, found.high) == (scales["a"].low, scales["a"].high)
-
-
-def test_a_repeated_trial_is_one_measurement() -> None:
-    """Five different values, tried 14 times, were fitted as 7 trials with a residual of 2e-14."""
-    losses = {1: 3.01, 2: 3.0, 3: 3.02, 4: 3.03, 5: 3.0}
-    once = [trial(n, loss, a=a) for n, (a, loss) in enumerate(losses.items())]
-    again = [trial(n, losses[a], a=a) for n, a in enumerate([2, 5, 5, 2, 5, 1, 2, 2, 1], start=5)]
-    scales = {"a": Scale(1, 5, log=False)}
-    assert fit_parabolas(once + again, scales) == fit_parabolas(once, scales)
-    assert fit_parabolas(once + again, scales).trials == 5
-
-
 def test_the_best_trial_is_the_first_of_the_least_loss() -> None:
     assert best_of([trial(1, None), trial(2, 3.0), trial(3, 2.0), trial(4, 2.0)]) == trial(3, 2.0)
     assert best_of([trial(1, None)]) is None
@@ -601,7 +495,7 @@ def test_every_finished_trial_is_drawn_and_choices_that_are_numbers_stand_in_the
 
     losses = {"4": 3.0, "16": 3.01, "8": 9.0}
     trials = [trial(n, loss, d=d)._asdict() for n, (d, loss) in enumerate(losses.items())]
-    options = {"d": {"space": "4|16|8", "scale": None, "best": "4", "fit": None}}
+    options = {"d": {"space": "4|16|8", "scale": None, "best": "4"}}
     figure = draw_options({"options": options, "trials": trials, "best": trials[0]})
     (axes,) = [axes for axes in figure.axes if axes.get_title() == "d"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4", "8", "16"]

@@ -316,18 +316,16 @@ def introduce(console: Console, sweep: Sweep) -> None:
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Return the best options of each method, with the ranges that are equally good."""
-    shown = Table("method", "trials", "loss", "present", "option", "best", "equally good", box=box.SIMPLE_HEAD)
+    """Return the best options of each method."""
+    shown = Table("method", "trials", "loss", "present", "option", "best", box=box.SIMPLE_HEAD)
     for column in shown.columns[1:4]:
         column.justify = "right"
     for name, study in result["studies"].items():
         best = study["best"]
         opening = [name, str(len(study["trials"])), fixed(best and best["loss"], 4), fixed(study["present"], 4)]
         for place, (option, entry) in enumerate(study["options"].items()):
-            fit = entry["fit"]
-            flat = "–" if fit is None else f"{show_value(fit['low'])} to {show_value(fit['high'])}"
             value = "–" if entry["best"] is None else show_value(entry["best"])
-            shown.add_row(*(opening if place == 0 else [""] * 4), option, value, flat)
+            shown.add_row(*(opening if place == 0 else [""] * 4), option, value)
     return shown
 
 

@@ -38,7 +38,6 @@ from .experiment import (
     with_dtype,
     with_shards,
 )
-from .fit import Fit, Scale, Trial, best_of, fit_parabolas
 from .sweep_page import show_value, write_page
 
 if TYPE_CHECKING:
@@ -130,9 +129,28 @@ def spread(space: Space, number: int) -> dict[str, Any]:
     return {name: entry.at(share) for (name, entry), share in zip(space.items(), shares.tolist(), strict=True)}
 
 
-def scales(space: Space) -> dict[str, Scale]:
-    """Return the axis of each numeric option."""
-    return {name: Scale(entry.low, entry.high, entry.log) for name, entry in space.items() if isinstance(entry, Range)}
+class Trial(NamedTuple):
+    """One choice of options and its outcome.
+
+    state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (options
+    that contradict each other, or need more memory than there is). options: values by name, texts for choices. loss:
+    nats per token at the end, the mean over seeds; None unless finished. curve: step and validation loss, of the first
+    seed; empty if the loss is an earlier trial's with the same options. present: the preset's own options.
+    """
+
+    trial: int  # from 1
+    state: str
+    options: Mapping[str, Any]
+    loss: float | None
+    curve: Sequence[tuple[int, float]]
+    seconds: float
+    reason: str | None
+    present: bool
+
+
+def best_of(trials: Sequence[Trial]) -> Trial | None:
+    """Return the finished trial with the least loss, the first of equals; None if none has finished."""
+    return min((trial for trial in trials if trial.loss is not None), key=lambda trial: trial.loss or 0.0, default=None)
 
 
 class Tunable(NamedTuple):
@@ -160,7 +178,7 @@ def require_optuna() -> None:
 class Sweep:
     """A study of each method in one folder.
 
-    FOLDER/sweep.json, sweep.html     all trials, the best ones and the fits
+    FOLDER/sweep.json, sweep.html     all trials, and the best ones
     FOLDER/METHOD/best.json           the best options, for `et train --config`
     FOLDER/METHOD/trial_001/seed_1000 a run folder without checkpoints
     FOLDER/studies.jsonl              optuna's journal
@@ -399,10 +417,6 @@ class Sweep:
     def _trial_path(self, method: str, number: int) -> Path:
         return self.folder / method / f"trial_{number:03d}"
 
-    def fit(self, method: str) -> Fit:
-        """Return the parabolas of the method's numeric options."""
-        return fit_parabolas(self.results(method), scales(self.methods[method].space))
-
     def write(self) -> None:
         """Write sweep.json, and best.json of each method with a finished trial."""
         replace_json(self.folder / SWEEP.file, self.result())
@@ -426,7 +440,7 @@ class Sweep:
         }
 
     def _result(self, name: str) -> dict[str, Any]:
-        trials, fit, method = self.results(name), self.fit(name), self.methods[name]
+        trials, method = self.results(name), self.methods[name]
         best = best_of(trials)
         present = next((trial.loss for trial in trials if trial.present), None)
         return {
@@ -435,13 +449,11 @@ class Sweep:
             "options": {
                 option: {
                     "space": entry.text,
-                    "scale": scales({option: entry})[option]._asdict() if isinstance(entry, Range) else None,
+                    "scale": None if isinstance(entry, Choice) else {n: vars(entry)[n] for n in ("low", "high", "log")},
                     "best": None if best is None else best.options[option],
-                    "fit": None if (found := fit.parabolas.get(option)) is None else found._asdict(),
                 }
                 for option, entry in method.space.items()
             },
-            "fitted": {"trials": fit.trials, "residual": fit.residual},
             "trials": [trial._asdict() for trial in trials],
         }
 

@@ -1,18 +1,14 @@
-"""The figures of sweeps: losses by trial, curves of trials, and losses over each option with their parabolas."""
+"""The figures of sweeps: losses by trial, curves of trials, and losses over each option."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..analysis.figures.axes import log_ticks, panels, single, whole_ticks
-from ..analysis.figures.style import ACCENT, GRID, INK, MUTED, NARROW, WIDE
-from .fit import TOLERANCE
+from ..analysis.figures.style import ACCENT, INK, MUTED, NARROW, WIDE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +16,8 @@ if TYPE_CHECKING:
 
 HEAD = 0.6
 """The share of the losses, from the best up, that a figure has room for; those of failures would flatten it."""
+ROOM = 0.02
+"""The least range of losses, in nats per token, that a figure shows."""
 
 
 def finished(study: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -64,7 +62,7 @@ def draw_curves(study: Mapping[str, Any]) -> Figure:
 
 
 def draw_options(study: Mapping[str, Any]) -> Figure:
-    """Draw the loss over each option: dots are trials, the line is the parabola, the band what is equally good."""
+    """Draw the loss over each option: dots are trials."""
     options = study["options"]
     trials, best = finished(study), study["best"]
     losses = [trial["loss"] for trial in trials]
@@ -73,13 +71,16 @@ def draw_options(study: Mapping[str, Any]) -> Figure:
         if entry["scale"] is None:
             places = _choices(axes, entry["space"])
         else:
-            places = {}
-            _draw_number(axes, entry)
+            places, scale = {}, entry["scale"]
+            if scale["log"]:
+                axes.set_xscale("log")
+                axes.set_xlim(scale["low"] / 1.1, scale["high"] * 1.1)
+                log_ticks(axes.xaxis, 4)
         values = [trial["options"][name] for trial in trials]
         _draw_losses(axes, [places.get(value, value) for value in values], losses)
         place = places.get(best["options"][name], best["options"][name])
         axes.plot([place], [best["loss"]], marker="o", markersize=6, color=ACCENT)
-        _limit(axes, losses, least=min((e["fit"]["loss"] for e in options.values() if e["fit"]), default=math.inf))
+        _limit(axes, losses)
     return figure
 
 
@@ -88,22 +89,6 @@ def _draw_losses(axes: Axes, places: Sequence[float], losses: Sequence[float]) -
     top = _top(losses)
     for place, loss in zip(places, losses, strict=True):
         axes.plot([place], [min(loss, top)], marker="^" if loss > top else "o", color=MUTED, clip_on=False)
-
-
-def _draw_number(axes: Axes, entry: Mapping[str, Any]) -> None:
-    """Draw the parabola of a numeric option and the band that is equally good, and scale its axis."""
-    scale, fit = entry["scale"], entry["fit"]
-    low, high = scale["low"], scale["high"]
-    if scale["log"]:
-        axes.set_xscale("log")
-    if fit is not None:
-        axes.axvspan(fit["low"], fit["high"], color=GRID, linewidth=0)
-        x = np.geomspace(low, high, 100) if scale["log"] else np.linspace(low, high, 100)
-        away = np.log(x / fit["optimum"]) if scale["log"] else x - fit["optimum"]
-        axes.plot(x, fit["loss"] + fit["curvature"] * away**2, color=INK, linewidth=1)
-    if scale["log"]:
-        axes.set_xlim(low / 1.1, high * 1.1)
-        log_ticks(axes.xaxis, 4)
 
 
 def _choices(axes: Axes, space: str) -> dict[str, int]:
@@ -119,10 +104,10 @@ def _choices(axes: Axes, space: str) -> dict[str, int]:
 def _top(losses: Sequence[float]) -> float:
     """Return twice as far above the best loss as the better HEAD of them lie."""
     best = min(losses)
-    return best + max(2 * (sorted(losses)[min(int(HEAD * len(losses)), len(losses) - 1)] - best), 4 * TOLERANCE)
+    return best + max(2 * (sorted(losses)[min(int(HEAD * len(losses)), len(losses) - 1)] - best), ROOM)
 
 
-def _limit(axes: Axes, losses: Sequence[float], least: float = math.inf) -> None:
-    """Show the losses from the best, or `least`, to `_top`."""
-    bottom, top = min(*losses, least), _top(losses)
+def _limit(axes: Axes, losses: Sequence[float]) -> None:
+    """Show the losses from the best to `_top`."""
+    bottom, top = min(losses), _top(losses)
     axes.set_ylim(bottom - 0.08 * (top - bottom), top)

@@ -11,13 +11,8 @@ from typing import Any
 from ..analysis.page import Exhibit, LeftOut, exhibit, exhibits, facts, folded, page, section, table, text
 from ..analysis.sentences import counted, fixed
 from ..files import replace_file
-from .fit import NEAR_LOSS, TOLERANCE
 from .sweep_figures import draw_curves, draw_options, draw_trials
 
-BEST = (
-    "Losses in nats per token of validation. In parentheses: the range within which the fitted loss stays within "
-    f"{TOLERANCE} of its optimum, the other options at theirs."
-)
 STATES = ("finished", "pruned", "diverged", "refused")
 
 
@@ -35,7 +30,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
-        section("Best options", table(*best_options(studies), "Best options"), text(BEST)),
+        section("Best options", table(*best_options(studies), "Best options"), text("Losses in nats per token of validation.")),
         *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
         *(trials(name, study) for name, study in studies.items()),
     ]
@@ -65,25 +60,15 @@ def best_options(studies: Mapping[str, Any]) -> tuple[list[str], list[list[str]]
 def _of_option(entry: Mapping[str, Any] | None) -> str:
     if entry is None or entry["best"] is None:
         return "–"
-    fit = entry["fit"]
-    return show_value(entry["best"]) + (
-        "" if fit is None else f" ({show_value(fit['low'])} to {show_value(fit['high'])})"
-    )
+    return show_value(entry["best"])
 
 
 def figures(study: Mapping[str, Any]) -> list[Exhibit | LeftOut]:
     """Return the figures of a study with a finished trial."""
-    fitted, residual = study["fitted"]["trials"], study["fitted"]["residual"]
-    said = (
-        f"The line is the parabola fitted to the best {fitted} different trials, their losses {residual:.4f} about it."
-        if fitted
-        else f"Too few trials are within {NEAR_LOSS} nats of the best for a parabola."
-    )
     return [
         exhibit(
             "Loss over each option",
-            f"Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss. {said} The "
-            "band is equally good; an option without a line has no optimum inside its range that these trials show.",
+            "Each dot is a finished trial, the larger one the best; a triangle is one with a higher loss.",
             partial(draw_options, study),
         ),
         exhibit(

@@ -1,14 +1,25 @@
-"""The trials of a sweep: the best, and how flat the optimum of each option is."""
+"""How flat the optimum of each option is that `et sweep` searched: one parabola for each, fitted to the better trials.
+
+    python benchmarks/parabola.py FOLDER OF et sweep …
+
+The loss near the optimum is fitted in an option's logarithm where it is searched so. Prints, for each method and
+option, the optimum and the part of the searched range in which the loss stays within 0.005 nats of the least.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from common import run
 
-from .paired import student
+from expert_threshold.compare.paired import student
+from expert_threshold.compare.sweep import Trial, best_of
 
 TOLERANCE = 0.005  # nats per token
 """The loss above its optimum up to which an option counts as equally good."""
@@ -39,25 +50,6 @@ class Scale(NamedTuple):
         return math.exp(place) if self.log else place
 
 
-class Trial(NamedTuple):
-    """One choice of options and its outcome.
-
-    state: finished, pruned (its best loss so far was above the median of the others), diverged, or refused (options
-    that contradict each other, or need more memory than there is). options: values by name, texts for choices. loss:
-    nats per token at the end, the mean over seeds; None unless finished. curve: step and validation loss, of the first
-    seed; empty if the loss is an earlier trial's with the same options. present: the preset's own options.
-    """
-
-    trial: int  # from 1
-    state: str
-    options: Mapping[str, Any]
-    loss: float | None
-    curve: Sequence[tuple[int, float]]
-    seconds: float
-    reason: str | None
-    present: bool
-
-
 class Parabola(NamedTuple):
     """The fitted loss over one option, the others at their optimum: loss + curvature · (axis − optimum)².
 
@@ -81,11 +73,6 @@ class Fit(NamedTuple):
     parabolas: Mapping[str, Parabola | None]
     trials: int
     residual: float | None
-
-
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """Return the finished trial with the least loss, the first of equals; None if none has finished."""
-    return min((trial for trial in trials if trial.loss is not None), key=_loss, default=None)
 
 
 def _loss(trial: Trial) -> float:
@@ -145,3 +132,24 @@ def _near(trials: Sequence[Trial]) -> list[Trial]:
     """Return the finished trials within NEAR_LOSS of the best."""
     best = best_of(trials)
     return [t for t in trials if best is not None and t.loss is not None and t.loss <= _loss(best) + NEAR_LOSS]
+
+
+def table(study: Mapping[str, Any]) -> dict[str, str]:
+    """Return the optimum and its flat range by option, of a study of sweep.json."""
+    scales = {name: Scale(**entry["scale"]) for name, entry in study["options"].items() if entry["scale"]}
+    fit = fit_parabolas([Trial(**trial) for trial in study["trials"]], scales)
+    shown = {name: p and f"{p.optimum:.3g} ({p.low:.3g} to {p.high:.3g})" for name, p in fit.parabolas.items()}
+    return {name: text or "no optimum that these trials show" for name, text in shown.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+", type=Path)
+    for folder in parser.parse_args().folders:
+        for method, study in json.loads((folder / "sweep.json").read_bytes())["studies"].items():
+            for option, text in table(study).items():
+                print(f"{folder} {method} {option}: {text}")
+
+
+if __name__ == "__main__":
+    run(main)
