@@ -30,7 +30,7 @@ def write_page(path: Path, result: Mapping[str, Any]) -> None:
     }
     body = [
         f"<header><h1>{escape(title)}</h1>\n{facts(entries.items())}</header>",
-        section("Best options", table(*best_options(studies), "Best options"), text("Losses in nats per token of validation.")),
+        section("Best options", table(*best_options(studies), "Best options"), text("Nats per token of validation.")),
         *(exhibits(name, figures(study)) for name, study in studies.items() if study["best"] is not None),
         *(trials(name, study) for name, study in studies.items()),
     ]
