@@ -26,7 +26,7 @@ from common import compute_dtype, machine, positive, time_interleaved
 from torch import Tensor
 
 from expert_threshold.data import Tokenizer
-from expert_threshold.generate import Step, generate, kernel
+from expert_threshold.generate import Step, decoder, generate
 from expert_threshold.model import GPT, GPTConfig, parameter_counts
 from expert_threshold.model.presets import PRESETS
 from expert_threshold.routing import ExpertThreshold
@@ -75,7 +75,7 @@ def measure(
         return list(steps)
 
     def by_operations(count: int) -> list[Step]:
-        with mock.patch.object(kernel, "library", return_value=None):
+        with mock.patch.object(decoder, "library", return_value=None):
             return decode(count)
 
     fanouts = [len(layer.experts) for step in decode(tokens, record=True) for layer in step.routing or ()]
@@ -118,7 +118,7 @@ def measure(
         "read_gb_per_second": round(size / statistics.median(read) / 1e9, 1),
         "read_scaling": round(statistics.median(b / a for a, b in zip(read, read_twice, strict=True)), 2),
         "ratio_to_reading": round(statistics.median(a / b for a, b in zip(token, read, strict=True)), 3),
-        "kernel": kernel.library() is not None,
+        "kernel": decoder.library() is not None,
         "operations_token_ms": round(statistics.median(operations) * 1e3, 3),
         "over_operations": round(statistics.median(a / b for a, b in zip(operations, token, strict=True)), 2),
         "first_token_ms": round(statistics.median(times["first"]) * 1e3, 3),

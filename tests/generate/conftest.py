@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from expert_threshold.generate import kernel
+from expert_threshold.generate import decoder
 from expert_threshold.kernels import cpu
 from expert_threshold.kernels.cpu import build
 
@@ -12,7 +12,7 @@ from expert_threshold.kernels.cpu import build
 @pytest.fixture
 def by_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode as on a machine without a compiler."""
-    monkeypatch.setattr(kernel, "library", lambda: None)
+    monkeypatch.setattr(decoder, "library", lambda: None)
 
 
 @pytest.fixture(params=["operations", "kernel"])
@@ -20,5 +20,5 @@ def by(request: pytest.FixtureRequest) -> None:
     """Run a test with torch's operations and again with the kernel."""
     if request.param == "operations":
         request.getfixturevalue("by_operations")
-    elif kernel.library() is None:
+    elif decoder.library() is None:
         pytest.skip(str(build.why_not(cpu.DECODER)))

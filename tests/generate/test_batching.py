@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from cases import RULES, covering, small_model, small_tokenizer
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import decoder as decoder_module
-from expert_threshold.generate.engine import Engine, Request, Sampler, Text, Writing
+from expert_threshold.generate.engine import ActiveRequest, Engine, Request, Sampler, TextStream
 from expert_threshold.model import GPT
 from expert_threshold.moe import Router
 from expert_threshold.routing import ExpertChoice, Routing, observe
@@ -35,7 +35,7 @@ def requests(count: int, **options: object) -> list[Request]:
     ]
 
 
-def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[Writing]:
+def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[ActiveRequest]:
     """Write for all, of which each joins `at` steps after the one before."""
     writings = []
     for request in every:
@@ -47,7 +47,7 @@ def run(engine: Engine, every: Iterable[Request], *, at: int = 0) -> list[Writin
     return writings
 
 
-def tokens(writing: Writing) -> list[int]:
+def tokens(writing: ActiveRequest) -> list[int]:
     return [step.token for step in writing.steps]
 
 
@@ -56,9 +56,9 @@ class Recorder(Engine):
 
     def __init__(self, model: GPT, tokenizer: Tokenizer) -> None:
         super().__init__(model, tokenizer, slots=9, strict=True)
-        self.logits: dict[Writing, list[torch.Tensor]] = {}
+        self.logits: dict[ActiveRequest, list[torch.Tensor]] = {}
 
-    def _write(self, ready: dict[int, Writing]) -> None:
+    def _write(self, ready: dict[int, ActiveRequest]) -> None:
         for writing in ready.values():
             assert writing.next is not None
             self.logits.setdefault(writing, []).append(writing.next.logits.clone())
@@ -206,7 +206,7 @@ def test_a_character_that_an_echoed_prompt_begins_is_completed_by_what_follows(
     """Regression: each half of the character was replaced by U+FFFD."""
     monkeypatch.setattr(decoder_module, "PREFILL", prefill)
     chosen = iter(follows)
-    monkeypatch.setattr(Writing, "choose", lambda writing: next(chosen))
+    monkeypatch.setattr(ActiveRequest, "choose", lambda writing: next(chosen))
     (writing,) = run(Engine(small_model(), tokenizer), [Request(tuple(prompt), len(follows), echo=echo)])
     assert ("".join(step.text for step in writing.prompt), "".join(step.text for step in writing.steps)) == texts
 
@@ -231,7 +231,7 @@ def test_a_text_ends_before_its_first_stop_string_however_it_is_cut(
     places = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
     pieces = [text[a:b] for a, b in pairwise(places)] or [""]
     shown, stopped = "", False
-    stream = Text(stop)
+    stream = TextStream(stop)
     for i, piece in enumerate(pieces):
         part, stopped = stream.push(piece.encode(), final=i + 1 == len(pieces))
         shown += part

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import random
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,19 +15,43 @@ import torch.nn.functional as F
 from cases import PIECES, RULES, covering, small_model
 from expert_threshold.generate import decoder
 from expert_threshold.generate.decoder import Decoder
-from expert_threshold.model import GPT
+from expert_threshold.model import GPT, GPTConfig
 from expert_threshold.moe import follow
+from expert_threshold.routing import RULES as REGISTERED
+from expert_threshold.routing import Rule
 from rounding import assert_rounded
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "swiglu": {"activation": "swiglu", "shared_experts": 0, "softcap": None},
-    "grouped_query": {"kv_heads": 1, "gate_norm": "fanout", "dense_layers": 0},
-    "trunk": PIECES["all of them"],
-}
+MODES = ("fast", "strict")
 both_ways = pytest.mark.usefixtures("by")
-WAYS, MODES = ("operations", "kernel"), ("fast", "strict")
+
+# A value for each of the model's options that is neither a switch nor a choice; sizes that fill no vector.
+VALUES: dict[str, Any] = {
+    "vocab_size": 271, "context": 48, "layers": 3, "d_model": 44, "heads": 1, "kv_heads": 1, "d_expert": 19,
+    "d_feed_forward": 51, "shared_experts": 2, "dense_layers": 0, "softcap": None, "z_loss": 0.1, "qk_scale": 1.2,
+    "rotary_base": 100_000.0, "windows": "SSL", "short_window": 3, "dispatch": "reference",
+}  # fmt: skip
+NEEDED: dict[str, dict[str, Any]] = {"heads": {"kv_heads": 1}, "short_window": {"windows": "SL"}}
+ODD = {name: VALUES[name] for name in ("vocab_size", "d_model", "kv_heads", "d_expert", "d_feed_forward")}
+SWIGLU = ODD | {"activation": "swiglu", "shared_experts": 0, "softcap": None}
+
+
+def options() -> Iterator[tuple[str, Rule | None, dict[str, Any]]]:
+    """Yield each option of GPTConfig with each of its values, and each case of each rule; then some together."""
+    usual, hints = RULES["expert_threshold"], get_type_hints(GPTConfig)
+    for field in set(hints) - {"rule"}:
+        choices = [value for part in (hints[field], *get_args(hints[field])) for value in get_args(part)]
+        choices = [True] if hints[field] is bool else [value for value in choices if isinstance(value, str)]
+        for value in [VALUES[field]] if field in VALUES or not choices else choices:  # fails for a new option
+            yield f"{field}={value}", usual, NEEDED.get(field, {}) | {field: value}
+    for name, cls in REGISTERED.items():
+        yield from ((f"{name}, {case}", rule, {"gate_norm": "fanout"}) for case, rule in cls.cases().items())
+    for name, rule in RULES.items():
+        yield f"{name}, trunk", rule, ODD | PIECES["all of them"]
+        yield f"{name}, swiglu", rule, SWIGLU
+
+
+CASES = {name: (rule, changes) for name, rule, changes in sorted(options(), key=operator.itemgetter(0))}
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -37,27 +63,43 @@ def full(model: GPT, tokens: list[int]) -> Any:
     return model(torch.tensor([tokens]), record=True)
 
 
-@pytest.mark.parametrize(
-    ("rule", "options", "mode", "by"), covering(product(RULES, OPTIONS, MODES, WAYS)), indirect=["by"]
-)
+@both_ways
+@pytest.mark.parametrize(("rule", "changes"), CASES.values(), ids=CASES)
 def test_logits_and_routing_of_a_sequence_equal_the_full_forward(
-    rule: str, options: str, mode: str, by: None, monkeypatch: pytest.MonkeyPatch
+    rule: Rule | None, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Both forwards, the model's with a cache and the kernel's, for every option of the model."""
     monkeypatch.setattr(decoder, "PREFILL", 16)
-    model = small_model(RULES[rule], **OPTIONS[options])
-    tokens, decoded = tokens_of(40), Decoder(model, 3, 48, strict=mode == "strict")
+    by_number = isinstance(getattr(rule, "pool", None), int)  # which decides in training alone, and fits no batch here
+    model = small_model(rule, **({"layers": 2, "steps": 0 if by_number else 2} | changes))
+    for _, moe in model.moe_layers():
+        if "bias" in moe.router.state._fields:
+            moe.router.state.bias.normal_()
+    tokens, decoded = tokens_of(30), Decoder(model, 3, 48, strict=rule is RULES["token_choice"])
     decoded.open(1)
     outputs = [decoded.read(1, piece, every=True) for piece in (tokens[:16], tokens[16:19], tokens[19:20])]
     outputs += [decoded.step({1: token}) for token in tokens[20:]]
     expected = full(model, tokens)
-    torch.testing.assert_close(torch.cat([o.logits for o in outputs]), expected.logits[0], **CLOSE)
+    logits = torch.cat([o.logits for o in outputs])
+    torch.testing.assert_close(logits, expected.logits[0], **CLOSE)
+    for i, (likeliest, highest, logsumexp) in enumerate(stats for o in outputs for stats in o.peaks):
+        assert (likeliest, highest) == (int(logits[i].argmax()), float(logits[i].max()))
+        assert logsumexp == pytest.approx(float(logits[i].double().logsumexp(-1)), abs=1e-5)
     for layer, routing in enumerate(expected.routings):
-        scores = torch.cat([o.scores[layer] for o in outputs])
+        scores, assignment = (torch.cat([getattr(o, n)[layer] for o in outputs]) for n in ("scores", "assignment"))
         torch.testing.assert_close(scores, routing.scores[0], **CLOSE)
-        assert torch.equal(torch.cat([o.assignment[layer] for o in outputs]), routing.assignment[0])
+        assert torch.equal(assignment, routing.assignment[0, :, : assignment.shape[1]])
+        if outputs[-1].gates is not None:
+            gates = torch.cat([o.gates[layer] for o in outputs if o.gates is not None])
+            torch.testing.assert_close(
+                gates * assignment, (routing.gates[0] * routing.assignment[0])[:, : gates.shape[1]]
+            )
+    assert sum(o.assigned for o in outputs) == sum(int(o.assignment.sum()) for o in outputs)
 
 
-@pytest.mark.parametrize(("rule", "mode", "by"), covering(product(RULES, MODES, WAYS)), indirect=["by"])
+@pytest.mark.parametrize(
+    ("rule", "mode", "by"), covering(product(RULES, MODES, ("operations", "kernel"))), indirect=["by"]
+)
 def test_sequences_of_any_lengths_join_and_leave_and_rows_are_used_again(rule: str, mode: str, by: None) -> None:
     model, chance = small_model(RULES[rule]), random.Random(0)
     decoded = Decoder(model, 4, 40, strict=mode == "strict")

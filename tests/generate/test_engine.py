@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cases import RULES, small_model
 from expert_threshold.data import Tokenizer
 from expert_threshold.generate import LEGEND, Step, TokenRouting, engine, generate, printable, render_routing
-from expert_threshold.generate.kernel import Decoded
+from expert_threshold.generate.decoder import Decoded
 from expert_threshold.model import GPT, GPTConfig, Output
 from expert_threshold.routing import Rule
 

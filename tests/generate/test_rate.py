@@ -11,7 +11,7 @@ from torch import Tensor
 from cases import RULES, small_model, small_tokenizer, write_run
 from expert_threshold.cli import main
 from expert_threshold.generate import generate
-from expert_threshold.generate.engine import Engine, Request, Writing
+from expert_threshold.generate.engine import ActiveRequest, Engine, Request
 from expert_threshold.model import GPT
 from expert_threshold.runs import load_model
 
@@ -27,7 +27,7 @@ def tokens_of(rows: int) -> Tensor:
     return torch.randint(270, (rows, 64), generator=torch.Generator().manual_seed(5))
 
 
-def routed(writing: Writing) -> float:
+def routed(writing: ActiveRequest) -> float:
     steps = [step for step in (*writing.prompt, *writing.steps) if step.routing]
     return sum(len(layer.experts) for step in steps for layer in step.routing or ()) / len(steps)
 

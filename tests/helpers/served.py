@@ -13,7 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from cases import small_model, small_tokenizer
-from expert_threshold.generate.engine import Engine, Writing
+from expert_threshold.generate.engine import ActiveRequest, Engine
 from expert_threshold.model import GPT
 from expert_threshold.serve.connections import bind, configure
 from expert_threshold.serve.server import Service, create_app
@@ -31,7 +31,7 @@ class Held(Engine):
         self.open = threading.Event()
         self.free = 0
 
-    def step(self) -> list[Writing]:
+    def step(self) -> list[ActiveRequest]:
         if self.open.is_set() or self.free:
             self.free -= bool(self.free)
             return super().step()

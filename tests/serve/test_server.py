@@ -26,7 +26,7 @@ openai = pytest.importorskip("openai", reason="OpenAI's client is not installed:
 from cases import RULES, small_model, small_tokenizer, write_run  # noqa: E402
 from commands import Refused  # noqa: E402
 from expert_threshold.data import Tokenizer  # noqa: E402
-from expert_threshold.generate import generate, kernel  # noqa: E402
+from expert_threshold.generate import decoder, generate  # noqa: E402
 from expert_threshold.generate.engine import Engine  # noqa: E402
 from expert_threshold.model import GPT  # noqa: E402
 from expert_threshold.moe import Router  # noqa: E402
@@ -286,7 +286,7 @@ def pooled(rule: Any, size: int) -> Any:
 
 
 def test_with_pools_instead_of_cutoffs_the_text_depends_on_the_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel, "library", lambda: None)  # which would route by itself
+    monkeypatch.setattr(decoder, "library", lambda: None)  # which would route by itself
     rule = ExpertChoice(4, 1, pool="batch")
     model = small_model(rule)
     with mock.patch.object(Router, "infer", pooled(rule, 16)), served(model, engine={"slots": 9}) as server:

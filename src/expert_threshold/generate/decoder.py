@@ -1,17 +1,88 @@
-"""Sequences that grow by a few tokens at a time, each in its own row of a cache."""
+"""Sequences that grow by a few tokens at a time, each in its own row of a cache.
+
+Two forwards append tokens to the same cache: `GPT.forward`, and where it can the C++ of `kernels/cpu/decode.cpp`, which
+does a whole step in one call. Every piece of the trunk is written in both; a test walks each option through them.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import math
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
 
-from ..model import GPT
-from ..moe import RoutingHistory
-from .kernel import Decoded, kernel_of
+from ..kernels import cpu, switched_off
+from ..kernels.cpu.decode import decoder_add_layer, decoder_append, decoder_create, decoder_destroy
+from ..model import GPT, Cache, Output
+from ..model.attention import rotary
+from ..model.gpt import Block
+from ..moe import RoutingHistory, Router
 
 PREFILL = 256
 """Prompt tokens per forward; bounds the memory of masks and logits."""
+SHARED = 2**19
+"""Multiplications above which threads share the work; below, synchronizing them costs more than it saves."""
+
+
+class LogitStats(NamedTuple):
+    """The index of the highest logit, its value, and log Σ exp(logit)."""
+
+    likeliest: int
+    highest: float
+    logsumexp: float
+
+
+class Decoded(NamedTuple):
+    """The results of appending tokens to sequences.
+
+    logits: (tokens asked for, vocab), float32; peaks: one for each row of them. Routing has all tokens and MoE layers:
+    scores (layers, tokens, num_scores), boolean assignment and gates (layers, tokens, experts), where gates of None are
+    σ(scores). assigned: token-expert pairs in total.
+    """
+
+    logits: Tensor
+    peaks: list[LogitStats]
+    scores: Tensor
+    assignment: Tensor
+    gates: Tensor | None
+    assigned: int
+
+    @classmethod
+    def of(cls, output: Output, num_experts: int) -> Decoded:
+        """Build the record from a recorded forward without targets."""
+        assert output.logits is not None
+        assert output.routings is not None
+        logits = output.logits.flatten(0, 1)
+        highest, likeliest = logits.max(-1)
+        peaks = list(map(LogitStats, likeliest.tolist(), highest.tolist(), logits.logsumexp(-1).tolist()))
+        if not output.routings:
+            nothing = logits.new_empty(0, len(logits), 0)
+            return cls(logits, peaks, nothing, nothing.bool(), nothing, 0)
+        scores, assignment, gates = (
+            torch.stack([getattr(routing, name).flatten(0, 1) for routing in output.routings])
+            for name in ("scores", "assignment", "gates")
+        )
+        assignment, gates = assignment[..., :num_experts], gates[..., :num_experts]  # null slots may follow them
+        return cls(logits, peaks, scores, assignment, gates, int(assignment.sum()))
+
+    @classmethod
+    def join(cls, parts: Sequence[Decoded]) -> Decoded:
+        """Return the results for the tokens of all parts, in order. Gates must be given."""
+        if len(parts) == 1:
+            return parts[0]
+        logits, peaks, scores, assignment, gates, assigned = zip(*parts, strict=True)
+        return cls(
+            logits=torch.cat(logits),
+            peaks=[peak for some in peaks for peak in some],
+            scores=torch.cat(scores, 1),
+            assignment=torch.cat(assignment, 1),
+            gates=torch.cat(gates, 1),
+            assigned=sum(assigned),
+        )
 
 
 class Decoder:
@@ -87,3 +158,135 @@ class Decoder:
         ids = torch.tensor(tokens, device=cache.held.device)
         output = self.model(ids, cache=cache, record=True, last=last)
         return Decoded.of(output, 0 if config.rule is None else config.rule.num_experts)
+
+
+class Kernel:
+    """Appends a few tokens to sequences in a cache, as `GPT.forward` does; same bits whichever rows share a batch.
+
+    Holds a decoder in C++ with a model's weights, the thresholds of each row, and the cache.
+    """
+
+    most = 64
+    """Up to this many tokens of one row, it is faster than matrix products."""
+
+    def __init__(self, model: GPT, cache: Cache) -> None:
+        config = model.config
+        self._vocab, self._rows, self._capacity = config.vocab_size, len(cache.lengths), cache.capacity
+        self._softmax = config.rule is not None and config.rule.softmax_gates
+        self._thresholds: dict[int, Tensor] = {}  # (rows, experts), by layer
+        self._work = config.vocab_size * config.d_model  # multiplications for a token that goes to one expert
+        places = torch.arange(cache.capacity, dtype=torch.float32, device="cpu")
+        cos, sin = rotary(places, cache.held.shape[-1], config.rotary_base)
+        self._decoder = decoder_create(
+            embed=model.embed.weight.float(),
+            head=model.head.weight,
+            cos=cos,
+            sin=sin,
+            qk_scale=config.qk_scale,
+            offset_from=next((layer for layer in range(config.layers) if config.has_key_offset(layer)), config.layers),
+            cache=cache.held,
+            last=cache.last,
+            smear_gate=None if model.smear_gate is None else model.smear_gate.weight,
+            smear=_numbers(model.smear_scalar, 1, 0.0)[0],
+            backout=_numbers(model.backout_scalar, 1, 0.0)[0],
+            eps=torch.finfo(torch.float32).eps,
+            softcap=config.softcap or 0.0,
+        )
+        weakref.finalize(self, decoder_destroy, self._decoder).atexit = False  # the process frees it
+        residual = _numbers(model.residual_scalars, config.layers, 1.0)
+        skip = _numbers(model.skip_scalars, config.layers, 0.0)
+        for block, *scalars in zip(model.blocks, residual, skip, strict=True):
+            self._add(block, *scalars)
+
+    def begin(self, row: int, pasts: Mapping[int, RoutingHistory]) -> None:
+        """Begin an empty sequence in a row; arguments as in `Cache.begin`."""
+        for layer, thresholds in self._thresholds.items():
+            past = pasts[layer].thresholds
+            assert past is not None
+            thresholds[row] = past
+
+    def append(self, rows: Sequence[int], tokens: Sequence[int], places: Sequence[int], first: int = 0) -> Decoded:
+        """Compute each token at its place in a row of the cache, those of one row in order; logits from `first` on.
+
+        Raises IndexError if a token is not in the vocabulary.
+        """
+        count = len(tokens)
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab:
+            raise IndexError(f"token ids {min(tokens)} to {max(tokens)} must lie from 0 to {self._vocab - 1}")
+        threads = torch.get_num_threads() if count * self._work >= SHARED else 1
+        logits, peaks, scores, assignment, assigned = decoder_append(
+            self._decoder, list(tokens), list(rows), list(places), first, threads
+        )
+        found = [LogitStats(int(likeliest), highest, logsumexp) for likeliest, highest, logsumexp in peaks.tolist()]
+        gates = scores.softmax(-1)[..., : assignment.shape[-1]] if self._softmax else None
+        return Decoded(logits, found, scores, assignment, gates, assigned)
+
+    def _add(self, block: nn.Module, residual: float, skip: float) -> None:
+        assert isinstance(block, Block)
+        attention, moe = block.attention, block.moe
+        dense = block.feed_forward if moe is None else moe.shared
+        gate = None if dense is None or dense.gate is None else dense.gate.weight
+        feed_forward = [] if dense is None else _weights(dense.up.weight, gate, dense.down.weight)
+        experts, router, cutoffs, bias, chosen = [], None, None, None, 0
+        if moe is not None:
+            experts = _weights(moe.experts.up, moe.experts.gate, moe.experts.down)
+            router = moe.router.weight.float()
+            thresholds, top = moe.router.thresholds(), moe.router.rule.biased_top_k(moe.router.state)
+            if thresholds is not None:
+                cutoffs = torch.full_like(thresholds, torch.inf).repeat(self._rows, 1)
+                self._thresholds[block.layer] = cutoffs
+            else:
+                assert top is not None, "see kernel_of"
+                bias, chosen = top
+        qkv, output = attention.joined(), attention.output.weight
+        decoder_add_layer(
+            self._decoder,
+            qkv=qkv,
+            output=output,
+            values=None if attention.value_embed is None else attention.value_embed.weight.float(),
+            values_gate=None if attention.value_gate is None else attention.value_gate.weight,
+            window=self._capacity if attention.window is None else attention.window,
+            residual=residual,
+            skip=skip,
+            dense=feed_forward,
+            experts=experts,
+            router=router,
+            cutoffs=cutoffs,
+            bias=bias,
+            chosen=chosen,
+            softmax_gates=self._softmax,
+            divide_by_fanout=moe is not None and moe.gate_norm == "fanout",
+        )
+        used = (qkv, output, *feed_forward, *experts)
+        self._work += sum(math.prod(weight.shape[-2:]) for weight in used)
+
+
+def _numbers(scalars: Tensor | None, count: int, without: float) -> list[float]:
+    """Return a trunk's scalars; without any, `count` times the value that has no effect."""
+    numbers: list[float] = [without] * count if scalars is None else scalars.tolist()
+    return numbers
+
+
+def _weights(up: Tensor, gate: Tensor | None, down: Tensor) -> list[Tensor]:
+    return [up, down] if gate is None else [up, down, gate]
+
+
+def kernel_of(model: GPT, cache: Cache) -> Kernel | None:
+    """Return the kernel for a snapshot of a model, or None where it does not apply: on another device or dtype, without
+    a compiler or switched off, to an adapted model, or unless the rule has sigmoid or softmax gates and either
+    thresholds or a biased top k.
+    """
+    if cache.held.device.type != "cpu" or cache.held.dtype not in (torch.float32, torch.bfloat16) or model.adapted:
+        return None
+    known = all(_knows(moe.router) for _, moe in model.moe_layers())
+    return Kernel(model, cache) if library() is not None and known else None
+
+
+def _knows(router: Router) -> bool:
+    decides = router.thresholds() is not None or router.rule.biased_top_k(router.state) is not None
+    return decides and (router.rule.sigmoid_gates or router.rule.softmax_gates)
+
+
+def library() -> ctypes.CDLL | None:
+    """Return the decoder's kernels; None if they are switched off or cannot be built."""
+    return None if switched_off() else cpu.decoder()

@@ -15,9 +15,8 @@ from torch import Tensor
 from ..data import Tokenizer
 from ..kernels.cpu.decode import decoder_sample
 from ..model import GPT
-from . import decoder, kernel
-from .decoder import Decoder
-from .kernel import Decoded, Peak
+from . import decoder
+from .decoder import Decoded, Decoder, LogitStats
 
 Finish = Literal["stop", "length"]
 NOT_FINITE = "the model's logits are not finite, so no token can be chosen; use another checkpoint"
@@ -98,7 +97,7 @@ class Sampler:
     def __init__(self, temperature: float, top_k: int | None, generator: torch.Generator, top_p: float = 1.0) -> None:
         self.temperature, self.top_k, self.top_p = temperature, top_k, top_p
         self._numbers = _uniform(generator)
-        self._draw = sample if kernel.library() is None else decoder_sample
+        self._draw = sample if decoder.library() is None else decoder_sample
 
     def __call__(self, logits: Tensor) -> int:
         """Draw a token id from logits (vocab,), float32 on the CPU. Raises ValueError if one is NaN."""
@@ -135,7 +134,7 @@ def sample(logits: Tensor, temperature: float, most: int, top_p: float, number: 
     return place if tokens is None else int(tokens[place])
 
 
-class Text:
+class TextStream:
     """Decodes tokens as they come. Text that may begin a stop string is held back until that is decided.
 
     after: the bytes before this text, which may end inside a character.
@@ -174,15 +173,15 @@ def ending(tokenizer: Tokenizer, request: Request) -> bytes:
     return content
 
 
-class Next(NamedTuple):
+class TokenDistribution(NamedTuple):
     """The distribution of the next token of a sequence: one row of logits (rows, vocab), and its peak."""
 
     of_all: Tensor
     row: int
-    peak: Peak
+    peak: LogitStats
 
     @classmethod
-    def of(cls, decoded: Decoded) -> list[Next]:
+    def of(cls, decoded: Decoded) -> list[TokenDistribution]:
         """Return one record for each row of logits, on the CPU."""
         logits = decoded.logits.cpu()
         return [cls(logits, row, peak) for row, peak in enumerate(decoded.peaks)]
@@ -209,7 +208,7 @@ class Next(NamedTuple):
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
 
-class Writing:
+class ActiveRequest:
     """A request in progress. room: tokens that fit after its prompt; after: its `ending`. prompt: the steps of its
     prompt's tokens, if echoed; steps: those generated so far. error: the reason why it finished too early, or None.
     """
@@ -222,16 +221,16 @@ class Writing:
         self.finished = False
         self.error: str | None = None
         self.read = 0  # prompt tokens read so far
-        self.next: Next | None = None  # known once the prompt is read
-        self.echoed: Next | None = None  # predictions after the part of the prompt read so far
+        self.next: TokenDistribution | None = None  # known once the prompt is read
+        self.echoed: TokenDistribution | None = None  # predictions after the part of the prompt read so far
         generator = torch.Generator()
         if request.seed is None:
             generator.seed()
         else:
             generator.manual_seed(request.seed)
         self._sampler = Sampler(request.temperature, request.top_k, generator, request.top_p)
-        self.text = Text(request.stop, after)
-        self.prompt_text = Text(())
+        self.text = TextStream(request.stop, after)
+        self.prompt_text = TextStream(())
 
     def choose(self) -> int:
         assert self.next is not None
@@ -272,8 +271,8 @@ class Engine:
         self._check_rate = model.check_rate
         self.dial = largest_rate(model)
         self.decoder = Decoder(model, slots, capacity or self.context, strict=strict)
-        self.waiting: deque[Writing] = deque()
-        self.running: dict[int, Writing] = {}
+        self.waiting: deque[ActiveRequest] = deque()
+        self.running: dict[int, ActiveRequest] = {}
         self.counts = Counts()
 
     @property
@@ -285,15 +284,15 @@ class Engine:
         request.check(self.context)
         self._check_rate(request.rate)
 
-    def add(self, request: Request) -> Writing:
+    def add(self, request: Request) -> ActiveRequest:
         """Queue a request for a row. Raises ValueError as `check` does."""
         self.check(request)
         room = self.decoder.capacity - len(request.prompt)
-        writing = Writing(request, room, ending(self.tokenizer, request))
+        writing = ActiveRequest(request, room, ending(self.tokenizer, request))
         self.waiting.append(writing)
         return writing
 
-    def cancel(self, writing: Writing) -> None:
+    def cancel(self, writing: ActiveRequest) -> None:
         """Drop a request and free its row."""
         writing.finished = True
         if writing in self.waiting:
@@ -302,7 +301,7 @@ class Engine:
             if running is writing:
                 self._finish(row)
 
-    def step(self) -> list[Writing]:
+    def step(self) -> list[ActiveRequest]:
         """Admit waiting requests, prefill a piece of one prompt, and decode a token in every row past its prompt.
 
         Returns the requests that advanced.
@@ -325,14 +324,14 @@ class Engine:
         writing.finished, writing.error = True, error
         self.decoder.close(row, wipe=error is not None)
 
-    def _write(self, ready: dict[int, Writing]) -> None:
+    def _write(self, ready: dict[int, ActiveRequest]) -> None:
         chosen = {row: writing.choose() for row, writing in ready.items()}
         made = {row: self._make(writing, chosen[row]) for row, writing in ready.items()}
         forward = {r: chosen[r] for r, w in ready.items() if made[r].finish is None or w.request.record}
         if forward:
             decoded = self.decoder.step(forward)
             self.counts.add_routing(decoded)
-            for i, (row, follows) in enumerate(zip(sorted(forward), Next.of(decoded), strict=True)):
+            for i, (row, follows) in enumerate(zip(sorted(forward), TokenDistribution.of(decoded), strict=True)):
                 ready[row].next = follows
                 if ready[row].request.record:
                     made[row] = made[row]._replace(routing=_routing(decoded, i))
@@ -346,7 +345,7 @@ class Engine:
             elif made[row].finish is not None:
                 self._finish(row)
 
-    def _make(self, writing: Writing, token: int) -> Step:
+    def _make(self, writing: ActiveRequest, token: int) -> Step:
         """Return the step of a chosen token, without its routing."""
         assert writing.next is not None
         request = writing.request
@@ -357,14 +356,14 @@ class Engine:
         finish: Finish | None = "stop" if ended or stopped else "length" if last else None
         return Step(token, text, writing.next.logprob(token), finish, None, writing.next.top(request.tops))
 
-    def _read(self, row: int, writing: Writing) -> None:
+    def _read(self, row: int, writing: ActiveRequest) -> None:
         """Prefill the next piece of a prompt."""
         request, start = writing.request, writing.read
         piece = request.prompt[start : start + decoder.PREFILL]
         decoded = self.decoder.read(row, piece, every=request.echo)
         self.counts.read += len(piece)
         self.counts.add_routing(decoded)
-        follows = Next.of(decoded)
+        follows = TokenDistribution.of(decoded)
         if not all(each.finite for each in follows):
             self._finish(row, NOT_FINITE)
             return
@@ -379,7 +378,9 @@ class Engine:
             if not writing.left:
                 self._finish(row)
 
-    def _echo(self, writing: Writing, token: int, known: Next | None, decoded: Decoded, i: int) -> Step:
+    def _echo(
+        self, writing: ActiveRequest, token: int, known: TokenDistribution | None, decoded: Decoded, i: int
+    ) -> Step:
         request = writing.request
         opens = token == self.tokenizer.bos
         content = b"" if opens else self.tokenizer.decode_bytes([token])

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ..data import Tokenizer
 from ..data.tokenizer import BOS
-from ..generate.engine import Request, Step, Text, ending
+from ..generate.engine import Request, Step, TextStream, ending
 from .worker import ApiError, Limits
 
 MAX_TOKENS = 16
@@ -286,7 +286,7 @@ class Choice:
         self._hidden = asked.opened and asked.request.echo  # drop the BOS step before the prompt
         self._offset = 0
         after = ending(tokenizer, asked.requests[index])
-        self._text = Text((), after)  # the generated text, as if no stop string had ended it
+        self._text = TextStream((), after)  # the generated text, as if no stop string had ended it
 
     def piece(self, prompt: Sequence[Step], steps: Sequence[Step], finished: bool) -> dict[str, Any]:
         """Return what was generated since the last piece, as one of the response's choices."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..generate.engine import Engine, Request, Step, Writing
+from ..generate.engine import ActiveRequest, Engine, Request, Step
 from ..model import GPT
 from ..option import Count, Positive, option, require_valid
 
@@ -96,7 +96,7 @@ class Job:
 
     def __init__(self, worker: Worker, requests: Sequence[Request]) -> None:
         self.requests = requests
-        self.writings: list[Writing] = []
+        self.writings: list[ActiveRequest] = []
         self.updates: asyncio.Queue[Update | None] = asyncio.Queue()
         self.unfinished = len(requests)
         self._worker = worker
@@ -135,7 +135,8 @@ class Worker:
         self._jobs: set[Job] = set()
         self._queue_limit, self._threads = queue_limit, threads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._sent: dict[Writing, tuple[Job, int, int, int]] = {}  # index in the job; steps of prompt and text sent
+        # Index in the job; steps of prompt and text sent.
+        self._sent: dict[ActiveRequest, tuple[Job, int, int, int]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -210,7 +211,7 @@ class Worker:
             self.engine.cancel(writing)
         self._publish(left)
 
-    def _publish(self, moved: Sequence[Writing]) -> None:
+    def _publish(self, moved: Sequence[ActiveRequest]) -> None:
         news = []
         for writing in moved:
             job, index, read, written = self._sent[writing]
