@@ -68,11 +68,6 @@ def test_a_compiled_model_trains(compiler: None, monkeypatch: pytest.MonkeyPatch
     assert RunFolder.open(tmp_path / "run").config["compiled"]
 
 
-def test_an_unknown_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="compile='yes' must be auto, on or off"):
-        TrainConfig(compile="yes")  # type: ignore[arg-type]
-
-
 def test_a_broken_compiler_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("g++: not found\nand much more")
