@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expert_threshold.generate import kernel
+from expert_threshold.generate import decoder
 from expert_threshold.kernels import VARIABLE, off
 from expert_threshold.kernels.cpu import blocks, build
 from expert_threshold.kernels.cpu.blocks import NONE, OVERRIDES, Override, override
@@ -63,7 +63,7 @@ def test_each_takes_what_it_can_and_leaves_the_rest() -> None:
 
 def test_one_switch_turns_all_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def some() -> set[bool]:
-        decodes = set() if build.missing() else {kernel.library() is not None}
+        decodes = set() if build.missing() else {decoder.library() is not None}
         return decodes | {override(name, *taken) is not None for name, (taken, *_) in GIVEN.items()}
 
     assert some() == {True}

@@ -195,7 +195,8 @@ inline void tile(const W* w, int64_t stride, int64_t length, const float* const*
     for (int r = 0; r < R; r++) xs[r] = load(x[r] + i);
     for (int j = 0; j < J; j++) {
       Floats ws = load(w + j * stride + i);
-      __builtin_prefetch((const char*)(w + j * stride + i) + AHEAD);
+      // Adjacent rows are one sequence, prefetched in its order whatever the order in which they are read.
+      __builtin_prefetch((const char*)(w + (stride == length ? J * i + j * LANES : j * stride + i)) + AHEAD);
       for (int r = 0; r < R; r++) partial[j][r] = multiply_add(ws, xs[r], partial[j][r]);
     }
   }
